@@ -1,0 +1,69 @@
+"""Peer: a training loop on Accelerate, as its documentation writes it: prepare, backward, clip, step.
+The scheduler is not prepared: a prepared one steps once per process at every optimizer step.
+On CPU; the command line is common.py's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from common import BETAS, EPS, Meter, accuracy, check_world, load, parameter_groups, parse_arguments, report
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithPadding, get_scheduler
+
+
+def batches(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Epoch after epoch, each in its own order."""
+    epoch = 0
+    while True:
+        loader.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+def main() -> None:
+    args = parse_arguments(__doc__)
+    # cpu=True: without it, two processes under torchrun silently train as two worlds of one
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if args.precision == "bf16" else "no")
+    check_world(accelerator.num_processes)
+    model, tokenizer, train, validation = load(args)
+    meter = Meter(model, args.skip, args.steps)
+    collate = DataCollatorWithPadding(tokenizer)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, args.weight_decay), lr=args.learning_rate, betas=BETAS, eps=EPS, fused=True
+    )
+    scheduler = get_scheduler(args.schedule, optimizer, args.warmup_steps, args.steps)
+    network, optimizer, train_loader, validation_loader = accelerator.prepare(
+        model,
+        optimizer,
+        DataLoader(train, batch_size=args.per_process, shuffle=True, collate_fn=collate),
+        DataLoader(validation, batch_size=args.per_process, collate_fn=collate),
+    )
+
+    network.train()
+    source = batches(train_loader)
+    for _ in range(args.steps):
+        loss = network(**next(source)).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(network.parameters(), args.clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        meter.step()
+
+    score = None
+    if args.evaluate:
+        network.eval()
+        correct = seen = 0
+        for batch in validation_loader:
+            with torch.no_grad():
+                predicted = network(**batch).logits.argmax(-1)
+            predicted, labels = accelerator.gather_for_metrics((predicted, batch["labels"]))
+            correct += int((predicted == labels).sum())
+            seen += len(labels)
+        score = accuracy(correct, seen, validation)
+    report(args, "accelerate", "accelerate", meter, score)
+
+
+if __name__ == "__main__":
+    main()

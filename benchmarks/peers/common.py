@@ -1,0 +1,206 @@
+"""What the peer scripts share: arguments, data, model, parameter groups, the meter and the JSON report.
+Each peer trains the same classifier on the same jsonl files with the same optimisation, on CPU.
+Start a peer with `python PEER.py ...` or `torchrun --nproc_per_node=2 PEER.py ...` (gloo)."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process; read when torch is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Tokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+
+
+def world_size() -> int:
+    """The number of processes the launcher started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_world(reported: int) -> None:
+    """Stop if the library's world, or torch's, is not the launcher's (two silent worlds of one, say)."""
+    live = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if not reported == live == world_size():
+        raise RuntimeError(f"launched {world_size()} processes; the library has {reported}, torch {live}")
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """The command line every peer takes; `per_process` is the share of the global batch."""
+    parser = argparse.ArgumentParser(description=description)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="folder of a pretrained model (and its tokenizer)")
+    source.add_argument("--gpt2-config", type=json.loads, help="a GPT-2 configuration as JSON, weights drawn")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder; the model's where left out")
+    parser.add_argument("--train", type=Path, required=True)
+    parser.add_argument("--validation", type=Path, required=True)
+    parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=128, help="global: over all processes")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
+    parser.add_argument("--warmup-steps", type=int, default=0)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--clip", type=float, default=1.0)
+    parser.add_argument("--schedule", choices=["linear", "cosine", "constant_with_warmup"], default="linear")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, required=True, help="rank 0 writes its report here")
+    parser.add_argument("--skip", type=int, default=5, help="leave the first N steps out of the rate")
+    parser.add_argument("--evaluate", action="store_true", help="accuracy on the validation file at the end")
+    args = parser.parse_args()
+    if not 1 <= args.skip < args.steps:
+        parser.error("--skip must be at least 1 and less than --steps")
+    if args.gpt2_config is not None and args.tokenizer is None:
+        parser.error("--gpt2-config needs --tokenizer")
+    if args.batch_size % world_size():
+        parser.error("--batch-size must be a multiple of the number of processes")
+    args.per_process = args.batch_size // world_size()
+    torch.set_num_threads(1)
+    return args
+
+
+class Examples(Dataset[dict[str, Any]]):
+    """Tokenised examples, unpadded, in memory."""
+
+    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+        with path.open(encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
+        self.labels = [int(row["label"]) for row in rows]
+        encoded = tokenizer([row["text"] for row in rows], truncation=True, max_length=max_length)
+        self.columns: dict[str, list[Any]] = {**encoded, "label": self.labels}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return {name: column[index] for name, column in self.columns.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+
+def load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Examples, Examples]:
+    """Seed, then the model (fp32 weights, training mode), its tokenizer, and the two tokenised files."""
+    set_seed(args.seed)
+    if args.gpt2_config is not None:
+        tokenizer = GPT2Tokenizer.from_pretrained(args.tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+    train = Examples(args.train, tokenizer, args.max_length)
+    validation = Examples(args.validation, tokenizer, args.max_length)
+    num_labels = max(train.labels) + 1
+    if args.gpt2_config is not None:
+        given = {k: value for k, value in args.gpt2_config.items() if k not in ("type", "model_type")}
+        settings = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **given}
+        config = AutoConfig.for_model("gpt2", num_labels=num_labels, **settings)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(
+            args.model, num_labels=num_labels, dtype=torch.float32
+        )
+    model.config.use_cache = False  # Trainer does the same: no key-value cache in training
+    return model.train(), tokenizer, train, validation  # from_pretrained leaves dropout off
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for all but biases and norms, as Trainer groups them."""
+    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (plain if id(parameter) in norms or name.endswith("bias") else decay).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+class Meter:
+    """Counts what this process feeds the model; `step` is to be called at the end of each optimizer step."""
+
+    def __init__(self, model: nn.Module, skip: int, steps: int) -> None:
+        self.skip, self.steps, self.done = skip, steps, 0
+        self.examples = self.real_tokens = self.padded_tokens = self.peak_memory = 0
+        self.first_step = self.wall = self.cpu = 0.0
+        model.register_forward_pre_hook(self._feed, with_kwargs=True)
+
+    def _feed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and self.skip <= self.done < self.steps:
+            mask = kwargs["attention_mask"]
+            self.examples += mask.shape[0]
+            self.padded_tokens += mask.numel()
+            self.real_tokens += int(mask.sum())
+
+    def step(self) -> None:
+        self.done += 1
+        if self.done == 1:
+            self.first_step = time.time() - psutil.Process().create_time()
+        if self.done == self.skip:
+            self.wall, self.cpu = time.perf_counter(), time.process_time()
+        if self.done == self.steps:
+            self.wall, self.cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
+            self.peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def accuracy(correct: int, seen: int, validation: Examples) -> float:
+    """The share that was right; refuses a count in which an example is missing or counted twice."""
+    if seen != len(validation):
+        raise RuntimeError(f"evaluated {seen} examples of {len(validation)}")
+    return correct / seen
+
+
+def report(args: argparse.Namespace, peer: str, package: str, meter: Meter, score: float | None) -> None:
+    """Gather the meters; rank 0 writes one JSON object. Closes the process group.
+
+    padding_ratio is tokens fed, padding included, over real tokens: 1.0 is no padding at all.
+    """
+    if meter.done != args.steps:
+        raise RuntimeError(f"the meter saw {meter.done} steps of {args.steps}")
+    ranks: list[Any] = [vars(meter)]
+    if world_size() > 1:
+        ranks = [None] * world_size()
+        dist.all_gather_object(ranks, vars(meter))
+        dist.destroy_process_group()
+    examples = sum(rank["examples"] for rank in ranks)
+    result = {
+        "peer": peer,
+        "world": world_size(),
+        "precision": args.precision,
+        "steps": args.steps,
+        "skip": args.skip,
+        "batch_size": args.batch_size,
+        "seed": args.seed,
+        "examples_per_s": examples / max(rank["wall"] for rank in ranks),
+        "cpu_s_per_example": sum(rank["cpu"] for rank in ranks) / examples,
+        "time_to_first_step_s": max(rank["first_step"] for rank in ranks),
+        "peak_memory_bytes": max(rank["peak_memory"] for rank in ranks),
+        "padding_ratio": sum(r["padded_tokens"] for r in ranks) / sum(r["real_tokens"] for r in ranks),
+        "accuracy": score,
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in ("torch", "transformers", package)},
+    }
+    if int(os.environ.get("RANK", "0")) == 0:
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

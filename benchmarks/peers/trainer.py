@@ -1,0 +1,84 @@
+"""Peer: transformers.Trainer as it comes, with a collator that pads each batch to its longest example.
+trainer_tuned.py runs the same with the settings that Trainer's users reach for when they want speed.
+Both on CPU; the command line is common.py's."""
+
+import tempfile
+from typing import Any
+
+import numpy as np
+from common import BETAS, EPS, Meter, accuracy, check_world, load, parse_arguments, report, world_size
+from transformers import (
+    DataCollatorWithPadding,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+TUNED: dict[str, Any] = {
+    "train_sampling_strategy": "group_by_length",  # transformers 4's group_by_length=True
+    "optim": "adamw_torch_fused",  # already the default on torch 2.8 and later; said, not left to the version
+    "ddp_find_unused_parameters": False,  # every parameter has a gradient: no walk over the graph
+    "dataloader_num_workers": 0,  # examples are tokenised and in memory: a worker only takes a core
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+class StepEnd(TrainerCallback):
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.meter.step()
+
+
+def main(peer: str, extra: dict[str, Any]) -> None:
+    args = parse_arguments(__doc__)
+    model, tokenizer, train, validation = load(args)
+    meter = Meter(model, args.skip, args.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,  # without it, two processes on CPU do not join
+            ddp_backend="gloo" if world_size() > 1 else None,
+            per_device_train_batch_size=args.per_process,
+            per_device_eval_batch_size=args.per_process,
+            max_steps=args.steps,
+            learning_rate=args.learning_rate,
+            warmup_steps=args.warmup_steps,
+            lr_scheduler_type=args.schedule,
+            weight_decay=args.weight_decay,
+            max_grad_norm=args.clip,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            adam_epsilon=EPS,
+            bf16=args.precision == "bf16",
+            seed=args.seed,
+            save_strategy="no",
+            report_to="none",
+            **extra,
+        )
+        check_world(settings.world_size)
+        trainer = Trainer(
+            model=model,
+            args=settings,
+            data_collator=DataCollatorWithPadding(tokenizer),
+            train_dataset=train,
+            processing_class=tokenizer,
+            callbacks=[StepEnd(meter)],
+        )
+        trainer.train()
+        score = None
+        if args.evaluate:
+            output = trainer.predict(validation)
+            right = np.asarray(output.predictions).argmax(-1) == output.label_ids
+            score = accuracy(int(right.sum()), len(right), validation)
+    report(args, peer, "accelerate", meter, score)
+
+
+if __name__ == "__main__":
+    main("trainer", {})

@@ -1,0 +1,69 @@
+"""The values that travel from file to weights, and the words for them.
+
+Glossary (one word an idea, used everywhere):
+  step          one optimizer update, numbered from 0; a step's result is the weights "after step t+1"
+  global batch  the examples of one step over the whole job
+  piece / leaf  one of the `micro_batches` parts a global batch is cut into; leaf k of the reduction tree is its gradient
+  micro-batch   a piece, collated: what goes through the model in one forward and backward
+  target        a label the loss is summed over (-100 marks a position that is none)
+  tokens        real tokens; padded: tokens including padding
+Letters in shape comments: B examples of a micro-batch, T padded length, C classes, M pieces of a step, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the target that counts for nothing, as in torch.nn.functional.cross_entropy
+
+Sums = dict[str, Tensor]  # name -> float64 sum over examples, of any shape; metrics are functions of these
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One piece, collated."""
+
+    leaf: int  # its place in the reduction tree, 0..M-1
+    inputs: Mapping[str, Tensor]  # keyword arguments of the model, each [B, T]
+    targets: Tensor  # int64 [B] or [B, T]; IGNORED where there is none
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on `device`; the copy may still be under way (pinned memory)."""
+        inputs = {k: v.to(device, non_blocking=True) for k, v in self.inputs.items()}
+        return MicroBatch(self.leaf, inputs, self.targets.to(device, non_blocking=True))
+
+    def pinned(self) -> MicroBatch:
+        """The same in page-locked memory, from which a GPU copies while the host goes on."""
+        return MicroBatch(self.leaf, {k: v.pin_memory() for k, v in self.inputs.items()}, self.targets.pin_memory())
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's part of one step, and the counts of the whole step (equal on every rank, without communication)."""
+
+    step: int
+    micro_batches: list[MicroBatch]  # this rank's, in leaf order
+    leaves: int  # M, over all ranks
+    examples: int  # of the whole step
+    targets: int  # of the whole step: the one divisor of the loss
+    tokens: int  # of the whole step, without padding
+    padded: int  # of the whole step, with padding
+    padded_by_chance: int  # what cutting in the order the examples came would have padded to
+    ids: np.ndarray  # int64, of the whole step: positions in the training split
+
+    def to(self, device: torch.device) -> StepBatch:
+        """The same with its micro-batches on `device`."""
+        return replace(self, micro_batches=[m.to(device) for m in self.micro_batches])
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports; equal on every rank. The tensors may still be on the device: reading them waits for it."""
+
+    loss: Tensor  # float64 scalar: mean over the step's targets, before the update
+    grad_norm: Tensor  # float32 scalar: 2-norm of the whole gradient, before clipping

@@ -1,0 +1,231 @@
+"""The commands. Imports no torch at the top, so that `lockstep --help` answers at once.
+
+In: arguments. Out: an exit status: 0 done, 1 failed, 2 bad usage or run file, 75 stopped on request and resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.data.tokens import Prepared
+    from lockstep.launchers.launcher import Launcher, Plan
+    from lockstep.run import Run
+
+# The quick start: `lockstep train` without a run file.
+QUICK_START = {
+    "name": "quickstart",
+    "data": {"source": "builtin/emotion", "max_length": 64},
+    "model": {"type": "gpt2", "config": {"n_layer": 3, "n_head": 4, "n_embd": 128, "n_positions": 64}},
+    "tokenizer": {"train": "bpe", "vocab_size": 1500},
+    "epochs": 4,
+    "batch_size": 64,
+    "micro_batches": 4,
+    "optim": {"learning_rate": 1.0e-3, "schedule": "linear", "warmup_fraction": 0.05},
+    "launch": {"processes": 2},
+    "checkpoint": {"every": 100},
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The `lockstep` command."""
+    parser = argparse.ArgumentParser(
+        prog="lockstep", description="Train text transformers: the same weights on one process or many, bit for bit."
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, help_text in (
+        ("train", "train a run file to its end, or go on with it; without one, the built-in quick start"),
+        ("plan", "show what would be started, and what it needs; start nothing"),
+    ):
+        command = commands.add_parser(name, help=help_text)
+        command.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file; default: the quick start")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="override keys, for example optim.learning_rate=3e-5")
+        command.add_argument("--debug", action="store_true", help="show tracebacks")
+    report = commands.add_parser("report", help="write OUTPUT/report.html again")
+    report.add_argument("output", nargs="+")
+    push = commands.add_parser("push", help="upload OUTPUT/export to the Hub (token from HF_TOKEN)")
+    push.add_argument("output")
+    push.add_argument("repository", metavar="USER/REPO")
+    push.add_argument("--public", action="store_true", help="create the repository public")
+    commands.add_parser("list", help="tasks, strategies, launchers and trackers a run file can name")
+    commands.add_parser("schema", help="print the JSON Schema of run files")
+    known, rest = parser.parse_known_args(arguments)
+    if known.version:
+        from lockstep import __version__
+
+        print(f"lockstep {__version__}")
+        return 0
+    if known.command is None:
+        parser.print_help()
+        return 2
+    from lockstep.console import error
+    from lockstep.run import RunError
+
+    try:
+        return _dispatch(known, rest)
+    except RunError as caught:
+        if os.environ.get("RANK", "0") == "0":
+            error(str(caught))
+        if getattr(known, "debug", False):
+            raise
+        return 2
+    except KeyboardInterrupt:
+        error("interrupted")
+        return 130
+
+
+def _dispatch(known: argparse.Namespace, rest: list[str]) -> int:
+    from lockstep.run import RunError, schema
+
+    if known.command not in ("train", "plan") and rest:
+        raise RunError(f"unknown argument {rest[0]}; see lockstep {known.command} --help")
+    if known.command == "schema":
+        print(json.dumps(schema(), indent=2))
+        return 0
+    if known.command == "list":
+        return _list()
+    if known.command == "report":
+        return _report(known.output)
+    if known.command == "push":
+        from lockstep.hub import publish
+
+        print(publish(Path(known.output) / "export", known.repository, not known.public))
+        return 0
+    run = _load(known, rest)
+    if known.command == "plan":
+        return _plan(run)
+    return train(run)
+
+
+def _load(known: argparse.Namespace, rest: list[str]) -> Run:
+    from lockstep.run import RunError, load
+
+    path, overrides = known.run, list(known.overrides)
+    if path is not None and "=" in path:
+        path, overrides = None, [path, *overrides]
+    # `--key value` and `--key=value` are key=value too
+    while rest:
+        head = rest.pop(0)
+        if head.startswith("--") and "=" not in head:
+            if not rest:
+                if not overrides:
+                    raise RunError(f"{head} needs a value")
+                rest.append(overrides.pop(0))
+            head = f"{head}={rest.pop(0)}"
+        elif not head.startswith("--"):
+            raise RunError(f"unknown argument {head!r}")
+        overrides.append(head)
+    return load(path, overrides, QUICK_START)
+
+
+def train(run: Run) -> int:
+    """Check everything that can be checked, then start or join the processes."""
+    from lockstep import plugins
+    from lockstep.console import Console
+
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # under torchrun, accelerate launch, srun: join
+        from lockstep import worker
+
+        if os.environ["RANK"] == "0":
+            _keep(run)
+        return worker.main(run)
+    launcher: Launcher = plugins.find("launchers", run.launch.name)()
+    plan = launcher.plan(run)
+    if plan.processes > 1 and run.launch.name == "local":
+        from lockstep.launchers.local import prestart
+
+        prestart()
+    prepared = _prepare(run, plan)
+    from lockstep.checkpoint import check_resumable, finished
+
+    manifest = check_resumable(run, prepared)
+    if finished(run, manifest):
+        assert manifest is not None
+        Console(True).say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
+        return 0
+    _keep(run)
+    return launcher.start(run, plan)
+
+
+def _prepare(run: Run, plan: Plan) -> Prepared:
+    """Data, tokens, and every check that needs no process group. Errors: `RunError`."""
+    from lockstep import plugins
+    from lockstep.data.prepare import prepare
+
+    prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True)
+    plugins.find("strategies", run.strategy.name).check(run, plan.processes)  # type: ignore[attr-defined]
+    return prepared
+
+
+def _keep(run: Run) -> None:
+    """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
+    from lockstep.run import RunError
+
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        aside = run.folder / ".run.yaml.partial"
+        aside.write_text(run.dump(), encoding="utf-8")
+        os.replace(aside, run.folder / "run.yaml")
+    except OSError as error:
+        raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
+
+
+def _plan(run: Run) -> int:
+    import shlex
+
+    from lockstep import plugins
+    from lockstep.console import Console
+
+    launcher: Launcher = plugins.find("launchers", run.launch.name)()
+    plan = launcher.plan(run)
+    console = Console(True)
+    shares = sorted({len(range(r * run.micro_batches // plan.processes, (r + 1) * run.micro_batches // plan.processes))
+                     for r in range(plan.processes)})
+    console.facts(
+        {
+            "launcher": run.launch.name,
+            "processes": f"{plan.processes}, each with {' or '.join(map(str, shares))} of {run.micro_batches} micro-batches a step",
+            "command": shlex.join(plan.command),
+            "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
+            "strategy": f"{run.strategy.name}{', exact' if run.strategy.exact else ''}",
+            "length": f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs",
+            "output": str(run.folder),
+        }
+    )
+    for path, text in plan.files.items():
+        console.say(f"--- {path}\n{text}")
+    for note in plan.notes:
+        console.say(f"note: {note}")
+    return 0
+
+
+def _list() -> int:
+    from lockstep import plugins
+    from lockstep.console import Console
+
+    console = Console(True)
+    for kind in ("tasks", "strategies", "launchers", "track"):
+        console.facts({kind: ", ".join(plugins.names(kind))})
+    return 0
+
+
+def _report(outputs: list[str]) -> int:
+    from lockstep.report import write_report
+    from lockstep.run import RunError
+
+    for output in outputs:
+        try:
+            print(write_report(Path(output)))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{output} is not the output folder of a run: {error}") from None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""From any source to the rank's next StepBatch: source -> tokens -> order -> pieces -> feed."""

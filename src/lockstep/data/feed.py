@@ -1,0 +1,93 @@
+"""This rank's StepBatches, made ahead of time by a thread; the position is the step number.
+
+In: a task, the order and this rank's leaves. Out: one `StepBatch` a step, on the device, with the counts of the whole step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.batch import StepBatch
+from lockstep.data import pieces
+from lockstep.data.order import Order
+from lockstep.run import Run
+from lockstep.tasks.task import Task
+
+AHEAD = 2  # steps made before they are asked for
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a feeding thread met, to be raised where the batch is wanted."""
+
+    error: BaseException
+
+
+class Feed:
+    """The training batches of one rank."""
+
+    def __init__(self, run: Run, task: Task, leaves: range, device: torch.device) -> None:
+        self.task, self.leaves, self.device = task, leaves, device
+        self.columns = task.splits["train"]
+        self.order = Order(len(self.columns), run.batch_size, run.seed)
+        self.micro_batches = run.micro_batches
+        self.total = run.steps or max(1, round(float(run.epochs or 0) * self.order.steps_per_epoch))
+
+    def make(self, step: int) -> StepBatch:
+        """One step's batch: every rank cuts the same pieces and collates its own."""
+        rows = self.order.step(step)
+        lengths = self.columns.lengths[rows]
+        groups = pieces.cut(lengths, self.micro_batches)
+        micro_batches = [self.task.collate(self.columns, rows[groups[k]], k) for k in self.leaves]
+        if self.device.type == "cuda":
+            micro_batches = [m.pinned() for m in micro_batches]
+        return StepBatch(
+            step=step,
+            micro_batches=micro_batches,
+            leaves=self.micro_batches,
+            examples=len(rows),
+            targets=self.task.count_targets(self.columns, rows),
+            tokens=int(lengths.sum()),
+            padded=pieces.padded_cost(lengths, groups),
+            padded_by_chance=pieces.random_cost(lengths, self.micro_batches),
+            ids=rows,
+        )
+
+    def steps(self, after: int) -> Iterator[StepBatch]:
+        """The batches of steps `after`, `after + 1`, ... to the run's last."""
+        ready: queue.Queue[StepBatch | Failure] = queue.Queue(maxsize=AHEAD)
+        over = threading.Event()
+
+        def put(item: StepBatch | Failure) -> bool:
+            while not over.is_set():
+                try:
+                    ready.put(item, timeout=0.2)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def produce() -> None:
+            try:
+                for step in range(after, self.total):
+                    if not put(self.make(step)):
+                        return
+            except BaseException as error:  # raised where the batch is wanted
+                put(Failure(error))
+
+        thread = threading.Thread(target=produce, name="lockstep-feed", daemon=True)
+        thread.start()
+        try:
+            for _ in range(after, self.total):
+                item = ready.get()
+                if isinstance(item, Failure):
+                    raise item.error
+                yield item if self.device.type == "cpu" else item.to(self.device)
+        finally:
+            over.set()
+            thread.join()

@@ -1,0 +1,47 @@
+"""Prepare a run's data before any process group exists: once a machine, then found again by what it was made from.
+
+In: a run. Out: a `Prepared`. A worker that finds it needs neither the raw data nor the library that reads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep import __version__
+from lockstep.data import source
+from lockstep.data.tokens import VERSION, Prepared, cache_folder, digest, locked
+from lockstep.run import Run
+
+if TYPE_CHECKING:
+    from lockstep.tasks.task import Task
+
+
+def prepare(run: Run, task: type[Task], fresh: bool = False) -> Prepared:
+    """What `task.prepare` makes of this run, from the cache where nothing it depends on has changed.
+
+    `fresh` asks the Hub again for data that is not local: the launching process does, its workers do not.
+    Errors: `RunError`. Safe to call from every process of a machine at once; one works, the others wait.
+    """
+    key = digest(VERSION, __version__, run.seed, *(_dump(run, part) for part in ("task", "data", "model", "tokenizer")), _files(run))
+    path = cache_folder() / "prepared" / f"{key}.json"
+    with locked(key):
+        local = run.data.source == source.BUILTIN or bool(source.files_of(run.data))
+        found = Prepared.read(path) if local or not fresh else None
+        if found is None:
+            found = task.prepare(run)
+            found.write(path)
+    return found
+
+
+def _dump(run: Run, part: str) -> object:
+    return getattr(run, part).model_dump(mode="json")
+
+
+def _files(run: Run) -> list[tuple[str, int, int]]:
+    """Name, size and time of every local file the preparation reads."""
+    files = source.files_of(run.data)
+    for folder in (run.model.source, run.tokenizer.source):
+        if folder is not None and (root := Path(folder).expanduser()).is_dir():
+            files += sorted(f for f in root.iterdir() if f.is_file() and f.suffix in (".json", ".txt", ".model"))
+    return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]

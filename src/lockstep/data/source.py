@@ -1,0 +1,216 @@
+"""Hub id, local files or the built-in set -> one `datasets.Dataset` a split, under the names train, validation and test.
+
+In: the `data` section of the run. Out: a `Source`, or a `RunError` that names the key, the file and what is there instead.
+Imports `datasets` only when called: a worker that finds its tokens in the cache never needs it.
+"""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.run import DataSection, RunError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+BUILTIN = "builtin/emotion"
+# file ending -> the builder of `datasets` that reads it, and its options
+_FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".csv": ("csv", {"keep_default_na": False}),  # a text that says "null" or "NA" is a text
+    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t", "quoting": 3}),
+    ".parquet": ("parquet", {}),
+    ".txt": ("lines", {}),
+}
+_USUAL = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The splits of a data set; `validation` is absent when none was given or found."""
+
+    name: str
+    splits: dict[str, Dataset]
+
+
+def files_of(data: DataSection) -> list[Path]:
+    """The local files a source is read from, in order; empty for a Hub id and for the built-in set."""
+    return [file for files in (_local(data) or {}).values() for file in files]
+
+
+def load(data: DataSection, seed: int) -> Source:
+    """Read all splits. Errors: `RunError`."""
+    _quiet()
+    if data.source == BUILTIN:
+        source = _builtin(seed)
+    elif (local := _local(data)) is not None:
+        source = Source(
+            data.source or "local files", {split: _read(files, f"data.{split}") for split, files in local.items() if files}
+        )
+    else:
+        source = _from_hub(data)
+    if "train" not in source.splits:
+        raise RunError(f"data.train: no training split in {source.name}; name it or its files in data.train")
+    splits = source.splits
+    if data.limit is not None:
+        splits = {name: split.select(range(min(data.limit, len(split)))) for name, split in splits.items()}
+    for name, split in splits.items():
+        if len(split) == 0:
+            raise RunError(f"data.{name}: the {name} split of {source.name} is empty")
+    return Source(source.name, splits)
+
+
+# -- local files -----------------------------------------------------------------------------------------------------
+
+
+def _looks_local(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.endswith(tuple(_FORMATS)) or any(c in text for c in "*?[")
+
+
+def _local(data: DataSection) -> dict[str, list[Path]] | None:
+    """Split -> files, or None when the source is not local."""
+    given = {split: getattr(data, split) for split in _USUAL if getattr(data, split) is not None}
+    if data.source is None:
+        if not given:
+            raise RunError("data: give data.source (a Hub id, a folder or a file) or data.train (files)")
+        return {split: _expand(value, f"data.{split}") for split, value in given.items()}
+    if data.source == BUILTIN:
+        return None
+    root = Path(data.source).expanduser()
+    if root.is_dir():
+        found = {split: _in_folder(root, split) for split in _USUAL}
+        if not any(found.values()) and "train" not in given:
+            single = sorted(f for f in root.iterdir() if f.suffix in _FORMATS)
+            if not single:
+                raise RunError(
+                    f"data.source: the folder {root} holds no data file; "
+                    f"wanted are files like train.jsonl with one of the endings {', '.join(_FORMATS)}"
+                )
+            found["train"] = single
+        for split, value in given.items():
+            found[split] = _expand(value, f"data.{split}", root)
+        return found
+    if root.is_file() or _looks_local(data.source):
+        found = {"train": _expand(data.source, "data.source")}
+        return found | {split: _expand(value, f"data.{split}") for split, value in given.items()}
+    return None
+
+
+def _in_folder(root: Path, split: str) -> list[Path]:
+    for word in _USUAL[split]:
+        files = sorted(f for f in root.iterdir() if f.is_file() and f.suffix in _FORMATS and f.name.split(".")[0] == word)
+        files = files or sorted(f for f in root.glob(f"{word}[-_/]*") if f.is_file() and f.suffix in _FORMATS)
+        if files:
+            return files
+    return []
+
+
+def _expand(value: str | list[str], key: str, root: Path | None = None) -> list[Path]:
+    files: list[Path] = []
+    for text in [value] if isinstance(value, str) else value:
+        path = Path(text).expanduser()
+        if root is not None and not path.is_absolute() and not path.exists():
+            path = root / path
+        found = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
+        if not found:
+            raise RunError(f"{key}: no such file: {path}")
+        for file in found:
+            if file.suffix not in _FORMATS:
+                raise RunError(f"{key}: {file} has none of the endings that can be read: {', '.join(_FORMATS)}")
+        files += found
+    return files
+
+
+def _read(files: list[Path], key: str) -> Dataset:
+    import datasets
+
+    formats = {_FORMATS[f.suffix][0] for f in files}
+    if len(formats) != 1:
+        raise RunError(f"{key}: files of different formats ({', '.join(str(f) for f in files)}); use one format a split")
+    builder, options = _FORMATS[files[0].suffix]
+    if builder == "lines":
+        return _read_lines(files, key)
+    try:
+        return datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
+    except Exception as error:  # datasets wraps whatever its readers raise
+        if any(f.stat().st_size == 0 for f in files):
+            raise RunError(f"{key}: {files[0]} is empty") from None
+        cause = error.__cause__ or error
+        raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
+
+
+def _read_lines(files: list[Path], key: str) -> Dataset:
+    """`text;label` a line; the text may hold semicolons, the label may not."""
+    import datasets
+
+    texts: list[str] = []
+    labels: list[str] = []
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip():
+                text, mark, label = line.rpartition(";")
+                if not mark:
+                    raise RunError(f"{key}: {file}, line {number}: wanted is 'text;label', there is no semicolon")
+                texts.append(text)
+                labels.append(label.strip())
+    if labels and all(label.lstrip("-").isdigit() for label in labels):
+        return datasets.Dataset.from_dict({"text": texts, "label": [int(label) for label in labels]})
+    return datasets.Dataset.from_dict({"text": texts, "label": labels})
+
+
+# -- elsewhere -------------------------------------------------------------------------------------------------------
+
+
+def _builtin(seed: int) -> Source:
+    import datasets
+
+    from lockstep.data import builtin
+
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=list(builtin.LABELS)),
+            "true_label": datasets.Value("int64"),
+        }
+    )
+    columns = builtin.emotion(seed)
+    return Source(BUILTIN, {name: datasets.Dataset.from_dict(split, features=features) for name, split in columns.items()})
+
+
+def _from_hub(data: DataSection) -> Source:
+    import datasets
+
+    assert data.source is not None
+    try:
+        found = datasets.load_dataset(data.source, data.config, revision=data.revision)
+    except Exception as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
+        raise RunError(
+            f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
+            f"{' '.join(str(error).split())}"
+        ) from error
+    splits: dict[str, Dataset] = {}
+    for split, usual in _USUAL.items():
+        given = getattr(data, split)
+        for name in [given] if given is not None else usual:
+            if name in found:
+                splits[split] = found[name]
+                break
+        else:
+            if given is not None:
+                raise RunError(f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, found))}")
+    return Source(data.source, splits)
+
+
+def _quiet() -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()

@@ -1,0 +1,131 @@
+"""The tokenizer of a run: the model's own, another one, or one trained on the run's texts.
+
+In: the run and an iterator over training texts. Out: a folder that `AutoTokenizer.from_pretrained` loads, in the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.data.tokens import cache_folder, digest
+from lockstep.run import Run, RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+
+
+def load(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a prepared folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def prepare(run: Run, texts: Iterator[list[str]], content: str) -> Path:
+    """The folder of the run's tokenizer, with a padding token. The caller holds the lock. `content` stands for the texts."""
+    if run.tokenizer.train is not None:
+        key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, _causal(run))
+        folder = cache_folder() / "tokenizers" / key
+        return folder if folder.exists() else _save(_train(run, texts), folder)
+    source = run.tokenizer.source or run.model.source
+    if source is None:
+        raise RunError(
+            "tokenizer: a model from scratch (model.type) needs one; "
+            "give tokenizer.train (bpe, wordpiece, wordlevel, unigram) or tokenizer.source"
+        )
+    tokenizer = _load_source(run, source)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token is None:
+        raise RunError(f"tokenizer: that of {source} has neither a padding nor an end token to pad with")
+    state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
+    key = digest("tokenizer", 1, hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map))
+    folder = cache_folder() / "tokenizers" / key
+    return folder if folder.exists() else _save(tokenizer, folder)
+
+
+def _load_source(run: Run, source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    key = "tokenizer.source" if run.tokenizer.source else "model.source"
+    if Path(source).expanduser().is_dir():
+        source = str(Path(source).expanduser())
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=run.model.trust_remote_code)
+    except Exception as error:  # a missing file, a Hub that cannot be reached, an unknown type: all are the user's to mend
+        raise RunError(
+            f"{key}: cannot load a tokenizer from {source!r}: {' '.join(str(error).split())[:400]}"
+        ) from error
+
+
+def _save(tokenizer: Any, folder: Path) -> Path:
+    aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    tokenizer.save_pretrained(aside)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.rename(aside, folder)
+    except OSError:
+        shutil.rmtree(aside)
+    return folder
+
+
+def _causal(run: Run) -> bool:
+    """Whether the model only looks back, and so is read at its last token rather than its first."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    return run.model.type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and run.model.type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def _train(run: Run, texts: Iterator[list[str]]) -> Any:
+    """Train a tokenizer; encoders get `[CLS] text [SEP]`, decoders `text [SEP]`, on which they are read."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    kind, size = run.tokenizer.train, run.tokenizer.vocab_size
+    special = list(_SPECIAL.values())
+    unknown = _SPECIAL["unk_token"]
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer: Any = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+    elif kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=size, special_tokens=special, unk_token=unknown, show_progress=False
+        )
+    elif kind == "wordpiece":
+        tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+    else:
+        tokenizer = Tokenizer(models.WordLevel(unk_token=unknown))
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+        trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    start = "" if _causal(run) else "[CLS] "
+    pair = f"{start}$A:0 [SEP]:0 $B:1 [SEP]:1"
+    ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{start}$A [SEP]", pair=pair, special_tokens=ids)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)

@@ -1,0 +1,174 @@
+"""Tokenise once, cached by content; then ragged columns as flat arrays over Arrow memory, without copies.
+
+In: a `datasets.Dataset` and a function that encodes a batch of its rows. Out: an Arrow file in the cache, and `Columns` over it.
+One process a machine writes the cache (a file lock); every other one maps the same pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+VERSION = 1  # of what the cache holds; a new number makes old entries unused
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What preparation leaves for the workers: files and facts, no live objects."""
+
+    key: str  # hash of the tokens' content; kept in checkpoints, so that a resume notices other data
+    splits: dict[str, str]  # split -> Arrow file
+    tokenizer: str  # folder that transformers loads it from
+    facts: dict[str, Any]  # of the task: label names, best possible accuracy, where the data came from
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(aside, path)
+
+    @staticmethod
+    def read(path: Path) -> Prepared | None:
+        """None when there is nothing usable at `path`, or a file it names is gone."""
+        try:
+            found = Prepared(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        there = all(Path(file).exists() for file in [*found.splits.values(), found.tokenizer])
+        return found if there else None
+
+
+def cache_folder() -> Path:
+    """$LOCKSTEP_CACHE, else ~/.cache/lockstep."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("LOCKSTEP_CACHE") or f"{home}/lockstep").expanduser()
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """One process of this machine at a time."""
+    from filelock import FileLock
+
+    folder = cache_folder() / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{name}.lock"):
+        yield
+
+
+def digest(*values: Any) -> str:
+    """A short hash of JSON-able values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def content(dataset: Dataset, columns: list[str]) -> str:
+    """A hash of what some columns of a data set hold, whatever file or order of loading they came from."""
+    seen = hashlib.sha256()
+
+    class Sink:
+        closed = False
+
+        def write(self, data: Any) -> None:
+            seen.update(memoryview(data))
+
+        def flush(self) -> None: ...
+
+    table = dataset.select_columns(columns).with_format("arrow")
+    sink = pa.PythonFile(Sink(), mode="w")
+    for start in range(0, len(dataset), 10_000):  # fixed batches: the hash must not depend on the file's own chunks
+        batch = table[start : start + 10_000].combine_chunks().replace_schema_metadata(None)
+        with pa.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_table(batch)
+    return seen.hexdigest()[:24]
+
+
+def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, list]], features: Features, key: str) -> str:
+    """The Arrow file of `dataset` mapped by `encoder` (batches of columns to batches of columns), made if not yet cached.
+
+    The caller holds the lock. `key` stands for the content of both.
+    """
+    path = cache_folder() / "tokens" / f"{key}.arrow"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dataset.map(  # writes aside, then moves into place
+            encoder,
+            batched=True,
+            remove_columns=dataset.column_names,
+            features=features,
+            cache_file_name=str(path),
+            new_fingerprint=key,
+            writer_batch_size=10_000,
+        )
+    return str(path)
+
+
+class Columns:
+    """An encoded split: ragged token columns and flat ones, both views of memory-mapped Arrow buffers."""
+
+    def __init__(self, path: str | Path) -> None:
+        with pa.memory_map(str(path)) as mapped:
+            self._table = pa.ipc.open_stream(mapped).read_all()
+        self._cache: dict[str, Ragged] = {}
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._table.column_names)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example: int32 [examples]."""
+        return self.ragged("input_ids").lengths
+
+    def flat(self, name: str) -> np.ndarray:
+        """A column of one number an example."""
+        return self._table.column(name).to_numpy()
+
+    def ragged(self, name: str) -> Ragged:
+        """A column of a list of numbers an example."""
+        if name not in self._cache:
+            self._cache[name] = Ragged(self._table.column(name))
+        return self._cache[name]
+
+
+class Ragged:
+    """Lists of numbers over their Arrow chunks; no token is copied until a batch is made."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._values = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
+        self._offsets = [chunk.offsets.to_numpy(zero_copy_only=True) for chunk in chunks]
+        self._first = np.cumsum([0, *(len(chunk) for chunk in chunks)])
+        self.lengths = np.concatenate([np.diff(offsets) for offsets in self._offsets]).astype(np.int32)
+
+    def row(self, index: int) -> np.ndarray:
+        """One example's numbers: a view."""
+        chunk = int(np.searchsorted(self._first, index, side="right")) - 1
+        offsets, within = self._offsets[chunk], index - self._first[chunk]
+        return self._values[chunk][offsets[within] : offsets[within + 1]]
+
+    def padded(self, rows: np.ndarray, fill: int, multiple: int = 1, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Rows padded with `fill` to the longest (rounded up to a `multiple`): int64 [B, T], and the mask of real ones."""
+        lengths = self.lengths[rows]
+        width = max(1, -(-int(lengths.max(initial=1)) // multiple) * multiple)
+        out = np.full((len(rows), width), fill, dtype=np.int64)  # [B, T]
+        mask = np.zeros((len(rows), width), dtype=np.int64)  # [B, T]
+        for i, row in enumerate(rows):
+            span = slice(width - lengths[i], None) if left else slice(0, lengths[i])
+            out[i, span] = self.row(int(row))
+            mask[i, span] = 1
+        return out, mask

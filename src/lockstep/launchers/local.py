@@ -1,0 +1,165 @@
+"""All processes on this machine: one runs in the terminal's own process, several under torch elastic.
+
+In: a run. Out: an exit status. A rank that dies stops the job; it starts again from the last checkpoint up to `max_restarts` times.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from lockstep.console import error
+from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.run import Run, RunError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+
+
+class Local(Launcher):
+    """The launcher of a laptop or of one machine with GPUs."""
+
+    def plan(self, run: Run) -> Plan:
+        processes = processes_of(run)
+        if processes > run.micro_batches:
+            raise RunError(
+                f"launch.processes: {processes} processes cannot share {run.micro_batches} micro-batches; "
+                "use fewer processes or more micro_batches"
+            )
+        command = [sys.executable, "-m", "lockstep", "train", str(run.folder / "run.yaml")]
+        if processes == 1:
+            return Plan(1, command, notes=["one process: runs in the terminal's own process"])
+        variables = {
+            # torch elastic re-forms on a stale address otherwise (pytorch/pytorch#135712)
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if sys.platform == "linux":
+            variables["GLOO_SOCKET_IFNAME"] = "lo"  # needs no host name that resolves
+        return Plan(processes, command, variables, notes=["started by torch elastic in this terminal"])
+
+    def start(self, run: Run, plan: Plan) -> int:
+        if plan.processes == 1:
+            from lockstep import worker
+
+            return worker.main(run)
+        for name, value in plan.variables.items():
+            os.environ.setdefault(name, value)
+        return run_agent(str(run.folder / "run.yaml"), plan.processes, run)
+
+
+def processes_of(run: Run) -> int:
+    """`launch.processes`; auto: one a GPU, else one a core, at most `micro_batches` (1 for `single`)."""
+    if run.launch.processes != "auto":
+        return int(run.launch.processes)
+    if run.strategy.name == "single":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(run.micro_batches, _gpus(run) or cores)
+
+
+def _gpus(run: Run) -> int:
+    if run.launch.device == "cpu":
+        return 0
+    try:
+        import torch
+    except ImportError:  # a machine that only submits
+        return 0
+    return torch.cuda.device_count()
+
+
+def prestart() -> None:
+    """Let a server process import what workers need while this process is still preparing data; they fork from it."""
+    import multiprocessing
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lockstep.worker"])
+    forkserver.ensure_running()
+
+
+def run_agent(path: str, processes: int, run: Run) -> int:
+    """Start `processes` ranks of the run file at `path` under a torch elastic agent, and see them to their end."""
+    import logging
+
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent below speaks for them
+    prestart()
+    rendezvous = RendezvousParameters("c10d", "localhost:0", uuid.uuid4().hex, 1, 1, local_addr="localhost")
+    spec = WorkerSpec(
+        role="lockstep",
+        local_world_size=processes,
+        entrypoint=entry,
+        args=(path,),
+        rdzv_handler=registry.get_rendezvous_handler(rendezvous),
+        max_restarts=run.launch.max_restarts,
+        monitor_interval=0.1,
+        local_addr="localhost",
+    )
+    agent = _agent_class()(
+        spec, DefaultLogsSpecs(), start_method="forkserver", shutdown_timeout=int(run.launch.timeout_s)
+    )
+    try:
+        result = agent.run()
+    except SignalException as stop:
+        return 75 if stop.sigval in (signal.SIGTERM, signal.SIGINT) else 1
+    finally:
+        spec.rdzv_handler.shutdown()
+    if result.is_failed():
+        return next((f.exitcode for f in result.failures.values() if f.exitcode == 2), 1)
+    return max((status or 0 for status in result.return_values.values()), default=0)
+
+
+def _agent_class() -> Any:
+    """The agent, made where torch is at hand."""
+    import socket
+
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Agent(LocalElasticAgent):
+        """Torch elastic's own, told what our exit statuses mean, and saying who died."""
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            if result.state != WorkerState.FAILED:
+                return result
+            statuses = {failure.exitcode for failure in result.failures.values()}
+            if statuses == {75}:  # stopped on request: not a failure, and no reason to start again
+                return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(result.failures, 75))
+            if 2 in statuses:  # starting again would meet the same bad input
+                self._remaining_restarts = 0
+            for rank, failure in result.failures.items():
+                how = f"was killed by {_signal(-failure.exitcode)}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
+                left = self._remaining_restarts
+                then = f"restarting from the last checkpoint ({left} restart(s) left)" if left else "no restarts left"
+                if failure.exitcode < 0 or left:  # otherwise the rank's own traceback has said it all
+                    error(f"rank {rank} (pid {failure.pid}) on {socket.gethostname()} {how}; {then}")
+            return result
+
+    return Agent
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def entry(path: str) -> None:
+    """One rank. Ends with the process that started it, whatever ended that."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans that go on writing to OUTPUT
+    from lockstep.worker import main_of_file
+
+    main_of_file(path)

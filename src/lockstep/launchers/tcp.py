@@ -1,0 +1,37 @@
+"""By hand: this process is one rank, and meets the others at a URL; for machines without anything else, and for reading.
+
+In: `launch: {name: tcp, master: tcp://host:port, rank: R, world_size: W}`, the same command on every machine with its own rank.
+Out: an exit status.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.run import Run, RunError
+
+
+class Tcp(Launcher):
+    """`init_process_group` from a URL, a rank and a world size."""
+
+    def plan(self, run: Run) -> Plan:
+        launch = run.launch
+        if launch.master is None or not re.fullmatch(r"tcp://[^:/]+:\d+", launch.master):
+            raise RunError(f"launch.master: wanted is tcp://host:port of rank 0, not {launch.master!r}")
+        if launch.rank is None or launch.world_size is None:
+            raise RunError("launch: the tcp launcher needs launch.rank and launch.world_size")
+        if launch.rank >= launch.world_size:
+            raise RunError(f"launch.rank: {launch.rank} is not below launch.world_size ({launch.world_size})")
+        if launch.world_size > run.micro_batches:
+            raise RunError(f"launch.world_size: {launch.world_size} processes cannot share {run.micro_batches} micro-batches")
+        variables = {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        notes = [f"this process is rank {launch.rank} of {launch.world_size}, meeting at {launch.master}"]
+        return Plan(launch.world_size, ["lockstep", "train"], variables, notes=notes)
+
+    def start(self, run: Run, plan: Plan) -> int:
+        from lockstep import worker
+
+        os.environ.update(plan.variables)
+        return worker.main(run, str(run.launch.master))

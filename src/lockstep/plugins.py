@@ -1,0 +1,54 @@
+"""A name in the run file -> the one class in that file.
+
+In: a kind (`tasks`, `strategies`, `launchers`, `track`) and a name, or a dotted path to a class of your own.
+Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+
+# Files of a plug-in folder that hold its interface or a shared body rather than a plug-in.
+_NOT_PLUGINS = {"task", "strategy", "native", "launcher", "tracker"}
+_SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
+
+
+class PluginError(ValueError):
+    """A name that no plug-in has, or a module that does not hold exactly one."""
+
+
+def names(kind: str) -> list[str]:
+    """All names of a kind that a run file can use, in alphabetical order."""
+    package = importlib.import_module(f"lockstep.{kind}")
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _NOT_PLUGINS)
+
+
+def find(kind: str, name: str) -> type:
+    """The class behind `name`.
+
+    `name` is a file of `lockstep/KIND/` or the dotted path of a class in a module of yours (`package.module.Class`).
+    Errors: `PluginError`, naming the nearest known name. The module is imported, and with it the engine it needs.
+    """
+    if "." in name:
+        module_name, _, class_name = name.rpartition(".")
+        try:
+            return getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise PluginError(f"cannot import {name!r}: {error}") from error
+    known = names(kind)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise PluginError(f"unknown {_SINGULAR[kind]} {name!r}: {hint}known are {', '.join(known)}")
+    module = importlib.import_module(f"lockstep.{kind}.{name}")
+    classes = [
+        c
+        for _, c in inspect.getmembers(module, inspect.isclass)
+        if c.__module__ == module.__name__ and not c.__name__.startswith("_") and getattr(c, "plugin", "") == kind
+    ]
+    if len(classes) != 1:
+        raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")
+    return classes[0]

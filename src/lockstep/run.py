@@ -1,0 +1,420 @@
+"""The run file: typed, validated, overridable, and written beside the results with every default filled in.
+
+In: a YAML file and `key=value` overrides. Out: one frozen `Run`, or a `RunError` naming key, value, file and line.
+Nothing here imports torch: the machine you submit from may have none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lockstep import plugins
+
+
+class RunError(Exception):
+    """Bad usage or a bad run file: one message for the user, exit status 2, before any process starts."""
+
+
+Steps = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A mapping of the run file: unknown keys are errors, values never change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class PluginSection(Section):
+    """A section whose further keys belong to the plug-in it names (`your.module.Class` for your own)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class TaskSection(PluginSection):
+    name: str = Field("classification", description="classification, or your.module.Class; its other keys are the task's")
+
+
+class DataSection(Section):
+    source: str | None = Field(None, description="Hub id, local folder, file or glob, or builtin/emotion")
+    config: str | None = Field(None, description="configuration of a Hub data set")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hub data set")
+    train: str | list[str] | None = Field(None, description="split name or path(s); default: the split called train")
+    validation: str | list[str] | None = Field(
+        None, description="split name or path(s); default: found by its usual names, or cut from train"
+    )
+    test: str | list[str] | None = Field(None, description="split name or path(s); default: the split called test, if any")
+    validation_fraction: float = Field(
+        0.1, gt=0, lt=1, description="share of train cut off, seeded and stratified, where no validation split is given"
+    )
+    limit: Positive | None = Field(None, description="use at most this many examples of each split")
+    max_length: Positive = Field(128, description="tokens an example is truncated to")
+
+
+class ModelSection(Section):
+    source: str | None = Field(None, description="Hub id or local folder of a pretrained model")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hub model")
+    type: str | None = Field(None, description="model type of transformers (gpt2, bert, ...) to train from scratch")
+    config: dict[str, Any] = Field(default_factory=dict, description="entries of the model's config to set")
+    attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
+    trust_remote_code: bool = Field(False, description="run code that comes with a Hub model; read it first")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSection:
+        if (self.source is None) == (self.type is None):
+            raise ValueError("give either source (pretrained) or type (from scratch), and not both")
+        return self
+
+
+class TokenizerSection(Section):
+    source: str | None = Field(None, description="Hub id or local folder; default: the model's own")
+    train: Literal["bpe", "wordpiece", "wordlevel", "unigram"] | None = Field(
+        None, description="train one of this kind on the training texts"
+    )
+    vocab_size: Positive = Field(8000, description="entries of a trained tokenizer, at most")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> TokenizerSection:
+        if self.source is not None and self.train is not None:
+            raise ValueError("give either source or train, and not both")
+        return self
+
+
+class OptimSection(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(5e-5, gt=0, description="the highest rate of the schedule")
+    schedule: Literal["constant", "linear", "cosine"] = Field("linear", description="after warm-up: to 0 at the last step")
+    warmup_steps: Steps = Field(0, description="steps of linear warm-up from 0")
+    warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
+    weight_decay: float = Field(0.01, ge=0, description="not applied to biases and norms")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
+    clip: float | None = Field(1.0, ge=0, description="largest gradient norm; 0 or null: no clipping")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> OptimSection:
+        if self.warmup_steps and self.warmup_fraction:
+            raise ValueError("give warmup_steps or warmup_fraction, and not both")
+        return self
+
+
+class StrategySection(Section):
+    name: str = Field("ddp", description="single | allreduce | ddp, or your.module.Class")
+    exact: bool = Field(True, description="the same bits at every number of processes; false: the engine's own reduction")
+    options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
+
+
+class LaunchSection(Section):
+    name: str = Field("local", description="local | tcp, or your.module.Class")
+    processes: Positive | Literal["auto"] = Field(
+        "auto", description="processes a machine; auto: one a GPU, else one a core, at most micro_batches"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    threads: Positive | Literal["auto"] = Field("auto", description="threads a process; auto: its share of the cores")
+    max_restarts: Steps = Field(0, description="times a job whose rank died starts again from its last checkpoint")
+    timeout_s: float = Field(600.0, gt=0, description="seconds a collective may wait for the other ranks")
+    master: str | None = Field(None, description="tcp: tcp://host:port of rank 0")
+    rank: Steps | None = Field(None, description="tcp: this process's rank")
+    world_size: Positive | None = Field(None, description="tcp: number of processes in all")
+
+
+class EvaluateSection(Section):
+    every: Steps = Field(0, description="steps between evaluations; 0: only at the end")
+    batch_size: Positive | None = Field(None, description="examples per evaluation batch on a rank; default: 4 micro-batches")
+
+
+class CheckpointSection(Section):
+    every: Steps = Field(200, description="steps between checkpoints; 0: only at a stop and at the end")
+    keep: Positive = Field(2, description="newest checkpoints kept")
+
+
+class TrackSection(Section):
+    to: list[str] = Field(default_factory=list, description="tensorboard, ...; console and jsonl always")
+    every: Positive = Field(10, description="steps between lines of metrics.jsonl")
+
+
+class HubSection(Section):
+    push_to: str | None = Field(None, description="USER/REPO the export is uploaded to at the end")
+    private: bool = Field(True, description="create the repository private")
+
+
+class Run(Section):
+    """One training job, complete: everything that decides its arithmetic, and how and where it runs."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder")
+    output: str | None = Field(None, description="default: outputs/NAME")
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
+    task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
+    data: DataSection
+    model: ModelSection
+    tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)  # type: ignore[arg-type]
+    epochs: float | None = Field(None, gt=0, description="passes over the training split; or give steps")
+    steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
+    batch_size: Positive = Field(128, description="examples per optimizer step over the whole job")
+    micro_batches: Positive = Field(
+        8, description="pieces a step is cut into; defines the arithmetic, whatever the number of processes"
+    )
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights and moments stay fp32")
+    optim: OptimSection = Field(default_factory=OptimSection)  # type: ignore[arg-type]
+    strategy: StrategySection = Field(default_factory=StrategySection)  # type: ignore[arg-type]
+    launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
+    evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
+    track: TrackSection = Field(default_factory=TrackSection)  # type: ignore[arg-type]
+    hub: HubSection = Field(default_factory=HubSection)  # type: ignore[arg-type]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = dict(values)
+            if values.get("epochs") is None and values.get("steps") is None:
+                values["epochs"] = 3
+            if values.get("output") is None:
+                values["output"] = f"outputs/{values.get('name', 'run')}"
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Run:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("give either epochs or steps, and not both")
+        if self.micro_batches > self.batch_size:
+            raise ValueError(
+                f"micro_batches ({self.micro_batches}) must not be more than batch_size ({self.batch_size}): "
+                "every piece of a step needs an example"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """OUTPUT: where everything this run writes goes."""
+        return Path(str(self.output))
+
+    def dump(self) -> str:
+        """The resolved run as YAML that can be run again."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+
+    def arithmetic(self) -> dict[str, Any]:
+        """The keys that decide the weights, flat: a resume must not change any of them.
+
+        With `strategy.exact` neither the strategy nor the number of processes is among them.
+        """
+        values = self.model_dump(mode="json")
+        for key in ("name", "output", "launch", "evaluate", "checkpoint", "track", "hub"):
+            del values[key]
+        values["model"].pop("trust_remote_code")
+        if self.strategy.exact:
+            values["strategy"] = {"exact": True}
+        return _flat(values)
+
+
+def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any] | None = None) -> Run:
+    """The run of a file and `key=value` overrides; `defaults` is the mapping used where there is no file.
+
+    Errors: `RunError` with key, value, what is allowed, file and line.
+    """
+    text, origin = "", "the command line"
+    values: Any = defaults or {}
+    if path is not None:
+        origin = str(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            values = yaml.safe_load(text)
+        except OSError as error:
+            raise RunError(f"cannot read the run file {path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise RunError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(values, dict):
+            raise RunError(f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {_kind(values)}")
+        values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
+    overridden = {key: value for key, value in map(_override, overrides)}
+    for key, value in overridden.items():
+        _set(values := _copied(values), key, value)
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if overridden.get(one) is not None and other not in overridden:
+            values.pop(other, None)  # the command line's length replaces the file's, whichever way each is given
+    _refuse_secrets(values, origin)
+    lines = _lines(text) if text else {}
+    try:
+        run = Run.model_validate(values)
+    except ValidationError as error:
+        raise RunError(_explain(error, origin, lines, overridden)) from None
+    return check_plugins(run, origin, lines, overridden)
+
+
+def check_plugins(run: Run, origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> Run:
+    """Resolve the task's and the launcher's name and type the task's own keys; only torch-free plug-ins are imported."""
+
+    def where(key: str) -> str:
+        return _where(key, origin, lines, overridden)
+
+    try:
+        task = plugins.find("tasks", run.task.name)
+        options = task.Options.model_validate(run.task.options)  # type: ignore[attr-defined]
+    except plugins.PluginError as error:
+        raise RunError(f"task.name: {error} ({where('task.name')})") from None
+    except ValidationError as error:
+        raise RunError(_explain(error, origin, lines, overridden, "task", task.Options)) from None  # type: ignore[attr-defined]
+    for key, kind, names in (
+        ("strategy.name", "strategies", [run.strategy.name]),
+        ("launch.name", "launchers", [run.launch.name]),
+        ("track.to", "track", run.track.to),
+    ):
+        for name in names:
+            if "." not in name and name not in plugins.names(kind):
+                known = plugins.names(kind)
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise RunError(f"{key}: unknown name {name!r}; {hint}known are {', '.join(known)} ({where(key)})")
+    return run.model_copy(update={"task": TaskSection(name=run.task.name, **options.model_dump())})
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a run file, for editors."""
+    return Run.model_json_schema()
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    key = key.strip().lstrip("-").replace("-", "_")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise RunError(f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise RunError(f"the value of {key} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _copied(values: Any) -> Any:
+    return {k: _copied(v) for k, v in values.items()} if isinstance(values, dict) else values
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = values.get(parent)
+        values[parent] = values = child if isinstance(child, dict) else {}  # type: ignore[assignment]
+    values[last] = value
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict) or not values:
+        return {prefix: values}
+    return {k: v for key, value in values.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _lines(text: str) -> dict[str, int]:
+    """Dotted key -> line (from 1) in the run file."""
+    found: dict[str, int] = {}
+
+    def walk(node: yaml.Node, prefix: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                path = f"{prefix}.{key.value}" if prefix else str(key.value)
+                found[path] = key.start_mark.line + 1
+                walk(value, path)
+
+    walk(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    return found
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+# What a token or key looks like; a run file that holds one is refused, so that none ends up in OUTPUT or a tracker.
+_SECRET_VALUE = re.compile(
+    r"(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY)"
+)
+_SECRET_KEY = re.compile(r"(^|_)(token|api_?key|secret|password|secret_access_key|access_key_id)$", re.IGNORECASE)
+
+
+def _refuse_secrets(values: Any, origin: str) -> None:
+    for key, value in _flat(values).items():
+        texts = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
+        if any(_SECRET_VALUE.search(t) for t in texts) or (_SECRET_KEY.search(key.rpartition(".")[2]) and any(texts)):
+            raise RunError(
+                f"{key} in {origin} looks like a secret. Secrets come from the environment only "
+                "(HF_TOKEN, WANDB_API_KEY, ...): remove it, and revoke it if the file was shared"
+            )
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "a mapping", list: "a list", str: "a text", int: "an integer", float: "a number", bool: "true/false"}
+    return "nothing" if value is None else names.get(type(value), type(value).__name__)
+
+
+def _where(key: str, origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> str:
+    if any(o == key or o.startswith(key + ".") or key.startswith(o + ".") for o in overridden):
+        return "on the command line"
+    while key and key not in lines:
+        key = key.rpartition(".")[0]
+    return f"{origin}, line {lines[key]}" if key else origin
+
+
+def _explain(
+    error: ValidationError,
+    origin: str,
+    lines: dict[str, int],
+    overridden: dict[str, Any],
+    prefix: str = "",
+    options: type[BaseModel] | None = None,
+) -> str:
+    """All that is wrong, a line each: key, value, what is allowed, file and line."""
+    rows: dict[str, str] = {}
+    for item in error.errors():
+        # Pydantic adds the tried member of a union (`int`, `literal['auto']`) to the location: those are not keys.
+        location = [str(part) for part in item["loc"]]
+        if item["type"] != "extra_forbidden" and item["type"] != "missing":
+            known = _fields()
+            while len(location) > 1 and ".".join(location) not in known and ".".join(location[:-1]) in known:
+                location.pop()
+        key = ".".join([prefix, *location] if prefix else location)
+        if item["type"] == "extra_forbidden":
+            parent, _, last = key.rpartition(".")
+            siblings = list(options.model_fields) if options else _siblings(parent)
+            near = difflib.get_close_matches(last, siblings, 1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(siblings)}"
+            message = f"unknown key {key!r}: {hint}"
+        elif item["type"] == "missing":
+            message = f"{key}: missing, and it has no default"
+        elif item["type"] == "value_error":
+            message = f"{key}: {item['ctx']['error']}" if key else str(item["ctx"]["error"])
+        else:
+            wanted = item["msg"][:1].lower() + item["msg"][1:]
+            message = f"{key}: {item['input']!r} will not do: {wanted}"
+        if key in rows and " will not do" in rows[key]:
+            rows[key] += f"; or {message.partition('will not do: ')[2]}"
+        else:
+            rows[key] = f"{message} ({_where(key, origin, lines, overridden)})"
+    return "\n".join(rows.values())
+
+
+def _fields(model: type[BaseModel] = Run, prefix: str = "") -> dict[str, type[BaseModel] | None]:
+    found: dict[str, type[BaseModel] | None] = {}
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        section = field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
+        found[key] = section
+        if section is not None:
+            found |= _fields(section, f"{key}.")
+    return found
+
+
+def _siblings(parent: str) -> list[str]:
+    depth = parent.count(".") + 1 if parent else 0
+    return [k.rpartition(".")[2] for k in _fields() if k.count(".") == depth and k.startswith(f"{parent}." if parent else "")]
+

@@ -1,0 +1,56 @@
+"""All-reduce by hand: every rank computes its share of the pieces, then all ranks sum their gradients.
+
+In: this rank's micro-batches. Out: the same update on every rank. The difference from `single.py` is `reduce`, nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.reduction import Exchange, buckets
+from lockstep.run import Run, RunError
+from lockstep.strategies.native import Native
+from lockstep.tasks.task import Task
+
+
+class AllReduce(Native):
+    """`strategy.options.bucket_cap_mb` (default 25): how much travels at a time, in MiB."""
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        if unknown := set(run.strategy.options) - {"bucket_cap_mb"}:
+            raise RunError(f"strategy.options: allreduce knows bucket_cap_mb, not {', '.join(sorted(unknown))}")
+        cap = run.strategy.options.get("bucket_cap_mb", 25)
+        if not isinstance(cap, int | float) or isinstance(cap, bool) or cap <= 0:
+            raise RunError(f"strategy.options.bucket_cap_mb: {cap!r} is not a positive number of MiB")
+
+    def build(self, task: Task) -> None:
+        super().build(task)
+        self.buckets = buckets(self.parameters, int(self.run.strategy.options.get("bucket_cap_mb", 25) * 2**20))
+
+    def reduce(self) -> list[Tensor]:
+        if self.world.size == 1:
+            return self.tree.root
+        return self.sum_in_tree_order() if self.run.strategy.exact else self.sum_as_it_comes()
+
+    def sum_in_tree_order(self) -> list[Tensor]:
+        """The same bits at every number of ranks."""
+        exchange = Exchange(self.tree.leaves, self.world.rank, self.world.size)
+        for positions in self.buckets:
+            exchange.submit({node: [tensors[i] for i in positions] for node, tensors in self.tree.nodes.items()})
+        return [tensor for bucket in exchange.finish() for tensor in bucket]
+
+    def sum_as_it_comes(self) -> list[Tensor]:
+        """The textbook way: add up what this rank has, then one all-reduce a bucket; equal to rounding."""
+        first, *others = self.tree.nodes.values()
+        for tensors in others:
+            torch._foreach_add_(first, tensors)
+        gradients: list[Tensor] = []
+        for positions in self.buckets:
+            flat = torch.cat([first[i].reshape(-1) for i in positions])
+            dist.all_reduce(flat)
+            parts = flat.split([first[i].numel() for i in positions])
+            gradients += [part.view_as(first[i]) for i, part in zip(positions, parts, strict=True)]
+        return gradients

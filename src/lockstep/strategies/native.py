@@ -1,0 +1,131 @@
+"""The one accumulate, clip, update body of the plain strategies; they differ only in `reduce` and, for ddp, in `backward`.
+
+In: micro-batches. Out: one update of a replicated model. Read `single.py`, then `allreduce.py`, then `ddp.py`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import optim
+from lockstep.batch import IGNORED, MicroBatch, StepBatch, StepResult
+from lockstep.reduction import ReductionTree, gradient_norm, share
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.task import Task
+from lockstep.world import seed_everything
+
+
+class Native(Strategy):
+    """A whole copy of model and optimizer on every rank."""
+
+    exact = True
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def leaves(self) -> range:
+        return share(self.run.micro_batches, self.world.rank, self.world.size)
+
+    def build(self, task: Task) -> None:
+        self.task = task
+        self.model: nn.Module = task.model().to(self.world.device)
+        self.wrapped = self.model
+        self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters = list(self.named.values())
+        self.optimizer = optim.build(self.run.optim, self.model)
+        self.model.train()
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        self.tree = ReductionTree(batch.leaves)
+        losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        with self.autocast():  # around the whole step: weights are cast to bf16 once, not once a piece
+            for micro in batch.micro_batches:
+                seed_everything(self.run.seed, batch.step, micro.leaf)  # dropout depends on the piece, not on the rank
+                losses[micro.leaf] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
+        gradients = self.reduce()
+        norm = self.update(gradients, learning_rate)
+        return StepResult(self.world.sum(losses).sum() / batch.targets, norm)
+
+    def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
+        """One piece, forward and backward; its gradient goes into the tree. Returns the piece's loss sum."""
+        loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
+        with self.autocast(False):
+            (loss / targets).backward()
+        self.tree.add(micro.leaf, self.take_gradients())
+        return loss.detach()
+
+    @abstractmethod
+    def reduce(self) -> list[Tensor]:
+        """The sum of all leaves of all ranks, in the order of `self.parameters`."""
+
+    def take_gradients(self) -> list[Tensor]:
+        """This piece's gradients, in the order of `self.parameters`; the parameters hold none afterwards."""
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradients
+
+    def update(self, gradients: list[Tensor], learning_rate: float) -> Tensor:
+        """Clip, then one optimizer step. Returns the norm before clipping."""
+        norm = gradient_norm(gradients)
+        if self.run.optim.clip:
+            factor = (self.run.optim.clip / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+            if factor.device.type != "cpu" or factor < 1.0:  # on CUDA the multiplication is cheaper than knowing
+                torch._foreach_mul_(gradients, factor)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optim.set_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        return norm
+
+    def autocast(self, enabled: bool = True) -> torch.autocast:
+        """bf16 where the run asks for it; weights, gradients and moments stay fp32."""
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled and self.run.precision == "bf16")
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        self.model.eval()
+        with torch.no_grad(), self.autocast():
+            logits = self.model(**inputs).logits
+        self.model.train()
+        return logits
+
+    def state(self) -> dict[str, Tensor]:
+        state = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
+        state |= {f"model.{n}": b for n, b in self.model.named_buffers()}
+        for name, parameter in self.named.items():
+            for key, value in self.optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    state[f"optimizer.{key}.{name}"] = value
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+                tensor.copy_(state[f"model.{name}"])
+        for name, parameter in self.named.items():
+            suffix = f".{name}"
+            found = {
+                key.removeprefix("optimizer.").removesuffix(suffix): value
+                for key in (f"optimizer.{k}{suffix}" for k in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer"))
+                if (value := state.get(key)) is not None
+            }
+            if found:
+                self.optimizer.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in found.items()}
+
+    def export(self) -> dict[str, Tensor] | None:
+        return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
+
+    def blank(self, micro: MicroBatch) -> MicroBatch:
+        """A piece of one example whose every target is ignored: its gradient is zero."""
+        inputs = {k: v[:1] for k, v in micro.inputs.items()}
+        return MicroBatch(micro.leaf, inputs, torch.full_like(micro.targets[:1], IGNORED))
+
+    def close(self) -> None:
+        del self.model, self.wrapped, self.optimizer, self.parameters, self.named

@@ -1,0 +1,25 @@
+"""One process does all the work: the plainest reading of the interface, and what every other strategy is compared with.
+
+In: all micro-batches of a step. Out: one update. Nothing is communicated.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lockstep.run import Run, RunError
+from lockstep.strategies.native import Native
+
+
+class Single(Native):
+    """The reduction is the root of this process's own tree."""
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        if processes > 1:
+            raise RunError(f"strategy.name: single runs one process, this job has {processes}; use ddp, or launch.processes=1")
+        if run.strategy.options:
+            raise RunError(f"strategy.options: single has none, {', '.join(run.strategy.options)} cannot be used")
+
+    def reduce(self) -> list[Tensor]:
+        return self.tree.root

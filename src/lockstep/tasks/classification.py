@@ -1,0 +1,289 @@
+"""Text classification with any model that `AutoModelForSequenceClassification` knows.
+
+In: a column of texts (or two) and a column of integer or string labels. Out: loss, accuracy and macro F1, all from sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.data import source, tokenizer
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.run import Run, RunError
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+
+    from lockstep.batch import MicroBatch, Sums
+
+
+class ClassificationOptions(BaseModel):
+    """The task's own keys in the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    text: str = Field("text", description="column of the text")
+    text_pair: str | None = Field(None, description="column of a second text, for questions about pairs")
+    label: str = Field("label", description="column of the label, integers or strings")
+    label_names: list[str] | None = Field(None, description="names of integer labels, in order; default: from the data set")
+
+
+class Classification(Task):
+    """One label a text."""
+
+    Options = ClassificationOptions
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        options = ClassificationOptions.model_validate(run.task.options)
+        data = source.load(run.data, run.seed)
+        splits = dict(data.splits)
+        texts = [c for c in (options.text, options.text_pair) if c is not None]
+        for split, dataset in splits.items():
+            _check_columns(dataset, [*texts, options.label], split, data.name)
+        if "test" in splits and run.data.test is None and _unlabelled(splits["test"], options.label):
+            del splits["test"]  # the Hub's benchmarks hide the labels of their test split
+        names, codes = _labels(splits, options, data.name)
+        if "validation" not in splits:
+            splits |= _cut(splits["train"], codes(splits["train"], "train"), run)
+        hashes = {split: content(dataset, [*texts, options.label]) for split, dataset in splits.items()}
+
+        def batches() -> Iterator[list[str]]:
+            for start in range(0, len(splits["train"]), 1000):
+                rows = splits["train"][start : start + 1000]
+                yield [text for column in texts for text in rows[column]]
+
+        folder = tokenizer.prepare(run, batches(), hashes["train"])
+        _check_model(run)
+        files = {}
+        for split, dataset in splits.items():
+            key = digest(VERSION, hashes[split], folder.name, run.data.max_length, options.model_dump(), names)
+            files[split] = _encode(run, dataset, texts, codes(dataset, split), str(folder), key)
+        facts: dict[str, Any] = {"labels": names, "source": data.name}
+        if data.name == source.BUILTIN:
+            facts["best_possible"] = {
+                split: {"accuracy": float(np.mean(np.array(d["label"]) == np.array(d["true_label"])))}
+                for split, d in splits.items()
+            }
+        return Prepared(digest(sorted(files.items()), names), files, str(folder), facts)
+
+    # -- in every process --------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        self.tokenizer = tokenizer.load(prepared.tokenizer)
+        self.labels: list[str] = prepared.facts["labels"]
+        self.token_types = "token_type_ids" in self.splits["train"].names
+
+    def model(self) -> nn.Module:
+        from lockstep import models
+
+        return models.sequence_classifier(self.run, self.tokenizer, self.labels)
+
+    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+        import torch
+
+        from lockstep.batch import IGNORED, MicroBatch
+
+        blank = len(rows) == 0
+        rows = np.zeros(1, dtype=np.int64) if blank else rows
+        pad = self.tokenizer.pad_token_id
+        ids, mask = columns.ragged("input_ids").padded(rows, int(pad))  # [B, T]
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        if self.token_types:
+            inputs["token_type_ids"] = torch.from_numpy(columns.ragged("token_type_ids").padded(rows, 0)[0])
+        targets = torch.from_numpy(columns.flat("label")[rows].astype(np.int64))  # [B]
+        return MicroBatch(leaf, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        return len(rows)
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs.logits.float(), targets, reduction="sum")  # IGNORED targets count for nothing
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        import torch
+        from torch.nn.functional import cross_entropy, one_hot
+
+        logits = forward(batch.inputs).float()  # [B, C]
+        real = batch.targets >= 0
+        targets, predicted = batch.targets[real], logits[real].argmax(dim=-1)
+        classes = len(self.labels)
+        return {
+            "loss": cross_entropy(logits, batch.targets, reduction="sum").double(),
+            "examples": real.sum().double(),
+            "right": (targets == predicted).sum().double(),
+            "of_class": one_hot(targets, classes).sum(0).double(),  # [C]
+            "predicted": one_hot(predicted, classes).sum(0).double(),  # [C]
+            "right_of_class": (one_hot(targets, classes) * (targets == predicted)[:, None]).sum(0).to(torch.float64),  # [C]
+        }
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Macro F1 is the mean over classes that occur or are predicted of 2 right / (true + predicted), as scikit-learn's."""
+        count = float(sums["examples"])
+        both = sums["of_class"] + sums["predicted"]
+        f1 = 2 * sums["right_of_class"][both > 0] / both[both > 0]
+        return {
+            "loss": float(sums["loss"]) / count,
+            "accuracy": float(sums["right"]) / count,
+            "macro_f1": float(f1.mean()),
+        }
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep import models
+
+        models.save(self.model(), weights, self.tokenizer, folder)
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_columns(dataset: Dataset, wanted: list[str], split: str, name: str) -> None:
+    for key, column in zip(["text", "label"] if len(wanted) == 2 else ["text", "text_pair", "label"], wanted, strict=True):
+        if column not in dataset.column_names:
+            raise RunError(
+                f"task.{key}: the {split} split of {name} has no column {column!r}; it has {', '.join(dataset.column_names)}"
+            )
+    for key, column in zip(["text", "text_pair"], wanted[:-1], strict=False):
+        kind = dataset.features[column]
+        values = dataset.with_format("arrow")[column]
+        table = values if hasattr(values, "null_count") else dataset.data.column(column)
+        if getattr(kind, "dtype", None) not in ("string", "large_string"):
+            bad = next((i for i, v in enumerate(dataset[column]) if not isinstance(v, str)), 0)
+            raise RunError(
+                f"task.{key}: column {column!r} of the {split} split must hold texts; row {bad} holds {dataset[bad][column]!r}"
+            )
+        if table.null_count:
+            bad = next(i for i, v in enumerate(dataset[column]) if v is None)
+            raise RunError(f"task.{key}: column {column!r} of the {split} split must hold texts; row {bad} holds none")
+
+
+def _unlabelled(dataset: Dataset, column: str) -> bool:
+    return all(label in (-1, None) for label in dataset[column])
+
+
+def _labels(
+    splits: dict[str, Dataset], options: ClassificationOptions, name: str
+) -> tuple[list[str], Callable[[Dataset, str], np.ndarray]]:
+    """Names in the order of their codes, and a function from a split to codes: int64 [examples]."""
+    column = options.label
+    feature = splits["train"].features[column]
+    given = getattr(feature, "names", None)
+    train = splits["train"][column]
+    values = list(range(len(given))) if given else _distinct(train, column, "train")
+    if options.label_names is not None:
+        if isinstance(values[0], str):
+            raise RunError(f"task.label_names: the labels of {name} are strings, which name themselves")
+        if len(options.label_names) < len(values):
+            raise RunError(f"task.label_names: {len(options.label_names)} names for {len(values)} labels")
+        if values[0] >= 0 and values[-1] < len(options.label_names):
+            values = list(range(len(options.label_names)))
+        names = options.label_names
+    else:
+        names = given or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
+    if len(values) < 2:
+        raise RunError(f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); nothing can be learned")
+    place = {value: code for code, value in enumerate(values)}
+
+    def codes(dataset: Dataset, split: str) -> np.ndarray:
+        labels = dataset[column]
+        for row, label in enumerate(labels):
+            if label not in place:
+                raise RunError(
+                    f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the training split has "
+                    f"not; known are {', '.join(map(repr, values[:20]))}"
+                )
+        return np.array([place[label] for label in labels], dtype=np.int64)
+
+    for split, dataset in splits.items():
+        codes(dataset, split)
+    return list(names), codes
+
+
+def _distinct(labels: Any, column: str, split: str) -> list:
+    found = set(labels)
+    for wrong in found:
+        if isinstance(wrong, bool) or not isinstance(wrong, int | str):
+            row = next(i for i, label in enumerate(labels) if label is wrong or label == wrong)
+            raise RunError(
+                f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds {wrong!r}"
+            )
+    if len({type(v) for v in found}) > 1:
+        raise RunError(f"task.label: column {column!r} of the {split} split mixes integers and strings")
+    return sorted(found)
+
+
+def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] | None:
+    """Names from a column such as `label_name` or `label_text` beside integer labels, where it fits them one to one."""
+    for suffix in ("_name", "_text"):
+        if (other := column + suffix) in dataset.column_names:
+            pairs = set(zip(dataset[column], dataset[other], strict=True))
+            names = dict(pairs)
+            if len(pairs) == len(values) == len(set(names.values())) and all(isinstance(n, str) for n in names.values()):
+                return [names[v] for v in values]
+    return None
+
+
+def _cut(train: Dataset, codes: np.ndarray, run: Run) -> dict[str, Dataset]:
+    """Cut a validation split off the training split: seeded, and every class in proportion."""
+    chosen = []
+    random = np.random.default_rng(run.seed)
+    for code in np.unique(codes):
+        rows = random.permutation(np.flatnonzero(codes == code))
+        chosen.append(rows[: round(len(rows) * run.data.validation_fraction)])
+    validation = np.sort(np.concatenate(chosen))
+    rest = np.setdiff1d(np.arange(len(codes)), validation)
+    if len(validation) == 0 or len(rest) == 0:
+        raise RunError(
+            f"data.validation_fraction: {run.data.validation_fraction} of {len(codes)} examples leaves one of the splits empty"
+        )
+    return {"train": train.select(rest), "validation": train.select(validation)}
+
+
+def _check_model(run: Run) -> None:
+    from lockstep import models
+
+    models.check(run)
+
+
+# -- encoding --------------------------------------------------------------------------------------------------------
+
+
+def _encode(run: Run, dataset: Dataset, texts: list[str], codes: np.ndarray, folder: str, key: str) -> str:
+    import datasets
+
+    tok: Any = tokenizer.load(folder)
+    empty = tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id
+    numbers = datasets.List(datasets.Value("int32"))
+    features = datasets.Features({"input_ids": numbers, "label": datasets.Value("int64")})
+    if pair := len(texts) == 2:
+        probe = tok("a", "b")
+        pair = "token_type_ids" in probe and "token_type_ids" in tok.model_input_names
+    if pair:
+        features["token_type_ids"] = numbers
+
+    def encoder(rows: dict[str, list]) -> dict[str, list]:
+        out = tok(
+            *(rows[column] for column in texts), truncation=True, max_length=run.data.max_length, return_attention_mask=False
+        )
+        # A tokenizer without special tokens makes nothing of an empty text; a model needs one token to read.
+        found: dict[str, list] = {"input_ids": [ids or [empty] for ids in out["input_ids"]], "label": rows["label"]}
+        if pair:
+            found["token_type_ids"] = [t or [0] for t in out["token_type_ids"]]
+        return found
+
+    plain = dataset.select_columns(texts)
+    if "label" in plain.column_names:
+        plain = plain.rename_column("label", "label_text_column")
+        texts = [t if t != "label" else "label_text_column" for t in texts]
+    return encode(plain.add_column("label", list(codes)), encoder, features, key)

@@ -1,0 +1,75 @@
+"""The interface of a task: what is trained, on what, and how well it does.
+
+In: the run and what `prepare` left in the cache. Out: a model, micro-batches, losses and scores as sums over examples.
+A task knows nothing of ranks: it never imports `torch.distributed`. Nothing here imports torch at the top, so that a
+run file can be checked without it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel
+
+from lockstep.data.tokens import Columns, Prepared
+from lockstep.run import Run
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+    from lockstep.batch import MicroBatch, Sums
+
+
+class Task(ABC):
+    """One file a task; `Options` types its keys in the run file."""
+
+    plugin: ClassVar[str] = "tasks"
+    Options: ClassVar[type[BaseModel]]
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        self.run, self.prepared = run, prepared
+        self.splits = {name: Columns(path) for name, path in prepared.splits.items()}
+
+    @classmethod
+    @abstractmethod
+    def prepare(cls, run: Run) -> Prepared:
+        """Read, check and tokenise all splits. Called before any process group exists, by one process a machine.
+
+        Errors: `RunError` for bad data, columns, labels, tokenizers and models.
+        """
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The model, float32 on the CPU, in the state training starts from; the same bits in every process."""
+
+    @abstractmethod
+    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+        """The examples at `rows`, padded to the longest; for no rows, one example whose every target is ignored."""
+
+    @abstractmethod
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        """Targets of these examples: what their losses are summed over."""
+
+    @abstractmethod
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The sum (never the mean) of the losses over targets: float32 scalar."""
+
+    @abstractmethod
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        """Sums over the examples of a batch, `examples` among them, that `metrics` is a function of."""
+
+    @abstractmethod
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Metrics of a split from its sums, `loss` among them."""
+
+    @abstractmethod
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write the export: what `from_pretrained` needs."""
+
+    def best_possible(self, split: str) -> dict[str, float]:
+        """Metrics that nothing can beat on this split, where they are known."""
+        return dict(self.prepared.facts.get("best_possible", {}).get(split, {}))

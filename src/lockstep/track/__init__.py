@@ -1,0 +1,1 @@
+"""Where numbers go: sinks behind one `log(step, split, numbers)`; one file each."""

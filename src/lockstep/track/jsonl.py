@@ -1,0 +1,41 @@
+"""`OUTPUT/metrics.jsonl`: one object a line, always written.
+
+In: numbers. Out: lines; on a resume, those of steps that are trained again are dropped first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from lockstep.run import Run
+from lockstep.track.tracker import Tracker
+
+
+class Jsonl(Tracker):
+    """The record every other sink could be rebuilt from."""
+
+    def __init__(self, run: Run, after: int) -> None:
+        super().__init__(run, after)
+        path = run.folder / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if _step(line) <= after] if after else []
+        aside = path.with_name(".metrics.jsonl.partial")
+        aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(aside, path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
+
+    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "split": split, **numbers}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinite for half a line, which a kill may have left."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

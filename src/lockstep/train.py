@@ -1,0 +1,138 @@
+"""THE loop, and evaluate. Order of events is order of lines; a collective is in plain sight.
+
+In: everything already built. Out: trained weights in the strategy, numbers in the trackers, checkpoints on disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import torch
+
+from lockstep import optim
+from lockstep.batch import StepBatch, StepResult, Sums
+from lockstep.checkpoint import Checkpoints
+from lockstep.data.feed import Feed
+from lockstep.data.tokens import Columns
+from lockstep.run import Run
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.task import Task
+from lockstep.world import World
+
+
+class Meter:
+    """Counts examples, tokens and seconds of steps; evaluation and checkpoints do not count as time."""
+
+    def __init__(self) -> None:
+        self.total = Counts()
+        self._line = Counts()
+        self._since = time.perf_counter()
+
+    def add(self, batch: StepBatch) -> None:
+        """One step more."""
+        self._line += Counts(1, batch.examples, batch.tokens, batch.padded, batch.padded_by_chance)
+
+    def line(self, result: StepResult, rate: float) -> dict[str, float]:
+        """The numbers of a line of the log: this step's, and rates since the last line. The host waits for the device here."""
+        numbers = {"loss": float(result.loss), "learning_rate": rate, "grad_norm": float(result.grad_norm)}
+        self._stop_clock()
+        line, self.total, self._line = self._line, self.total + self._line, Counts()
+        return numbers | {
+            "examples_per_s": line.examples / line.seconds,
+            "tokens_per_s": line.tokens / line.seconds,
+            "seconds_per_step": line.seconds / line.steps,
+            "padding": line.padded / line.tokens,
+        }
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens in here takes no time."""
+        self._stop_clock()
+        yield
+        self._since = time.perf_counter()
+
+    def _stop_clock(self) -> None:
+        now = time.perf_counter()
+        self._line += Counts(seconds=now - self._since)
+        self._since = now
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a stretch of training took: over the whole job, in seconds of the wall clock."""
+
+    steps: int = 0
+    examples: int = 0
+    tokens: int = 0
+    padded: int = 0
+    padded_by_chance: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def train(
+    run: Run,
+    world: World,
+    task: Task,
+    strategy: Strategy,
+    feed: Feed,
+    checkpoints: Checkpoints,
+    log: Callable[[int, str, dict[str, float]], None],
+    advance: Callable[[int], None],
+    step: int,
+) -> tuple[int, Counts]:
+    """Train from `step` updates done to the run's last, or until asked to stop. Collective.
+
+    Returns updates done (fewer than `feed.total` after a stop; a checkpoint of them is written) and what they took.
+    """
+    meter = Meter()
+    for batch in feed.steps(after=step):
+        rate = optim.learning_rate(run.optim, step, feed.total)
+        result = strategy.train_step(batch, rate)
+        step += 1
+        last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
+        meter.add(batch)
+        advance(step)
+        if due(step, run.track.every, last):
+            log(step, "train", meter.line(result, rate))
+        with meter.paused():
+            if due(step, run.evaluate.every, False) and not last:
+                log(step, "validation", evaluate(run, world, task, strategy, task.splits["validation"]))
+            if due(step, run.checkpoint.every, last):
+                checkpoints.save(step, strategy)
+        if last:
+            break
+    return step, meter.total
+
+
+def due(step: int, every: int, last: bool) -> bool:
+    """Whether something that happens every so many steps (0: never) and at the last one happens now."""
+    return last or (every > 0 and step % every == 0)
+
+
+def evaluate(run: Run, world: World, task: Task, strategy: Strategy, columns: Columns) -> dict[str, float]:
+    """Metrics of a split, every example exactly once, on all ranks. Collective.
+
+    Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and blank batches
+    (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its order cannot matter.
+    """
+    size = run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
+    order = np.argsort(-columns.lengths, kind="stable")
+    batches = [order[i : i + size] for i in range(0, len(order), size)]
+    sums: Sums = {}
+    for turn in range(0, len(batches), world.size):
+        mine = turn + world.rank
+        rows = batches[mine] if mine < len(batches) else order[:0]
+        batch = task.collate(columns, rows, 0).to(world.device)
+        for name, value in task.score(strategy.forward, batch).items():
+            value = torch.round(value.double() * 2**20) / 2**20
+            sums[name] = sums[name] + value if name in sums else value
+    sums = {name: world.sum(value).cpu() for name, value in sorted(sums.items())}
+    assert int(sums["examples"]) == len(columns), f"{int(sums['examples'])} of {len(columns)} examples were evaluated"
+    return {**task.metrics(sums), "examples": len(columns)}

@@ -1,0 +1,177 @@
+"""What every launcher starts: one rank of a job, from the run file to the export.
+
+In: a run and the six variables. Out: an exit status (0 done, 1 failed, 2 bad run, 75 stopped and resumable), and on rank 0 OUTPUT/.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import transformers
+
+from lockstep import plugins
+from lockstep.checkpoint import Checkpoints
+from lockstep.console import Console, clock, error
+from lockstep.data.feed import Feed
+from lockstep.data.prepare import prepare
+from lockstep.hub import publish, write_export
+from lockstep.report import write_report
+from lockstep.run import Run, RunError, load
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.task import Task
+from lockstep.track.jsonl import Jsonl
+from lockstep.train import Counts, evaluate, train
+from lockstep.world import World
+
+DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
+
+
+def main(run: Run, init_method: str = "env://") -> int:
+    """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1."""
+    world = None
+    try:
+        world = World(run, init_method)
+        if world.size > run.micro_batches:
+            raise RunError(
+                f"micro_batches: {run.micro_batches} pieces cannot be shared by {world.size} processes; use fewer processes or "
+                "more micro_batches"
+            )
+        return work(run, world)
+    except RunError as caught:
+        if world is None or world.is_main:
+            error(str(caught))
+        return BAD
+    except Exception:
+        tell_failure(run, world)
+        return FAILED
+    finally:
+        if world is not None:
+            world.close()
+
+
+def main_of_file(path: str, debug: bool = False) -> None:
+    """The same for a resolved run file, as the process of its own that a launcher starts. Exits."""
+    status = main(load(path, []))
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+def work(run: Run, world: World) -> int:
+    """Build, resume, train, evaluate, export."""
+    task_class, strategy_class = plugins.find("tasks", run.task.name), plugins.find("strategies", run.strategy.name)
+    strategy_class.check(run, world.size)  # type: ignore[attr-defined]
+    strategy: Strategy = strategy_class(run, world)
+    prepared = prepare(run, task_class)
+    world.join()
+    if world.device.type == "cuda" and run.strategy.exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, see its documentation on reproducibility
+        torch.use_deterministic_algorithms(True)
+    console = Console(world.is_main)
+    task: Task = task_class(run, prepared)
+    strategy.build(task)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    console.facts(facts(run, world, task, strategy, feed))
+    checkpoints = Checkpoints(run, world, prepared, feed.total)
+    step, notes = checkpoints.resume(strategy)
+    for note in notes:
+        console.say(f"note: {note}")
+    if step:
+        console.say(f"resuming after step {step} of {feed.total}")
+    trackers = [plugins.find("track", name)(run, step) for name in run.track.to] if world.is_main else []
+    trackers += [Jsonl(run, step)] if world.is_main else []
+
+    def log(step: int, split: str, numbers: dict[str, float]) -> None:
+        for sink in (console, *trackers):
+            sink.log(step, split, numbers)
+
+    try:
+        console.start(feed.total, step)
+        step, counts = train(run, world, task, strategy, feed, checkpoints, log, console.advance, step)
+        console.stop()
+        if step < feed.total:
+            console.say(f"stopped on request after step {step} of {feed.total}; the same command goes on from there")
+            return STOPPED
+        scores = {}
+        for split in ("validation", "test"):
+            if split in task.splits:
+                scores[split] = evaluate(run, world, task, strategy, task.splits[split])
+                log(step, split, scores[split])
+    finally:
+        console.stop()
+        for tracker in trackers:
+            tracker.close()
+    weights = strategy.export()
+    strategy.close()
+    if world.is_main:
+        assert weights is not None
+        write_export(run, task, weights, scores, feed.total)
+        write_report(run.folder)
+        closing(console, run, task, scores, counts)
+    # The upload is rank 0's alone and may take long: no other rank waits for it in a collective.
+    if world.is_main and run.hub.push_to:
+        console.say(f"pushed to {publish(run.folder / 'export', run.hub.push_to, run.hub.private)}")
+    return DONE
+
+
+def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) -> dict[str, str]:
+    """The opening lines."""
+    sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
+    cuda = world.device.type == "cuda"
+    device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
+    return {
+        "run": f"{run.name} -> {run.folder}",
+        "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} tokens",
+        "model": f"{run.model.source or run.model.type + ' from scratch'}, {strategy.parameter_count / 1e6:.2f}M parameters, {run.precision}",
+        "processes": f"{world.size} ({run.strategy.name}{', exact' if run.strategy.exact else ''}) on {device}",
+        "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} steps",
+    }
+
+
+def closing(console: Console, run: Run, task: Task, scores: dict[str, dict[str, float]], counts: Counts) -> None:
+    """The closing table, where the results are, and what to try next."""
+    best = {split: task.best_possible(split) for split in scores}
+    rows = []
+    for name in next(iter(scores.values())):
+        row = [name]
+        for split in scores:
+            value = scores[split][name]
+            limit = f" (best possible {best[split][name]:.4f})" if name in best[split] else ""
+            row.append(f"{value:,.0f}" if name == "examples" else f"{value:.4f}{limit}")
+        rows.append(row)
+    console.table("results", ["", *scores], rows)
+    if counts.steps:
+        console.facts(
+            {
+                "speed": f"{counts.examples / counts.seconds:.0f} examples/s, {counts.tokens / counts.seconds:,.0f} tokens/s; "
+                f"{counts.steps} steps in {clock(counts.seconds)}",
+                "padding": f"{counts.padded / counts.tokens:.2f} tokens computed per real token; "
+                f"cut at random it would have been {counts.padded_by_chance / counts.tokens:.2f}",
+            }
+        )
+    folder = run.folder
+    console.facts({"results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl"})
+
+
+def tell_failure(run: Run, world: World | None) -> None:
+    """The traceback, from the first rank of this machine that fails; the others only lost contact with it.
+
+    The first one creates a file that no other can create. A restart has a number of its own.
+    """
+    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    marker = Path(tempfile.gettempdir()) / f"lockstep-failure-{attempt}"
+    try:
+        with open(marker, "x", encoding="utf-8") as file:
+            file.write(traceback.format_exc())
+    except OSError:
+        return
+    who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
+    error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{traceback.format_exc()}")
+
+
+transformers.logging.set_verbosity_error()

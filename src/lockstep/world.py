@@ -1,0 +1,174 @@
+"""Who am I: rank, device, process group, sums over ranks, the stop signal. The only place that reads RANK & co.
+
+In: the six variables every launcher sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or none.
+Out: one `World` a process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import socket
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.run import Run, RunError
+
+SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class World:
+    """This process among the others of the job. `join` first, `close` last; both are collective."""
+
+    def __init__(self, run: Run, init_method: str = "env://") -> None:
+        """Read who this process is; nothing is connected yet.
+
+        `init_method` is where the ranks meet (`tcp://host:port`, `env://`, `file:///path`).
+        """
+        self.rank = int(os.environ.get("RANK", 0))
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.host = socket.gethostname()
+        self.device = pick_device(run, self.local_rank)
+        self.threads = threads_of(run, self.local_size)
+        self._init_method = init_method
+        self._timeout = timedelta(seconds=run.launch.timeout_s)
+        self._control: dist.ProcessGroup | None = None
+        self._stop = False
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes files and talks to the user."""
+        return self.rank == 0
+
+    def join(self) -> World:
+        """Set threads, connect to the other ranks, and listen for stop signals. Collective."""
+        torch.set_num_threads(self.threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.size > 1:
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            arguments: dict[str, Any] = {"device_id": self.device} if self.device.type == "cuda" else {}
+            dist.init_process_group(
+                backend,
+                init_method=self._init_method,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self._timeout,
+                **arguments,
+            )
+            # Decisions travel on a group of their own, so that they never wait behind gradients or for the device.
+            self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        return self
+
+    def close(self) -> None:
+        """Leave the process group. The caller has dropped its model: DDP must be gone before the group is."""
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop = True
+
+    def stop(self) -> None:
+        """Ask for a stop at the end of this step, as a signal would."""
+        self._stop = True
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over ranks, in place. Collective. Exact for integers and where all but one rank hold zero."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self._control if tensor.device.type == "cpu" else None)
+        return tensor
+
+    def asked_to_stop(self) -> bool:
+        """Whether any rank was asked to stop: the same answer on every rank. Collective, on the host only."""
+        if self._control is None:
+            return self._stop
+        flag = torch.tensor([int(self._stop)], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._control)
+        return bool(flag.item())
+
+    def from_main(self, value: Any) -> Any:
+        """Rank 0's value (small, picklable) on every rank. Collective."""
+        if self._control is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def all(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank. Collective."""
+        if self._control is None:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value, group=self._control)
+        return box
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+        if self._control is not None:
+            dist.barrier(group=self._control)
+
+
+def pick_device(run: Run, local_rank: int) -> torch.device:
+    """The device of a local rank. Errors: `RunError` when `launch.device: cuda` finds none for it."""
+    wanted = run.launch.device
+    count = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cuda" and count <= local_rank:
+        raise RunError(
+            f"launch.device: cuda, but local rank {local_rank} finds {count} CUDA device(s); use fewer processes or device=cpu"
+        )
+    return torch.device("cuda", local_rank) if count > local_rank else torch.device("cpu")
+
+
+def threads_of(run: Run, local_size: int) -> int:
+    """Threads this process computes with: `launch.threads`, else a share of the cores.
+
+    The number of threads changes bits, so an exact run's share depends on `micro_batches` and not on the number of processes: it is
+    what each has when as many processes run as can.
+    """
+    if run.launch.threads != "auto":
+        return int(run.launch.threads)
+    return max(1, available_cores() // (run.micro_batches if run.strategy.exact else local_size))
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def seed_everything(seed: int, *place: int) -> None:
+    """Seed torch on every device from `(seed, *place)`; dropout of piece k of step t uses `place = (t, k)`."""
+    torch.manual_seed(mix(seed, *place))
+
+
+def seed_libraries(seed: int) -> None:
+    """Seed Python and numpy too, for model code that draws from them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def mix(*numbers: int) -> int:
+    """One well-mixed 63-bit number from several (splitmix64's finaliser, Steele et al. 2014, chained)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state + (number & 0xFFFFFFFFFFFFFFFF) + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
