@@ -37,9 +37,7 @@ def found_cues(text: str) -> list[tuple[int, int]]:
     words, found, at = text.split(), [], 0
     while at < len(words):
         hits = [
-            (len(cue), label)
-            for cue, label in BY_FIRST_WORD.get(words[at], ())
-            if words[at : at + len(cue)] == cue
+            (len(cue), label) for cue, label in BY_FIRST_WORD.get(words[at], ()) if words[at : at + len(cue)] == cue
         ]
         length, label = max(hits, default=(1, None))
         if label is not None:
@@ -64,9 +62,7 @@ def train_bayes(columns):
     def predict(text: str) -> int:
         def score(label: int) -> float:
             known = [word for word in text.split() if word in vocabulary]
-            return math.log(classes[label]) + sum(
-                math.log((words[label][word] + 1) / totals[label]) for word in known
-            )
+            return math.log(classes[label]) + sum(math.log((words[label][word] + 1) / totals[label]) for word in known)
 
         return max(range(len(LABELS)), key=score)
 
@@ -74,11 +70,7 @@ def train_bayes(columns):
 
 
 def share(predict, columns, keep=lambda text: True) -> float:
-    hits = [
-        predict(text) == label
-        for text, label in zip(columns["text"], columns["label"], strict=True)
-        if keep(text)
-    ]
+    hits = [predict(text) == label for text, label in zip(columns["text"], columns["label"], strict=True) if keep(text)]
     return sum(hits) / len(hits)
 
 
@@ -120,9 +112,7 @@ def test_no_text_occurs_twice(data):
 
 def test_repeated_draws_are_dropped(monkeypatch):
     # A stream in which almost every sentence comes again: only the drop keeps the texts distinct.
-    monkeypatch.setattr(
-        builtin, "_sentence", lambda rng, label: f"i felt it again number {rng.randrange(40)}"
-    )
+    monkeypatch.setattr(builtin, "_sentence", lambda rng, label: f"i felt it again number {rng.randrange(40)}")
     splits = emotion(train=20, validation=10, test=10)
     texts = [text for split in splits.values() for text in split["text"]]
     assert len(set(texts)) == len(texts) == 40

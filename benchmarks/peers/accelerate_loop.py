@@ -2,6 +2,7 @@
 The scheduler is not prepared: a prepared one steps once per process at every optimizer step.
 On CPU; the command line is common.py's."""
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,12 +22,11 @@ def batches(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
         epoch += 1
 
 
-def main() -> None:
-    args = parse_arguments(__doc__)
+def train(args: argparse.Namespace) -> tuple[Meter, float | None]:
     # cpu=True: without it, two processes under torchrun silently train as two worlds of one
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if args.precision == "bf16" else "no")
     check_world(accelerator.num_processes)
-    model, tokenizer, train, validation = load(args)
+    model, tokenizer, training, validation = load(args)
     meter = Meter(model, args.skip, args.steps)
     collate = DataCollatorWithPadding(tokenizer)
     optimizer = torch.optim.AdamW(
@@ -36,7 +36,7 @@ def main() -> None:
     network, optimizer, train_loader, validation_loader = accelerator.prepare(
         model,
         optimizer,
-        DataLoader(train, batch_size=args.per_process, shuffle=True, collate_fn=collate),
+        DataLoader(training, batch_size=args.per_process, shuffle=True, collate_fn=collate),
         DataLoader(validation, batch_size=args.per_process, collate_fn=collate),
     )
 
@@ -62,8 +62,9 @@ def main() -> None:
             correct += int((predicted == labels).sum())
             seen += len(labels)
         score = accuracy(correct, seen, validation)
-    report(args, "accelerate", "accelerate", meter, score)
+    return meter, score
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parse_arguments(__doc__)
+    report(arguments, "accelerate", "accelerate", *train(arguments))

@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per process; read wh
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import platform
@@ -173,7 +174,7 @@ def accuracy(correct: int, seen: int, validation: Examples) -> float:
 
 
 def report(args: argparse.Namespace, peer: str, package: str, meter: Meter, score: float | None) -> None:
-    """Gather the meters; rank 0 writes one JSON object. Closes the process group.
+    """Gather the meters; rank 0 writes one JSON object. Call it when nothing holds the DDP module any more.
 
     padding_ratio is tokens fed, padding included, over real tokens: 1.0 is no padding at all.
     """
@@ -183,6 +184,9 @@ def report(args: argparse.Namespace, peer: str, package: str, meter: Meter, scor
     if world_size() > 1:
         ranks = [None] * world_size()
         dist.all_gather_object(ranks, vars(meter))
+        # A DDP module that outlives the group ends it under the interpreter lock, which gloo's threads may be
+        # waiting for: the process then never exits (pytorch/pytorch#56297). So DDP goes first.
+        gc.collect()
         dist.destroy_process_group()
     examples = sum(rank["examples"] for rank in ranks)
     result = {

@@ -49,10 +49,9 @@ class StepEnd(L.Callback):
         self.meter.step()
 
 
-def main() -> None:
-    args = parse_arguments(__doc__)
+def train(args: argparse.Namespace) -> tuple[Meter, float | None]:
     L.seed_everything(args.seed)
-    model, tokenizer, train, validation = load(args)
+    model, tokenizer, training, validation = load(args)
     meter = Meter(model, args.skip, args.steps)
     collate = DataCollatorWithPadding(tokenizer)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -69,15 +68,16 @@ def main() -> None:
         enable_model_summary=False,
     )
     classifier = Classifier(model, args)
-    trainer.fit(classifier, DataLoader(train, batch_size=args.per_process, shuffle=True, collate_fn=collate))
+    trainer.fit(classifier, DataLoader(training, batch_size=args.per_process, shuffle=True, collate_fn=collate))
     score = None
     if args.evaluate:  # predict, not validate: its distributed sampler repeats no example
         loader = DataLoader(validation, batch_size=args.per_process, collate_fn=collate)
         counts = torch.stack(trainer.predict(classifier, loader)).sum(0)  # type: ignore[arg-type]
         correct, seen = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         score = accuracy(correct, seen, validation)
-    report(args, "lightning", "lightning", meter, score)
+    return meter, score
 
 
 if __name__ == "__main__":
-    main()
+    arguments = parse_arguments(__doc__)
+    report(arguments, "lightning", "lightning", *train(arguments))

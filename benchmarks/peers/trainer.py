@@ -2,6 +2,7 @@
 trainer_tuned.py runs the same with the settings that Trainer's users reach for when they want speed.
 Both on CPU; the command line is common.py's."""
 
+import argparse
 import tempfile
 from typing import Any
 
@@ -30,15 +31,12 @@ class StepEnd(TrainerCallback):
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.meter.step()
 
 
-def main(peer: str, extra: dict[str, Any]) -> None:
-    args = parse_arguments(__doc__)
-    model, tokenizer, train, validation = load(args)
+def train(args: argparse.Namespace, extra: dict[str, Any]) -> tuple[Meter, float | None]:
+    model, tokenizer, training, validation = load(args)
     meter = Meter(model, args.skip, args.steps)
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
@@ -67,7 +65,7 @@ def main(peer: str, extra: dict[str, Any]) -> None:
             model=model,
             args=settings,
             data_collator=DataCollatorWithPadding(tokenizer),
-            train_dataset=train,
+            train_dataset=training,
             processing_class=tokenizer,
             callbacks=[StepEnd(meter)],
         )
@@ -77,7 +75,12 @@ def main(peer: str, extra: dict[str, Any]) -> None:
             output = trainer.predict(validation)
             right = np.asarray(output.predictions).argmax(-1) == output.label_ids
             score = accuracy(int(right.sum()), len(right), validation)
-    report(args, peer, "accelerate", meter, score)
+    return meter, score
+
+
+def main(peer: str, extra: dict[str, Any]) -> None:
+    args = parse_arguments(__doc__)
+    report(args, peer, "accelerate", *train(args, extra))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Glossary (one word an idea, used everywhere):
   step          one optimizer update, numbered from 0; a step's result is the weights "after step t+1"
   global batch  the examples of one step over the whole job
-  piece / leaf  one of the `micro_batches` parts a global batch is cut into; leaf k of the reduction tree is its gradient
-  micro-batch   a piece, collated: what goes through the model in one forward and backward
+  piece / leaf  one of the `micro_batches` parts a global batch is cut into; leaf k of the reduction tree is its
+  gradient micro-batch   a piece, collated: what goes through the model in one forward and backward
   target        a label the loss is summed over (-100 marks a position that is none)
   tokens        real tokens; padded: tokens including padding
 Letters in shape comments: B examples of a micro-batch, T padded length, C classes, M pieces of a step, W ranks.

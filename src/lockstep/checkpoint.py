@@ -87,7 +87,7 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
     newest = next(newest_first(run), None)
     if newest is None:
         return None
-    path, manifest = newest
+    manifest = newest[1]
     now, then = run.arithmetic(), manifest.arithmetic
     differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
     if differing:
@@ -98,7 +98,8 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
         )
     if manifest.data != prepared.key:
         raise RunError(
-            f"{run.folder} holds a checkpoint (step {manifest.step}) that was trained on other data or with another tokenizer: "
+            f"{run.folder} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
+            f"tokenizer: "
             "the contents have changed since. Restore them, or give another output=FOLDER"
         )
     return manifest
@@ -129,7 +130,8 @@ class Checkpoints:
             raise error or OSError(f"rank 0 could not write the checkpoint of step {step}: {text}")
 
     def resume(self, strategy: Strategy) -> tuple[int, list[str]]:
-        """Load the newest checkpoint that verifies. Returns updates done (0: none) and what the user should know. Collective."""
+        """Load the newest checkpoint that verifies. Returns updates done (0: none) and what the user should know.
+        Collective."""
         notes: list[str] = []
         chosen: Path | None = None
         step = 0
@@ -151,7 +153,8 @@ class Checkpoints:
         now = self._facts()
         then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
         return [
-            f"{key} was {then.get(key)} when the checkpoint was made and is {value} now: bits may differ from an untouched run"
+            f"{key} was {then.get(key)} when the checkpoint was made and is {value} now: bits may differ from an "
+            f"untouched run"
             for key, value in {"device": now["device"], "threads": now["threads"], **now["versions"]}.items()
             if then.get(key) != value
         ]
@@ -231,7 +234,9 @@ class Checkpoints:
                 state |= load_file(chosen / f"{part}.safetensors")
         if self.world.size == 1:
             return state
-        layout = self.world.from_main([(k, list(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in state.items()])
+        layout = self.world.from_main(
+            [(k, list(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in state.items()]
+        )
         received = {}
         for name, shape, dtype in layout:
             tensor = state[name] if self.world.is_main else torch.empty(shape, dtype=getattr(torch, dtype))

@@ -35,7 +35,8 @@ QUICK_START = {
 def main(arguments: list[str] | None = None) -> int:
     """The `lockstep` command."""
     parser = argparse.ArgumentParser(
-        prog="lockstep", description="Train text transformers: the same weights on one process or many, bit for bit."
+        prog="lockstep",
+        description="Train text transformers: the same weights on one process or many, bit for bit.",
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -45,7 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=help_text)
         command.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file; default: the quick start")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="override keys, for example optim.learning_rate=3e-5")
+        command.add_argument(
+            "overrides",
+            nargs="*",
+            metavar="key=value",
+            help="override keys, for example optim.learning_rate=3e-5",
+        )
         command.add_argument("--debug", action="store_true", help="show tracebacks")
     report = commands.add_parser("report", help="write OUTPUT/report.html again")
     report.add_argument("output", nargs="+")
@@ -185,12 +191,17 @@ def _plan(run: Run) -> int:
     launcher: Launcher = plugins.find("launchers", run.launch.name)()
     plan = launcher.plan(run)
     console = Console(True)
-    shares = sorted({len(range(r * run.micro_batches // plan.processes, (r + 1) * run.micro_batches // plan.processes))
-                     for r in range(plan.processes)})
+    shares = sorted(
+        {
+            len(range(r * run.micro_batches // plan.processes, (r + 1) * run.micro_batches // plan.processes))
+            for r in range(plan.processes)
+        }
+    )
     console.facts(
         {
             "launcher": run.launch.name,
-            "processes": f"{plan.processes}, each with {' or '.join(map(str, shares))} of {run.micro_batches} micro-batches a step",
+            "processes": f"{plan.processes}, each with {' or '.join(map(str, shares))} of {run.micro_batches} "
+            "micro-batches a step",
             "command": shlex.join(plan.command),
             "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
             "strategy": f"{run.strategy.name}{', exact' if run.strategy.exact else ''}",

@@ -58,7 +58,9 @@ class Console:
     def log(self, step: int, split: str, numbers: Mapping[str, float]) -> None:
         """Numbers of a split after `step` updates."""
         if split != "train":
-            self.say(f"step {step:>6}  {split}: " + ", ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k != "examples"))
+            self.say(
+                f"step {step:>6}  {split}: " + ", ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k != "examples")
+            )
             return
         text = f"loss {numbers['loss']:.4f}  {numbers['examples_per_s']:.0f} examples/s"
         if self._bar is not None and self._row is not None:

@@ -1,6 +1,7 @@
 """Export folder -> model card -> push to the Hub.
 
-In: full weights on rank 0 and final scores. Out: `OUTPUT/export/`, which `from_pretrained` loads; written aside, then renamed.
+In: full weights on rank 0 and final scores. Out: `OUTPUT/export/`, which `from_pretrained` loads; written aside,
+then renamed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
 
 
-def write_export(run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int) -> Path:
+def write_export(
+    run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
+) -> Path:
     """Write the export and its model card. Rank 0 only."""
     final = run.folder / "export"
     aside = run.folder / ".export.partial"
@@ -63,7 +66,8 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
     origin = f"fine-tuned from `{run.model.source}`" if run.model.source else f"a {run.model.type} trained from scratch"
     return (
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {run.name}\n\n"
-        f"{origin[0].upper()}{origin[1:]} on `{source}` for {steps} steps of {run.batch_size} examples in {run.precision}. "
+        f"{origin[0].upper()}{origin[1:]} on `{source}` for {steps} steps of {run.batch_size} examples in "
+        f"{run.precision}. "
         f"Labels: {labels}.\n\n"
         "## Use\n\n```python\nfrom transformers import pipeline\n\n"
         'classify = pipeline("text-classification", model="PATH_OR_REPO")\nclassify("some text")\n```\n\n'
@@ -74,7 +78,8 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
 
 
 def publish(folder: Path, repository: str, private: bool) -> str:
-    """Upload an export; the token comes from the environment or the Hub's own login. Returns the address. Errors: `RunError`."""
+    """Upload an export; the token comes from the environment or the Hub's own login. Returns the address. Errors:
+    `RunError`."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -85,5 +90,7 @@ def publish(folder: Path, repository: str, private: bool) -> str:
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with lockstep")
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise RunError(f"hub.push_to: pushing {folder} to {repository} failed: {' '.join(str(error).split())}") from error
+        raise RunError(
+            f"hub.push_to: pushing {folder} to {repository} failed: {' '.join(str(error).split())}"
+        ) from error
     return str(commit.repo_url if hasattr(commit, "repo_url") else commit)

@@ -16,12 +16,22 @@ from lockstep.run import Run, RunError
 from lockstep.world import seed_libraries
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
-_OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "longformer", "mpnet"}
+_OFFSET_POSITIONS = {
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "camembert",
+    "roberta-prelayernorm",
+    "longformer",
+    "mpnet",
+}
 
 
 def check(run: Run) -> None:
     """Refuse, before any process starts, a model that cannot be built. Errors: `RunError`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN,
+    )
 
     config = load_config(run)
     if config.model_type not in KNOWN and not run.model.trust_remote_code:
@@ -30,7 +40,9 @@ def check(run: Run) -> None:
     if positions is not None:
         fits = positions - (config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0)
         if run.data.max_length > fits:
-            raise RunError(f"data.max_length: {run.data.max_length} tokens, but the model has positions for {fits}; lower it")
+            raise RunError(
+                f"data.max_length: {run.data.max_length} tokens, but the model has positions for {fits}; lower it"
+            )
 
 
 def load_config(run: Run) -> Any:
@@ -42,7 +54,9 @@ def load_config(run: Run) -> Any:
             import difflib
 
             near = difflib.get_close_matches(run.model.type, list(CONFIG_MAPPING), 3)
-            raise RunError(f"model.type: transformers knows no type {run.model.type!r}; near are {', '.join(near) or 'none'}")
+            raise RunError(
+                f"model.type: transformers knows no type {run.model.type!r}; near are {', '.join(near) or 'none'}"
+            )
         config = CONFIG_MAPPING[run.model.type]()
     else:
         source = local_or_id(run)
@@ -51,7 +65,9 @@ def load_config(run: Run) -> Any:
                 source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
             )
         except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
-            raise RunError(f"model.source: cannot load a model from {source!r}: {' '.join(str(error).split())[:400]}") from error
+            raise RunError(
+                f"model.source: cannot load a model from {source!r}: {' '.join(str(error).split())[:400]}"
+            ) from error
     for key, value in run.model.config.items():
         if not hasattr(config, key):
             raise RunError(f"model.config: a config of the type {config.model_type!r} has no entry {key!r}")

@@ -17,8 +17,9 @@ from lockstep.run import OptimSection
 def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
     """The rate of the update numbered `step` (from 0) of `steps`.
 
-    Linear warm-up reaches the full rate with the update after the last warm-up step; then constant, linear to 0, or half a
-    cosine to 0 (Loshchilov and Hutter, "SGDR", ICLR 2017) - the schedules of transformers' `get_*_schedule_with_warmup`.
+    Linear warm-up reaches the full rate with the update after the last warm-up step; then constant, linear to 0,
+    or half a cosine to 0 (Loshchilov and Hutter, "SGDR", ICLR 2017) - the schedules of transformers'
+    `get_*_schedule_with_warmup`.
     """
     warmup = optim.warmup_steps or math.ceil(optim.warmup_fraction * steps)
     if step < warmup:

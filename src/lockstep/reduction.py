@@ -1,6 +1,7 @@
 """The reduction tree: sums that do not depend on the number of ranks.
 
-In: the gradient of each piece (a leaf), each computed alone. Out: their sum, bracketed by one fixed binary tree over the leaves,
+In: the gradient of each piece (a leaf), each computed alone. Out: their sum, bracketed by one fixed binary tree
+over the leaves,
 `((0+1)+(2+3))+((4+5)+(6+7))`, whichever rank ran which leaf. Floating-point addition commutes but does not associate: fix the
 bracket and the bits are fixed.
 """
@@ -22,7 +23,8 @@ Node = tuple[int, int]  # (level, index): the sum of the leaves [index * 2^level
 
 
 class ReductionTree:
-    """Adds leaves in the tree's order; holds a few partial sums at most, because siblings merge as soon as both are there."""
+    """Adds leaves in the tree's order; holds a few partial sums at most, because siblings merge as soon as both
+    are there."""
 
     def __init__(self, leaves: int) -> None:
         self.leaves = leaves
@@ -89,8 +91,10 @@ class _InFlight:
 class Exchange:
     """Sums partial nodes over ranks in tree order, bucket by bucket, while the caller goes on computing.
 
-    A bucket goes through an all-to-all (each rank gets one slice of everybody's partial nodes), a sum of the slice in tree order, and
-    an all-gather of the sums: 2 (W-1)/W of its bytes a rank, as a ring all-reduce (more when shares are not whole subtrees). The
+    A bucket goes through an all-to-all (each rank gets one slice of everybody's partial nodes), a sum of the slice
+    in tree order, and
+    an all-gather of the sums: 2 (W-1)/W of its bytes a rank, as a ring all-reduce (more when shares are not whole
+    subtrees). The
     second half of a bucket is issued after the first half of the next one, in the same order on every rank.
     """
 
@@ -101,7 +105,8 @@ class Exchange:
         self._gathering: list[_InFlight] = []
 
     def submit(self, nodes: dict[Node, list[Tensor]]) -> None:
-        """Start the exchange of a bucket: this rank's partial nodes, each a list of tensors of the same shapes. Collective."""
+        """Start the exchange of a bucket: this rank's partial nodes, each a list of tensors of the same shapes.
+        Collective."""
         mine = [nodes[node] for node in self._nodes[self._rank]]
         first = mine[0]
         count = sum(t.numel() for t in first)
@@ -112,7 +117,12 @@ class Exchange:
         sizes = [len(n) * chunk for n in self._nodes]
         received = send.new_empty(sum(sizes))
         work = dist.all_to_all_single(
-            received, send.view(-1), sizes, [len(mine) * chunk] * self._ranks, group=self._group, async_op=True
+            received,
+            send.view(-1),
+            sizes,
+            [len(mine) * chunk] * self._ranks,
+            group=self._group,
+            async_op=True,
         )
         self._scattering.append(_InFlight([t.shape for t in first], chunk, count, received, work, send))
         if len(self._scattering) > 1:

@@ -18,7 +18,8 @@ table{border-collapse:collapse}td,th{padding:.25rem .75rem;border-bottom:1px sol
 td:first-child,th:first-child{text-align:left}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1.5rem}
 figure{margin:0}figcaption{font-weight:600}svg{width:100%;height:auto;overflow:visible}
-svg text{font-size:11px;fill:currentColor}pre{overflow-x:auto;padding:1rem;border:1px solid var(--grid);border-radius:.5rem}
+svg text{font-size:11px;fill:currentColor}pre{overflow-x:auto;padding:1rem;border:1px solid
+var(--grid);border-radius:.5rem}
 """
 # what is drawn -> (splits, key in metrics.jsonl)
 _PLOTS = {

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lockstep import plugins
+from lockstep import messages, plugins
 
 
 class RunError(Exception):
@@ -43,7 +43,9 @@ class PluginSection(Section):
 
 
 class TaskSection(PluginSection):
-    name: str = Field("classification", description="classification, or your.module.Class; its other keys are the task's")
+    name: str = Field(
+        "classification", description="classification, or your.module.Class; its other keys are the task's"
+    )
 
 
 class DataSection(Section):
@@ -54,9 +56,14 @@ class DataSection(Section):
     validation: str | list[str] | None = Field(
         None, description="split name or path(s); default: found by its usual names, or cut from train"
     )
-    test: str | list[str] | None = Field(None, description="split name or path(s); default: the split called test, if any")
+    test: str | list[str] | None = Field(
+        None, description="split name or path(s); default: the split called test, if any"
+    )
     validation_fraction: float = Field(
-        0.1, gt=0, lt=1, description="share of train cut off, seeded and stratified, where no validation split is given"
+        0.1,
+        gt=0,
+        lt=1,
+        description="share of train cut off, seeded and stratified, where no validation split is given",
     )
     limit: Positive | None = Field(None, description="use at most this many examples of each split")
     max_length: Positive = Field(128, description="tokens an example is truncated to")
@@ -94,7 +101,9 @@ class TokenizerSection(Section):
 class OptimSection(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = Field(5e-5, gt=0, description="the highest rate of the schedule")
-    schedule: Literal["constant", "linear", "cosine"] = Field("linear", description="after warm-up: to 0 at the last step")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "linear", description="after warm-up: to 0 at the last step"
+    )
     warmup_steps: Steps = Field(0, description="steps of linear warm-up from 0")
     warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
     weight_decay: float = Field(0.01, ge=0, description="not applied to biases and norms")
@@ -112,7 +121,9 @@ class OptimSection(Section):
 
 class StrategySection(Section):
     name: str = Field("ddp", description="single | allreduce | ddp, or your.module.Class")
-    exact: bool = Field(True, description="the same bits at every number of processes; false: the engine's own reduction")
+    exact: bool = Field(
+        True, description="the same bits at every number of processes; false: the engine's own reduction"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
 
 
@@ -132,7 +143,9 @@ class LaunchSection(Section):
 
 class EvaluateSection(Section):
     every: Steps = Field(0, description="steps between evaluations; 0: only at the end")
-    batch_size: Positive | None = Field(None, description="examples per evaluation batch on a rank; default: 4 micro-batches")
+    batch_size: Positive | None = Field(
+        None, description="examples per evaluation batch on a rank; default: 4 micro-batches"
+    )
 
 
 class CheckpointSection(Section):
@@ -217,7 +230,7 @@ class Run(Section):
         values["model"].pop("trust_remote_code")
         if self.strategy.exact:
             values["strategy"] = {"exact": True}
-        return _flat(values)
+        return messages.flat(values)
 
 
 def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any] | None = None) -> Run:
@@ -239,26 +252,31 @@ def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any]
         if not isinstance(values, dict):
             raise RunError(f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {_kind(values)}")
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
-    overridden = {key: value for key, value in map(_override, overrides)}
+    overridden = dict(map(_override, overrides))
     for key, value in overridden.items():
         _set(values := _copied(values), key, value)
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if overridden.get(one) is not None and other not in overridden:
             values.pop(other, None)  # the command line's length replaces the file's, whichever way each is given
-    _refuse_secrets(values, origin)
+    if (key := messages.secret(values)) is not None:
+        raise RunError(
+            f"{key} in {origin} looks like a secret. Secrets come from the environment only "
+            "(HF_TOKEN, WANDB_API_KEY, ...): remove it, and revoke it if the file was shared"
+        )
     lines = _lines(text) if text else {}
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
-        raise RunError(_explain(error, origin, lines, overridden)) from None
+        raise RunError(messages.explain(error, Run, origin, lines, overridden)) from None
     return check_plugins(run, origin, lines, overridden)
 
 
 def check_plugins(run: Run, origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> Run:
-    """Resolve the task's and the launcher's name and type the task's own keys; only torch-free plug-ins are imported."""
+    """Resolve the task's and the launcher's name and type the task's own keys; only torch-free plug-ins are
+    imported."""
 
     def where(key: str) -> str:
-        return _where(key, origin, lines, overridden)
+        return messages.where(key, origin, lines, overridden)
 
     try:
         task = plugins.find("tasks", run.task.name)
@@ -266,7 +284,7 @@ def check_plugins(run: Run, origin: str, lines: dict[str, int], overridden: dict
     except plugins.PluginError as error:
         raise RunError(f"task.name: {error} ({where('task.name')})") from None
     except ValidationError as error:
-        raise RunError(_explain(error, origin, lines, overridden, "task", task.Options)) from None  # type: ignore[attr-defined]
+        raise RunError(messages.explain(error, Run, origin, lines, overridden, "task", task.Options)) from None  # type: ignore[attr-defined]
     for key, kind, names in (
         ("strategy.name", "strategies", [run.strategy.name]),
         ("launch.name", "launchers", [run.launch.name]),
@@ -312,12 +330,6 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict) or not values:
-        return {prefix: values}
-    return {k: v for key, value in values.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}
-
-
 def _lines(text: str) -> dict[str, int]:
     """Dotted key -> line (from 1) in the run file."""
     found: dict[str, int] = {}
@@ -333,88 +345,13 @@ def _lines(text: str) -> dict[str, int]:
     return found
 
 
-# -- messages --------------------------------------------------------------------------------------------------------
-
-# What a token or key looks like; a run file that holds one is refused, so that none ends up in OUTPUT or a tracker.
-_SECRET_VALUE = re.compile(
-    r"(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY)"
-)
-_SECRET_KEY = re.compile(r"(^|_)(token|api_?key|secret|password|secret_access_key|access_key_id)$", re.IGNORECASE)
-
-
-def _refuse_secrets(values: Any, origin: str) -> None:
-    for key, value in _flat(values).items():
-        texts = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
-        if any(_SECRET_VALUE.search(t) for t in texts) or (_SECRET_KEY.search(key.rpartition(".")[2]) and any(texts)):
-            raise RunError(
-                f"{key} in {origin} looks like a secret. Secrets come from the environment only "
-                "(HF_TOKEN, WANDB_API_KEY, ...): remove it, and revoke it if the file was shared"
-            )
-
-
 def _kind(value: Any) -> str:
-    names = {dict: "a mapping", list: "a list", str: "a text", int: "an integer", float: "a number", bool: "true/false"}
+    names = {
+        dict: "a mapping",
+        list: "a list",
+        str: "a text",
+        int: "an integer",
+        float: "a number",
+        bool: "true/false",
+    }
     return "nothing" if value is None else names.get(type(value), type(value).__name__)
-
-
-def _where(key: str, origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> str:
-    if any(o == key or o.startswith(key + ".") or key.startswith(o + ".") for o in overridden):
-        return "on the command line"
-    while key and key not in lines:
-        key = key.rpartition(".")[0]
-    return f"{origin}, line {lines[key]}" if key else origin
-
-
-def _explain(
-    error: ValidationError,
-    origin: str,
-    lines: dict[str, int],
-    overridden: dict[str, Any],
-    prefix: str = "",
-    options: type[BaseModel] | None = None,
-) -> str:
-    """All that is wrong, a line each: key, value, what is allowed, file and line."""
-    rows: dict[str, str] = {}
-    for item in error.errors():
-        # Pydantic adds the tried member of a union (`int`, `literal['auto']`) to the location: those are not keys.
-        location = [str(part) for part in item["loc"]]
-        if item["type"] != "extra_forbidden" and item["type"] != "missing":
-            known = _fields()
-            while len(location) > 1 and ".".join(location) not in known and ".".join(location[:-1]) in known:
-                location.pop()
-        key = ".".join([prefix, *location] if prefix else location)
-        if item["type"] == "extra_forbidden":
-            parent, _, last = key.rpartition(".")
-            siblings = list(options.model_fields) if options else _siblings(parent)
-            near = difflib.get_close_matches(last, siblings, 1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(siblings)}"
-            message = f"unknown key {key!r}: {hint}"
-        elif item["type"] == "missing":
-            message = f"{key}: missing, and it has no default"
-        elif item["type"] == "value_error":
-            message = f"{key}: {item['ctx']['error']}" if key else str(item["ctx"]["error"])
-        else:
-            wanted = item["msg"][:1].lower() + item["msg"][1:]
-            message = f"{key}: {item['input']!r} will not do: {wanted}"
-        if key in rows and " will not do" in rows[key]:
-            rows[key] += f"; or {message.partition('will not do: ')[2]}"
-        else:
-            rows[key] = f"{message} ({_where(key, origin, lines, overridden)})"
-    return "\n".join(rows.values())
-
-
-def _fields(model: type[BaseModel] = Run, prefix: str = "") -> dict[str, type[BaseModel] | None]:
-    found: dict[str, type[BaseModel] | None] = {}
-    for name, field in model.model_fields.items():
-        key = f"{prefix}{name}"
-        section = field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
-        found[key] = section
-        if section is not None:
-            found |= _fields(section, f"{key}.")
-    return found
-
-
-def _siblings(parent: str) -> list[str]:
-    depth = parent.count(".") + 1 if parent else 0
-    return [k.rpartition(".")[2] for k in _fields() if k.count(".") == depth and k.startswith(f"{parent}." if parent else "")]
-

@@ -37,7 +37,8 @@ class Meter:
         self._line += Counts(1, batch.examples, batch.tokens, batch.padded, batch.padded_by_chance)
 
     def line(self, result: StepResult, rate: float) -> dict[str, float]:
-        """The numbers of a line of the log: this step's, and rates since the last line. The host waits for the device here."""
+        """The numbers of a line of the log: this step's, and rates since the last line. The host waits for the
+        device here."""
         numbers = {"loss": float(result.loss), "learning_rate": rate, "grad_norm": float(result.grad_norm)}
         self._stop_clock()
         line, self.total, self._line = self._line, self.total + self._line, Counts()
@@ -119,8 +120,10 @@ def due(step: int, every: int, last: bool) -> bool:
 def evaluate(run: Run, world: World, task: Task, strategy: Strategy, columns: Columns) -> dict[str, float]:
     """Metrics of a split, every example exactly once, on all ranks. Collective.
 
-    Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and blank batches
-    (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its order cannot matter.
+    Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and
+    blank batches
+    (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its order cannot
+    matter.
     """
     size = run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
     order = np.argsort(-columns.lengths, kind="stable")

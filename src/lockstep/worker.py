@@ -1,6 +1,7 @@
 """What every launcher starts: one rank of a job, from the run file to the export.
 
-In: a run and the six variables. Out: an exit status (0 done, 1 failed, 2 bad run, 75 stopped and resumable), and on rank 0 OUTPUT/.
+In: a run and the six variables. Out: an exit status (0 done, 1 failed, 2 bad run, 75 stopped and resumable), and
+on rank 0 OUTPUT/.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def main(run: Run, init_method: str = "env://") -> int:
         world = World(run, init_method)
         if world.size > run.micro_batches:
             raise RunError(
-                f"micro_batches: {run.micro_batches} pieces cannot be shared by {world.size} processes; use fewer processes or "
+                f"micro_batches: {run.micro_batches} pieces cannot be shared by {world.size} processes; use fewer "
+                f"processes or "
                 "more micro_batches"
             )
         return work(run, world)
@@ -64,13 +66,18 @@ def main_of_file(path: str, debug: bool = False) -> None:
 
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
-    task_class, strategy_class = plugins.find("tasks", run.task.name), plugins.find("strategies", run.strategy.name)
+    task_class, strategy_class = (
+        plugins.find("tasks", run.task.name),
+        plugins.find("strategies", run.strategy.name),
+    )
     strategy_class.check(run, world.size)  # type: ignore[attr-defined]
     strategy: Strategy = strategy_class(run, world)
     prepared = prepare(run, task_class)
     world.join()
     if world.device.type == "cuda" and run.strategy.exact:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, see its documentation on reproducibility
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS asks for it, see its documentation on reproducibility
         torch.use_deterministic_algorithms(True)
     console = Console(world.is_main)
     task: Task = task_class(run, prepared)
@@ -126,10 +133,13 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
     device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
     return {
         "run": f"{run.name} -> {run.folder}",
-        "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} tokens",
-        "model": f"{run.model.source or run.model.type + ' from scratch'}, {strategy.parameter_count / 1e6:.2f}M parameters, {run.precision}",
+        "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} "
+        "tokens",
+        "model": f"{run.model.source or run.model.type + ' from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
+        "parameters, {run.precision}",
         "processes": f"{world.size} ({run.strategy.name}{', exact' if run.strategy.exact else ''}) on {device}",
-        "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} steps",
+        "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
+        "steps",
     }
 
 
@@ -148,14 +158,17 @@ def closing(console: Console, run: Run, task: Task, scores: dict[str, dict[str, 
     if counts.steps:
         console.facts(
             {
-                "speed": f"{counts.examples / counts.seconds:.0f} examples/s, {counts.tokens / counts.seconds:,.0f} tokens/s; "
+                "speed": f"{counts.examples / counts.seconds:.0f} examples/s, {counts.tokens / counts.seconds:,.0f} "
+                "tokens/s; "
                 f"{counts.steps} steps in {clock(counts.seconds)}",
                 "padding": f"{counts.padded / counts.tokens:.2f} tokens computed per real token; "
                 f"cut at random it would have been {counts.padded_by_chance / counts.tokens:.2f}",
             }
         )
     folder = run.folder
-    console.facts({"results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl"})
+    console.facts(
+        {"results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl"}
+    )
 
 
 def tell_failure(run: Run, world: World | None) -> None:

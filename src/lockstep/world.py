@@ -1,7 +1,7 @@
 """Who am I: rank, device, process group, sums over ranks, the stop signal. The only place that reads RANK & co.
 
-In: the six variables every launcher sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or none.
-Out: one `World` a process.
+In: the six variables every launcher sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), or none. Out: one `World` a process.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class World:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over ranks, in place. Collective. Exact for integers and where all but one rank hold zero."""
+        """The sum of a tensor over ranks, in place. Collective. Exact for integers and where all but one rank hold
+        zero."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self._control if tensor.device.type == "cpu" else None)
         return tensor
@@ -130,7 +131,8 @@ def pick_device(run: Run, local_rank: int) -> torch.device:
     count = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" and count <= local_rank:
         raise RunError(
-            f"launch.device: cuda, but local rank {local_rank} finds {count} CUDA device(s); use fewer processes or device=cpu"
+            f"launch.device: cuda, but local rank {local_rank} finds {count} CUDA device(s); use fewer processes or "
+            f"device=cpu"
         )
     return torch.device("cuda", local_rank) if count > local_rank else torch.device("cpu")
 
@@ -138,8 +140,8 @@ def pick_device(run: Run, local_rank: int) -> torch.device:
 def threads_of(run: Run, local_size: int) -> int:
     """Threads this process computes with: `launch.threads`, else a share of the cores.
 
-    The number of threads changes bits, so an exact run's share depends on `micro_batches` and not on the number of processes: it is
-    what each has when as many processes run as can.
+    The number of threads changes bits, so an exact run's share depends on `micro_batches` and not on the number of
+    processes: it is what each has when as many processes run as can.
     """
     if run.launch.threads != "auto":
         return int(run.launch.threads)

@@ -1,6 +1,7 @@
 """This rank's StepBatches, made ahead of time by a thread; the position is the step number.
 
-In: a task, the order and this rank's leaves. Out: one `StepBatch` a step, on the device, with the counts of the whole step.
+In: a task, the order and this rank's leaves. Out: one `StepBatch` a step, on the device, with the counts of the
+whole step.
 """
 
 from __future__ import annotations

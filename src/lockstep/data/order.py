@@ -49,7 +49,9 @@ def _feistel(values: np.ndarray, half: int, seed: int, epoch: int) -> np.ndarray
     left, right = values >> np.uint64(half), values & mask
     with np.errstate(over="ignore"):
         for number in range(_ROUNDS):
-            key = np.uint64((seed * 0x9E3779B97F4A7C15 + epoch * 0xC2B2AE3D27D4EB4F + number * 0x165667B19E3779F9) % 2**64)
+            key = np.uint64(
+                (seed * 0x9E3779B97F4A7C15 + epoch * 0xC2B2AE3D27D4EB4F + number * 0x165667B19E3779F9) % 2**64
+            )
             mixed = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
             mixed = (mixed ^ (mixed >> np.uint64(29)) ^ key) * np.uint64(0x94D049BB133111EB)
             left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & mask)

@@ -11,10 +11,11 @@ import numpy as np
 
 
 def cut(lengths: np.ndarray, pieces: int) -> list[np.ndarray]:
-    """`pieces` groups of positions into `lengths`, whose costs (examples x longest) are as equal as contiguous cuts allow.
+    """`pieces` groups of positions into `lengths`, whose costs (examples x longest) are as equal as contiguous
+    cuts allow.
 
-    The examples are sorted by length (stably) and cut where the largest cost is smallest. A group is empty only when there are
-    fewer examples than pieces. The longest examples come first.
+    The examples are sorted by length (stably) and cut where the largest cost is smallest. A group is empty only
+    when there are fewer examples than pieces. The longest examples come first.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]

@@ -23,7 +23,13 @@ def prepare(run: Run, task: type[Task], fresh: bool = False) -> Prepared:
     `fresh` asks the Hub again for data that is not local: the launching process does, its workers do not.
     Errors: `RunError`. Safe to call from every process of a machine at once; one works, the others wait.
     """
-    key = digest(VERSION, __version__, run.seed, *(_dump(run, part) for part in ("task", "data", "model", "tokenizer")), _files(run))
+    key = digest(
+        VERSION,
+        __version__,
+        run.seed,
+        *(_dump(run, part) for part in ("task", "data", "model", "tokenizer")),
+        _files(run),
+    )
     path = cache_folder() / "prepared" / f"{key}.json"
     with locked(key):
         local = run.data.source == source.BUILTIN or bool(source.files_of(run.data))

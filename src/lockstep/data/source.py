@@ -1,7 +1,8 @@
-"""Hub id, local files or the built-in set -> one `datasets.Dataset` a split, under the names train, validation and test.
+"""Hub id, local files or the built-in set -> one `datasets.Dataset` a split, under the names train, validation and
+test.
 
-In: the `data` section of the run. Out: a `Source`, or a `RunError` that names the key, the file and what is there instead.
-Imports `datasets` only when called: a worker that finds its tokens in the cache never needs it.
+In: the `data` section of the run. Out: a `Source`, or a `RunError` that names the key, the file and what is there
+instead. Imports `datasets` only when called: a worker that finds its tokens in the cache never needs it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def load(data: DataSection, seed: int) -> Source:
         source = _builtin(seed)
     elif (local := _local(data)) is not None:
         source = Source(
-            data.source or "local files", {split: _read(files, f"data.{split}") for split, files in local.items() if files}
+            data.source or "local files",
+            {split: _read(files, f"data.{split}") for split, files in local.items() if files},
         )
     else:
         source = _from_hub(data)
@@ -106,7 +108,9 @@ def _local(data: DataSection) -> dict[str, list[Path]] | None:
 
 def _in_folder(root: Path, split: str) -> list[Path]:
     for word in _USUAL[split]:
-        files = sorted(f for f in root.iterdir() if f.is_file() and f.suffix in _FORMATS and f.name.split(".")[0] == word)
+        files = sorted(
+            f for f in root.iterdir() if f.is_file() and f.suffix in _FORMATS and f.name.split(".")[0] == word
+        )
         files = files or sorted(f for f in root.glob(f"{word}[-_/]*") if f.is_file() and f.suffix in _FORMATS)
         if files:
             return files
@@ -134,7 +138,9 @@ def _read(files: list[Path], key: str) -> Dataset:
 
     formats = {_FORMATS[f.suffix][0] for f in files}
     if len(formats) != 1:
-        raise RunError(f"{key}: files of different formats ({', '.join(str(f) for f in files)}); use one format a split")
+        raise RunError(
+            f"{key}: files of different formats ({', '.join(str(f) for f in files)}); use one format a split"
+        )
     builder, options = _FORMATS[files[0].suffix]
     if builder == "lines":
         return _read_lines(files, key)
@@ -182,7 +188,10 @@ def _builtin(seed: int) -> Source:
         }
     )
     columns = builtin.emotion(seed)
-    return Source(BUILTIN, {name: datasets.Dataset.from_dict(split, features=features) for name, split in columns.items()})
+    return Source(
+        BUILTIN,
+        {name: datasets.Dataset.from_dict(split, features=features) for name, split in columns.items()},
+    )
 
 
 def _from_hub(data: DataSection) -> Source:
@@ -191,7 +200,9 @@ def _from_hub(data: DataSection) -> Source:
     assert data.source is not None
     try:
         found = datasets.load_dataset(data.source, data.config, revision=data.revision)
-    except Exception as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
+    except (
+        Exception
+    ) as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
         raise RunError(
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
             f"{' '.join(str(error).split())}"
@@ -205,7 +216,9 @@ def _from_hub(data: DataSection) -> Source:
                 break
         else:
             if given is not None:
-                raise RunError(f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, found))}")
+                raise RunError(
+                    f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, found))}"
+                )
     return Source(data.source, splits)
 
 

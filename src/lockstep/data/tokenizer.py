@@ -18,7 +18,13 @@ from lockstep.run import Run, RunError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+_SPECIAL = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 
 
 def load(folder: str) -> PreTrainedTokenizerBase:
@@ -29,7 +35,8 @@ def load(folder: str) -> PreTrainedTokenizerBase:
 
 
 def prepare(run: Run, texts: Iterator[list[str]], content: str) -> Path:
-    """The folder of the run's tokenizer, with a padding token. The caller holds the lock. `content` stands for the texts."""
+    """The folder of the run's tokenizer, with a padding token. The caller holds the lock. `content` stands for the
+    texts."""
     if run.tokenizer.train is not None:
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, _causal(run))
         folder = cache_folder() / "tokenizers" / key
@@ -59,7 +66,9 @@ def _load_source(run: Run, source: str) -> Any:
         source = str(Path(source).expanduser())
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=run.model.trust_remote_code)
-    except Exception as error:  # a missing file, a Hub that cannot be reached, an unknown type: all are the user's to mend
+    except (
+        Exception
+    ) as error:  # a missing file, a Hub that cannot be reached, an unknown type: all are the user's to mend
         raise RunError(
             f"{key}: cannot load a tokenizer from {source!r}: {' '.join(str(error).split())[:400]}"
         ) from error
@@ -83,7 +92,9 @@ def _causal(run: Run) -> bool:
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
-    return run.model.type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and run.model.type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return (
+        run.model.type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and run.model.type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    )
 
 
 def _train(run: Run, texts: Iterator[list[str]]) -> Any:
@@ -121,7 +132,9 @@ def _train(run: Run, texts: Iterator[list[str]]) -> Any:
     else:
         tokenizer = Tokenizer(models.WordLevel(unk_token=unknown))
         tokenizer.normalizer = normalizers.NFKC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+        )
         trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     start = "" if _causal(run) else "[CLS] "

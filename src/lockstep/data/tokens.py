@@ -1,7 +1,7 @@
 """Tokenise once, cached by content; then ragged columns as flat arrays over Arrow memory, without copies.
 
-In: a `datasets.Dataset` and a function that encodes a batch of its rows. Out: an Arrow file in the cache, and `Columns` over it.
-One process a machine writes the cache (a file lock); every other one maps the same pages.
+In: a `datasets.Dataset` and a function that encodes a batch of its rows. Out: an Arrow file in the cache, and
+`Columns` over it. One process a machine writes the cache (a file lock); every other one maps the same pages.
 """
 
 from __future__ import annotations
@@ -94,8 +94,11 @@ def content(dataset: Dataset, columns: list[str]) -> str:
     return seen.hexdigest()[:24]
 
 
-def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, list]], features: Features, key: str) -> str:
-    """The Arrow file of `dataset` mapped by `encoder` (batches of columns to batches of columns), made if not yet cached.
+def encode(
+    dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, list]], features: Features, key: str
+) -> str:
+    """The Arrow file of `dataset` mapped by `encoder` (batches of columns to batches of columns), made if not yet
+    cached.
 
     The caller holds the lock. `key` stands for the content of both.
     """
@@ -161,8 +164,11 @@ class Ragged:
         offsets, within = self._offsets[chunk], index - self._first[chunk]
         return self._values[chunk][offsets[within] : offsets[within + 1]]
 
-    def padded(self, rows: np.ndarray, fill: int, multiple: int = 1, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Rows padded with `fill` to the longest (rounded up to a `multiple`): int64 [B, T], and the mask of real ones."""
+    def padded(
+        self, rows: np.ndarray, fill: int, multiple: int = 1, left: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows padded with `fill` to the longest (rounded up to a `multiple`): int64 [B, T], and the mask of real
+        ones."""
         lengths = self.lengths[rows]
         width = max(1, -(-int(lengths.max(initial=1)) // multiple) * multiple)
         out = np.full((len(rows), width), fill, dtype=np.int64)  # [B, T]

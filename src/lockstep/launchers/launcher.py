@@ -1,6 +1,7 @@
 """The interface of a launcher: what would be started, and starting it.
 
-In: a run. Out: a `Plan`, which is data (`lockstep plan` prints it, tests compare it), and an exit status. Never imports torch at the top.
+In: a run. Out: a `Plan`, which is data (`lockstep plan` prints it, tests compare it), and an exit status. Never
+imports torch at the top.
 """
 
 from __future__ import annotations

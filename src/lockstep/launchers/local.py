@@ -1,6 +1,7 @@
 """All processes on this machine: one runs in the terminal's own process, several under torch elastic.
 
-In: a run. Out: an exit status. A rank that dies stops the job; it starts again from the last checkpoint up to `max_restarts` times.
+In: a run. Out: an exit status. A rank that dies stops the job; it starts again from the last checkpoint up to
+`max_restarts` times.
 """
 
 from __future__ import annotations
@@ -137,7 +138,11 @@ def _agent_class() -> Any:
             if 2 in statuses:  # starting again would meet the same bad input
                 self._remaining_restarts = 0
             for rank, failure in result.failures.items():
-                how = f"was killed by {_signal(-failure.exitcode)}" if failure.exitcode < 0 else f"ended with status {failure.exitcode}"
+                how = (
+                    f"was killed by {_signal(-failure.exitcode)}"
+                    if failure.exitcode < 0
+                    else f"ended with status {failure.exitcode}"
+                )
                 left = self._remaining_restarts
                 then = f"restarting from the last checkpoint ({left} restart(s) left)" if left else "no restarts left"
                 if failure.exitcode < 0 or left:  # otherwise the rank's own traceback has said it all

@@ -1,7 +1,8 @@
-"""By hand: this process is one rank, and meets the others at a URL; for machines without anything else, and for reading.
+"""By hand: this process is one rank, and meets the others at a URL; for machines without anything else, and for
+reading.
 
-In: `launch: {name: tcp, master: tcp://host:port, rank: R, world_size: W}`, the same command on every machine with its own rank.
-Out: an exit status.
+In: `launch: {name: tcp, master: tcp://host:port, rank: R, world_size: W}`, the same command on every machine with
+its own rank. Out: an exit status.
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ class Tcp(Launcher):
         if launch.rank >= launch.world_size:
             raise RunError(f"launch.rank: {launch.rank} is not below launch.world_size ({launch.world_size})")
         if launch.world_size > run.micro_batches:
-            raise RunError(f"launch.world_size: {launch.world_size} processes cannot share {run.micro_batches} micro-batches")
-        variables = {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            raise RunError(
+                f"launch.world_size: {launch.world_size} processes cannot share {run.micro_batches} micro-batches"
+            )
+        variables = {
+            "RANK": str(launch.rank),
+            "WORLD_SIZE": str(launch.world_size),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+        }
         notes = [f"this process is rank {launch.rank} of {launch.world_size}, meeting at {launch.master}"]
         return Plan(launch.world_size, ["lockstep", "train"], variables, notes=notes)
 

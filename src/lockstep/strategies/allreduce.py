@@ -1,6 +1,7 @@
 """All-reduce by hand: every rank computes its share of the pieces, then all ranks sum their gradients.
 
-In: this rank's micro-batches. Out: the same update on every rank. The difference from `single.py` is `reduce`, nothing else.
+In: this rank's micro-batches. Out: the same update on every rank. The difference from `single.py` is `reduce`,
+nothing else.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class AllReduce(Native):
         self.buckets = buckets(self.parameters, int(self.run.strategy.options.get("bucket_cap_mb", 25) * 2**20))
 
     def reduce(self) -> list[Tensor]:
-        if self.world.size == 1:
-            return self.tree.root
-        return self.sum_in_tree_order() if self.run.strategy.exact else self.sum_as_it_comes()
+        if not self.run.strategy.exact:
+            return self.sum_as_it_comes(self.take_gradients())
+        return self.tree.root if self.world.size == 1 else self.sum_in_tree_order()
 
     def sum_in_tree_order(self) -> list[Tensor]:
         """The same bits at every number of ranks."""
@@ -42,15 +43,14 @@ class AllReduce(Native):
             exchange.submit({node: [tensors[i] for i in positions] for node, tensors in self.tree.nodes.items()})
         return [tensor for bucket in exchange.finish() for tensor in bucket]
 
-    def sum_as_it_comes(self) -> list[Tensor]:
-        """The textbook way: add up what this rank has, then one all-reduce a bucket; equal to rounding."""
-        first, *others = self.tree.nodes.values()
-        for tensors in others:
-            torch._foreach_add_(first, tensors)
+    def sum_as_it_comes(self, own: list[Tensor]) -> list[Tensor]:
+        """The textbook way, equal to rounding: one all-reduce a bucket of what autograd has added up on this rank."""
+        if self.world.size == 1:
+            return own
         gradients: list[Tensor] = []
         for positions in self.buckets:
-            flat = torch.cat([first[i].reshape(-1) for i in positions])
+            flat = torch.cat([own[i].reshape(-1) for i in positions])
             dist.all_reduce(flat)
-            parts = flat.split([first[i].numel() for i in positions])
-            gradients += [part.view_as(first[i]) for i, part in zip(positions, parts, strict=True)]
+            parts = flat.split([own[i].numel() for i in positions])
+            gradients += [part.view_as(own[i]) for i, part in zip(positions, parts, strict=True)]
         return gradients

@@ -1,7 +1,9 @@
 """PyTorch DistributedDataParallel: gradients travel in buckets while backward is still computing.
 
-In: this rank's micro-batches. Out: the same update on every rank. The difference from `allreduce.py` is *when* gradients travel: all
-pieces but the last run in `no_sync`, and the last one's backward hands over each bucket as soon as its gradients are there.
+In: this rank's micro-batches. Out: the same update on every rank. The difference from `allreduce.py` is *when*
+gradients travel: all
+pieces but the last run in `no_sync`, and the last one's backward hands over each bucket as soon as its gradients
+are there.
 """
 
 import contextlib
@@ -23,7 +25,8 @@ _OURS = {"module", "device_ids", "output_device", "process_group", "device_mesh"
 
 
 class DDP(Native):
-    """`strategy.options` are DistributedDataParallel's own (`bucket_cap_mb`, `static_graph`, `find_unused_parameters`, ...)."""
+    """`strategy.options` are DistributedDataParallel's own (`bucket_cap_mb`, `static_graph`,
+    `find_unused_parameters`, ...)."""
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -41,7 +44,10 @@ class DDP(Native):
         # Buffers (position ids) are the same on every rank and stay so. The option was renamed in torch 2.13.
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        options: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": True} | self.run.strategy.options
+        options: dict[str, Any] = {
+            buffers: False,
+            "gradient_as_bucket_view": True,
+        } | self.run.strategy.options
         self.wrapped = DistributedDataParallel(self.model, **options)
         self.position = {id(p): i for i, p in enumerate(self.parameters)}
         self.primed = not self.run.strategy.options.get("static_graph")
@@ -71,7 +77,8 @@ class DDP(Native):
         return loss.detach()
 
     def on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Called in backward of the last piece, in the same order on every rank: merge the bucket's part of this rank's partial
+        """Called in backward of the last piece, in the same order on every rank: merge the bucket's part of this
+        rank's partial
         nodes with the last leaf, and send it off. What DDP gets back is not used: `reduce` reads the exchange."""
         if self.primed:
             positions = [self.position[id(p)] for p in bucket.parameters()]
@@ -86,15 +93,13 @@ class DDP(Native):
         return done
 
     def reduce(self) -> list[Tensor]:
-        if self.world.size == 1:
+        if self.world.size == 1 and self.run.strategy.exact:
             return self.tree.root
-        own = self.take_gradients()
-        if not self.run.strategy.exact:
-            return own
-        gradients: list[Tensor] = own
-        for positions, tensors in zip(self.bucket_positions, self.exchange.finish(), strict=True):
-            for i, tensor in zip(positions, tensors, strict=True):
-                gradients[i] = tensor
+        gradients = self.take_gradients()
+        if self.world.size > 1 and self.run.strategy.exact:
+            for positions, tensors in zip(self.bucket_positions, self.exchange.finish(), strict=True):
+                for i, tensor in zip(positions, tensors, strict=True):
+                    gradients[i] = tensor
         return gradients
 
     def prime(self, micro: MicroBatch) -> None:

@@ -1,4 +1,5 @@
-"""The one accumulate, clip, update body of the plain strategies; they differ only in `reduce` and, for ddp, in `backward`.
+"""The one accumulate, clip, update body of the plain strategies; they differ only in `reduce` and, for ddp, in
+`backward`.
 
 In: micro-batches. Out: one update of a replicated model. Read `single.py`, then `allreduce.py`, then `ddp.py`.
 """
@@ -56,8 +57,9 @@ class Native(Strategy):
         loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
         with self.autocast(False):
             (loss / targets).backward()
-        self.tree.add(micro.leaf, self.take_gradients())
-        return loss.detach()
+        if self.run.strategy.exact:
+            self.tree.add(micro.leaf, self.take_gradients())
+        return loss.detach()  # without `exact`, autograd has added the gradient to those of the pieces before
 
     @abstractmethod
     def reduce(self) -> list[Tensor]:

@@ -17,9 +17,11 @@ class Single(Native):
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         if processes > 1:
-            raise RunError(f"strategy.name: single runs one process, this job has {processes}; use ddp, or launch.processes=1")
+            raise RunError(
+                f"strategy.name: single runs one process, this job has {processes}; use ddp, or launch.processes=1"
+            )
         if run.strategy.options:
             raise RunError(f"strategy.options: single has none, {', '.join(run.strategy.options)} cannot be used")
 
     def reduce(self) -> list[Tensor]:
-        return self.tree.root
+        return self.tree.root if self.run.strategy.exact else self.take_gradients()

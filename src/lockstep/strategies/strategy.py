@@ -1,7 +1,9 @@
 """The interface of a strategy: how one optimizer step is computed by all ranks together.
 
-In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a `StepResult`, and weights that are the same on all ranks.
-Every method is collective: every rank enters it, in the same order. A strategy keeps no schedule, step count, log or file.
+In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a `StepResult`, and weights that are
+the same on all ranks.
+Every method is collective: every rank enters it, in the same order. A strategy keeps no schedule, step count, log
+or file.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Weights (`model.NAME`) and optimizer state (`optimizer.KEY.NAME`) under the task's own parameter names; not copied."""
+        """Weights (`model.NAME`) and optimizer state (`optimizer.KEY.NAME`) under the task's own parameter names;
+        not copied."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -67,5 +70,5 @@ class Strategy(ABC):
     def export(self) -> dict[str, Tensor] | None:
         """Full weights under the model's own names on rank 0, None elsewhere."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give everything back."""

@@ -1,6 +1,7 @@
 """Text classification with any model that `AutoModelForSequenceClassification` knows.
 
-In: a column of texts (or two) and a column of integer or string labels. Out: loss, accuracy and macro F1, all from sums.
+In: a column of texts (or two) and a column of integer or string labels. Out: loss, accuracy and macro F1, all from
+sums.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class ClassificationOptions(BaseModel):
     text: str = Field("text", description="column of the text")
     text_pair: str | None = Field(None, description="column of a second text, for questions about pairs")
     label: str = Field("label", description="column of the label, integers or strings")
-    label_names: list[str] | None = Field(None, description="names of integer labels, in order; default: from the data set")
+    label_names: list[str] | None = Field(
+        None, description="names of integer labels, in order; default: from the data set"
+    )
 
 
 class Classification(Task):
@@ -125,11 +128,14 @@ class Classification(Task):
             "right": (targets == predicted).sum().double(),
             "of_class": one_hot(targets, classes).sum(0).double(),  # [C]
             "predicted": one_hot(predicted, classes).sum(0).double(),  # [C]
-            "right_of_class": (one_hot(targets, classes) * (targets == predicted)[:, None]).sum(0).to(torch.float64),  # [C]
+            "right_of_class": (one_hot(targets, classes) * (targets == predicted)[:, None])
+            .sum(0)
+            .to(torch.float64),  # [C]
         }
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Macro F1 is the mean over classes that occur or are predicted of 2 right / (true + predicted), as scikit-learn's."""
+        """Macro F1 is the mean over classes that occur or are predicted of 2 right / (true + predicted), as
+        scikit-learn's."""
         count = float(sums["examples"])
         both = sums["of_class"] + sums["predicted"]
         f1 = 2 * sums["right_of_class"][both > 0] / both[both > 0]
@@ -149,10 +155,13 @@ class Classification(Task):
 
 
 def _check_columns(dataset: Dataset, wanted: list[str], split: str, name: str) -> None:
-    for key, column in zip(["text", "label"] if len(wanted) == 2 else ["text", "text_pair", "label"], wanted, strict=True):
+    for key, column in zip(
+        ["text", "label"] if len(wanted) == 2 else ["text", "text_pair", "label"], wanted, strict=True
+    ):
         if column not in dataset.column_names:
             raise RunError(
-                f"task.{key}: the {split} split of {name} has no column {column!r}; it has {', '.join(dataset.column_names)}"
+                f"task.{key}: the {split} split of {name} has no column {column!r}; it has "
+                f"{', '.join(dataset.column_names)}"
             )
     for key, column in zip(["text", "text_pair"], wanted[:-1], strict=False):
         kind = dataset.features[column]
@@ -161,7 +170,8 @@ def _check_columns(dataset: Dataset, wanted: list[str], split: str, name: str) -
         if getattr(kind, "dtype", None) not in ("string", "large_string"):
             bad = next((i for i, v in enumerate(dataset[column]) if not isinstance(v, str)), 0)
             raise RunError(
-                f"task.{key}: column {column!r} of the {split} split must hold texts; row {bad} holds {dataset[bad][column]!r}"
+                f"task.{key}: column {column!r} of the {split} split must hold texts; row {bad} holds "
+                f"{dataset[bad][column]!r}"
             )
         if table.null_count:
             bad = next(i for i, v in enumerate(dataset[column]) if v is None)
@@ -192,7 +202,9 @@ def _labels(
     else:
         names = given or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
     if len(values) < 2:
-        raise RunError(f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); nothing can be learned")
+        raise RunError(
+            f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); nothing can be learned"
+        )
     place = {value: code for code, value in enumerate(values)}
 
     def codes(dataset: Dataset, split: str) -> np.ndarray:
@@ -200,7 +212,8 @@ def _labels(
         for row, label in enumerate(labels):
             if label not in place:
                 raise RunError(
-                    f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the training split has "
+                    f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the "
+                    f"training split has "
                     f"not; known are {', '.join(map(repr, values[:20]))}"
                 )
         return np.array([place[label] for label in labels], dtype=np.int64)
@@ -216,7 +229,8 @@ def _distinct(labels: Any, column: str, split: str) -> list:
         if isinstance(wrong, bool) or not isinstance(wrong, int | str):
             row = next(i for i, label in enumerate(labels) if label is wrong or label == wrong)
             raise RunError(
-                f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds {wrong!r}"
+                f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
+                f"{wrong!r}"
             )
     if len({type(v) for v in found}) > 1:
         raise RunError(f"task.label: column {column!r} of the {split} split mixes integers and strings")
@@ -229,7 +243,9 @@ def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] |
         if (other := column + suffix) in dataset.column_names:
             pairs = set(zip(dataset[column], dataset[other], strict=True))
             names = dict(pairs)
-            if len(pairs) == len(values) == len(set(names.values())) and all(isinstance(n, str) for n in names.values()):
+            if len(pairs) == len(values) == len(set(names.values())) and all(
+                isinstance(n, str) for n in names.values()
+            ):
                 return [names[v] for v in values]
     return None
 
@@ -245,7 +261,8 @@ def _cut(train: Dataset, codes: np.ndarray, run: Run) -> dict[str, Dataset]:
     rest = np.setdiff1d(np.arange(len(codes)), validation)
     if len(validation) == 0 or len(rest) == 0:
         raise RunError(
-            f"data.validation_fraction: {run.data.validation_fraction} of {len(codes)} examples leaves one of the splits empty"
+            f"data.validation_fraction: {run.data.validation_fraction} of {len(codes)} examples leaves one of the "
+            f"splits empty"
         )
     return {"train": train.select(rest), "validation": train.select(validation)}
 
@@ -274,10 +291,16 @@ def _encode(run: Run, dataset: Dataset, texts: list[str], codes: np.ndarray, fol
 
     def encoder(rows: dict[str, list]) -> dict[str, list]:
         out = tok(
-            *(rows[column] for column in texts), truncation=True, max_length=run.data.max_length, return_attention_mask=False
+            *(rows[column] for column in texts),
+            truncation=True,
+            max_length=run.data.max_length,
+            return_attention_mask=False,
         )
         # A tokenizer without special tokens makes nothing of an empty text; a model needs one token to read.
-        found: dict[str, list] = {"input_ids": [ids or [empty] for ids in out["input_ids"]], "label": rows["label"]}
+        found: dict[str, list] = {
+            "input_ids": [ids or [empty] for ids in out["input_ids"]],
+            "label": rows["label"],
+        }
         if pair:
             found["token_type_ids"] = [t or [0] for t in out["token_type_ids"]]
         return found

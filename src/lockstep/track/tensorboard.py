@@ -17,7 +17,9 @@ class TensorBoard(Tracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise RunError(f"track.to: tensorboard is not installed ({error}): pip install 'lockstep-train[tensorboard]'") from None
+            raise RunError(
+                f"track.to: tensorboard is not installed ({error}): pip install 'lockstep-train[tensorboard]'"
+            ) from None
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=after + 1 if after else None)
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:

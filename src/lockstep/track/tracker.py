@@ -24,5 +24,5 @@ class Tracker(ABC):
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         """Numbers of a split (`train`, `validation`, `test`) after `step` updates."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to flush
         """Flush and give everything back."""

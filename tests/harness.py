@@ -1,0 +1,121 @@
+"""Run a function on n gloo processes that meet through a file: no port guessing, and torch is imported once.
+
+In: a module-level function of a `World` and arguments. Out: what it returned on each rank, in rank order.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.data.prepare import prepare
+from lockstep.plugins import find
+from lockstep.run import Run, load
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.task import Task
+from lockstep.world import World
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["lockstep.worker"])
+
+TINY = {
+    "name": "tiny",
+    "data": {"source": "builtin/emotion", "max_length": 32, "limit": 100},
+    "model": {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}},
+    "tokenizer": {"train": "bpe", "vocab_size": 400},
+    "steps": 6,
+    "batch_size": 22,
+    "micro_batches": 8,
+    "optim": {"learning_rate": 5e-3, "warmup_steps": 2, "clip": 0.5},
+    "launch": {"device": "cpu", "threads": 1},
+}
+
+
+def tiny(*overrides: str, **values: Any) -> Run:
+    """A run of seconds: two small layers with dropout, clipping that bites, and a short last step of each epoch."""
+    return load(None, list(overrides), TINY | values)
+
+
+def build(run: Run, world: World) -> tuple[Task, Strategy]:
+    """The task and the built strategy of a run."""
+    task_class = find("tasks", run.task.name)
+    task = task_class(run, prepare(run, task_class))
+    strategy = find("strategies", run.strategy.name)(run, world)
+    strategy.build(task)
+    return task, strategy
+
+
+def digest(state: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over all tensors, in the order of their names."""
+    seen = hashlib.sha256()
+    for name in sorted(state):
+        seen.update(name.encode())
+        seen.update(state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+def run_on(
+    ranks: int, function: Callable[..., Any], *arguments: Any, run: Run | None = None, timeout_s: float = 120
+) -> list[Any]:
+    """`function(world, *arguments)` on each of `ranks` processes. Errors: the first rank's traceback, as an
+    AssertionError."""
+    run = run or tiny()
+    with tempfile.TemporaryDirectory() as folder:
+        results = _context.Queue()
+        processes = [
+            _context.Process(
+                target=_rank, args=(rank, ranks, f"file://{folder}/meet", run, function, arguments, results)
+            )
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < ranks:
+                rank, value, error = results.get(timeout=timeout_s)
+                if error is not None:
+                    raise AssertionError(f"rank {rank} of {ranks}:\n{error}")
+                found[rank] = pickle.loads(value)
+        finally:
+            for process in processes:
+                process.join(10 if len(found) == ranks else 0.1)
+                process.kill()
+        return [found[rank] for rank in range(ranks)]
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    meet: str,
+    run: Run,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    results: Any,
+) -> None:
+    faulthandler.enable()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        world = World(run, meet).join()
+        value = function(world, *arguments)
+        world.barrier()
+        world.close()
+        results.put((rank, pickle.dumps(value), None))  # by value: this process ends before it is read
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+
+
+def lockstep_environment(cache: Path) -> dict[str, str]:
+    """The environment of a `lockstep` command in a test."""
+    return {**os.environ, "LOCKSTEP_CACHE": str(cache), "OMP_NUM_THREADS": "1"}

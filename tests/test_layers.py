@@ -1,0 +1,122 @@
+"""The floors: a file imports from lower floors only. What must answer at once imports nothing heavy."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+ROOT = Path(lockstep.__file__).parent
+# file or folder -> floor; a file may import from its own floor's folder-mates and from lower floors
+FLOORS = {
+    "__init__": 0,
+    "plugins": -1,
+    "messages": -1,
+    "run": 0,
+    "console": 0,
+    "batch": 1,
+    "world": 1,
+    "data": 2,
+    "optim": 2,
+    "models": 2,
+    "reduction": 2,
+    "tasks/task": 3,
+    "strategies/strategy": 4,
+    "launchers/launcher": 3,
+    "track/tracker": 3,
+    "data/prepare": 4,
+    "data/feed": 4,
+    "strategies/native": 5,
+    "checkpoint": 5,
+    "track": 5,
+    "tasks": 5,
+    "strategies": 6,
+    "hub": 6,
+    "report": 6,
+    "train": 7,
+    "worker": 8,
+    "launchers": 9,
+    "cli": 10,
+    "__main__": 11,
+}
+
+
+def floor(module: str) -> int:
+    path = module.removeprefix("lockstep").strip(".").replace(".", "/") or "__init__"
+    while path not in FLOORS:
+        path = path.rpartition("/")[0]
+    return FLOORS[path]
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Modules a file imports, and whether at its top (`TYPE_CHECKING` blocks are left out)."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(n)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for n in ast.walk(node)
+    }
+    top = {id(n) for n in tree.body}
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(a.name, id(node) in top) for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = ROOT / node.module.removeprefix("lockstep").strip(".").replace(".", "/")
+            deeper = [
+                a.name for a in node.names if node.module.startswith("lockstep") and (inner / f"{a.name}.py").exists()
+            ]
+            found += [(f"{node.module}.{name}", id(node) in top) for name in deeper] or [(node.module, id(node) in top)]
+    return found
+
+
+FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_imports_from_lower_floors_only(file: str) -> None:
+    module = "lockstep." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    for name, _ in imports(ROOT / file):
+        if name.startswith("lockstep"):
+            folder = module.rpartition(".")[0]
+            together = folder == name.rpartition(".")[0] and folder != "lockstep"
+            assert floor(name) < floor(module) or (together and floor(name) <= floor(module)), (
+                f"{module} imports {name}"
+            )
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("tasks/")])
+def test_tasks_know_nothing_of_ranks(file: str) -> None:
+    assert not any(name.startswith("torch.distributed") for name, _ in imports(ROOT / file))
+
+
+@pytest.mark.parametrize(
+    "file", [f for f in FILES if f.startswith("launchers/") or f in ("run.py", "plugins.py", "cli.py")]
+)
+def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top(file: str) -> None:
+    assert not any(
+        top and name.split(".")[0] in ("torch", "transformers", "datasets") for name, top in imports(ROOT / file)
+    )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_can_be_held_in_the_head(file: str) -> None:
+    assert len((ROOT / file).read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan"], ["schema"], ["list"]])
+def test_these_commands_import_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from lockstep.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    if arguments == ["plan"]:
+        code = code.replace("['plan']", "['plan', 'launch.processes=2']")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,0 +1,48 @@
+"""The order of examples: a permutation an epoch, the same from any starting point."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.order import Order, permute
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 10))
+def test_permute_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+    values = permute(np.arange(size, dtype=np.uint64), size, seed, epoch)
+    assert sorted(values) == list(range(size))
+
+
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(0, 1000))
+def test_an_epoch_uses_every_example_once_and_its_last_step_is_short(examples: int, batch: int, seed: int) -> None:
+    order = Order(examples, batch, seed)
+    steps = [order.step(t) for t in range(order.steps_per_epoch)]
+    assert sorted(np.concatenate(steps)) == list(range(examples))
+    assert [len(s) for s in steps[:-1]] == [batch] * (len(steps) - 1)
+    assert len(steps[-1]) == examples - batch * (len(steps) - 1)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = [
+        tuple(permute(np.arange(1000, dtype=np.uint64), 1000, seed, epoch)) for seed in range(3) for epoch in range(3)
+    ]
+    assert len(set(orders)) == 9
+    # neighbours must not stay neighbours: the mean distance of a random permutation of n is n / 3
+    for order in orders:
+        assert 250 < np.abs(np.diff(order)).mean() < 420
+
+
+def test_a_far_step_costs_no_more_than_a_near_one() -> None:
+    order = Order(10**10, 256, 7)
+    rows = order.step(10**12)
+    assert len(rows) == 256 == len(set(rows.tolist()))
+    assert rows.min() >= 0
+    assert rows.max() < 10**10
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 65])
+def test_positions_are_independent_of_each_other(size: int) -> None:
+    together = permute(np.arange(size, dtype=np.uint64), size, 3, 1)
+    alone = [int(permute(np.array([i], dtype=np.uint64), size, 3, 1)[0]) for i in range(size)]
+    assert together.tolist() == alone

@@ -1,0 +1,45 @@
+"""Cutting a step: every example once, costs as equal as contiguous cuts allow."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.pieces import cut, padded_cost, random_cost
+
+lengths = st.lists(st.integers(1, 120), min_size=1, max_size=60).map(np.array)
+
+
+@given(lengths, st.integers(1, 12))
+def test_every_example_is_in_one_piece(lengths: np.ndarray, pieces: int) -> None:
+    groups = cut(lengths, pieces)
+    assert len(groups) == pieces
+    assert sorted(np.concatenate(groups)) == list(range(len(lengths)))
+    assert sum(len(g) == 0 for g in groups) == max(0, pieces - len(lengths))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9).map(np.array), st.integers(1, 4))
+def test_the_dearest_piece_is_as_cheap_as_any_contiguous_cut_makes_it(lengths: np.ndarray, pieces: int) -> None:
+    dearest = max(len(g) * lengths[g].max() for g in cut(lengths, pieces) if len(g))
+    ordered = np.sort(lengths)[::-1]
+    best = None
+    for bounds in itertools.combinations_with_replacement(range(len(ordered) + 1), pieces - 1):
+        parts = [ordered[a:b] for a, b in itertools.pairwise([0, *bounds, len(ordered)])]
+        cost = max(len(p) * p.max() for p in parts if len(p))
+        best = cost if best is None else min(best, cost)
+    assert dearest == best
+
+
+def test_it_pads_far_less_than_chance() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.minimum(87, 4 + random.gamma(2.5, 7, size=128).astype(int))
+    groups = cut(lengths, 8)
+    assert padded_cost(lengths, groups) < 1.2 * lengths.sum() < 1.6 * lengths.sum() < random_cost(lengths, 8)
+    costs = [len(g) * lengths[g].max() for g in groups]
+    assert max(costs) < 1.1 * np.mean(costs)
+
+
+def test_the_same_lengths_give_the_same_cut() -> None:
+    lengths = np.array([5, 5, 5, 9, 9, 1, 1, 5])
+    assert [g.tolist() for g in cut(lengths, 3)] == [g.tolist() for g in cut(lengths.copy(), 3)]

@@ -1,0 +1,160 @@
+"""The run file: what is accepted, what is said of what is not."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.run import Run, RunError, load, schema
+
+GOOD = """\
+name: emotion
+data: {source: dair-ai/emotion, max_length: 128}
+model: {source: gpt2}
+epochs: 3
+optim:
+  learning_rate: 5e-5
+  schedule: linear
+"""
+
+CONTRACT = """\
+name: emotion
+output: outputs/emotion
+seed: 0
+task: {name: classification, text: text, label: label}
+data: {source: dair-ai/emotion, max_length: 128}
+model: {source: gpt2}
+tokenizer: {source: gpt2}
+epochs: 3
+batch_size: 128
+micro_batches: 8
+precision: fp32
+optim: {learning_rate: 5.0e-5, schedule: linear, warmup_steps: 50, weight_decay: 0.01, clip: 1.0}
+strategy: {name: ddp, exact: true, options: {}}
+launch: {name: local, processes: auto}
+evaluate: {every: 200}
+checkpoint: {every: 200, keep: 2}
+track: {to: [tensorboard]}
+hub: {push_to: null}
+"""
+
+
+def read(tmp_path: Path, text: str, *overrides: str) -> Run:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load(path, list(overrides))
+
+
+def said(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(RunError) as caught:
+        read(tmp_path, text, *overrides)
+    return str(caught.value)
+
+
+def test_defaults_and_overrides(tmp_path: Path) -> None:
+    run = read(tmp_path, GOOD, "optim.clip=0.5", "--seed=3", "strategy.name=allreduce", "model.config.n_layer=2")
+    assert (run.optim.learning_rate, run.optim.clip, run.seed, run.strategy.name) == (
+        5e-5,
+        0.5,
+        3,
+        "allreduce",
+    )
+    assert run.model.config == {"n_layer": 2}
+    assert str(run.folder) == "outputs/emotion"
+    assert (run.batch_size, run.micro_batches, run.strategy.exact) == (128, 8, True)
+
+
+def test_the_contract_s_example_is_a_run_file(tmp_path: Path) -> None:
+    run = read(tmp_path, CONTRACT)
+    assert run.track.to == ["tensorboard"]
+    assert run.task.options == {"text": "text", "text_pair": None, "label": "label", "label_names": None}
+
+
+def test_what_is_dumped_can_be_run_again(tmp_path: Path) -> None:
+    run = read(tmp_path, CONTRACT, "steps=7")
+    again = read(tmp_path, run.dump())
+    assert again == run
+    assert again.epochs is None
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ("batchsize: 3", ["unknown key 'batchsize'", "'batch_size'", "run.yaml, line 8"]),
+        ("optimizer: {}", ["unknown key 'optimizer'", "'optim'"]),
+        ("batch_size: many", ["batch_size", "'many'", "integer", "line 8"]),
+        ("batch_size: 0", ["batch_size", "0", "greater than or equal to 1"]),
+        ("precision: fp16", ["precision", "'fp16'", "'fp32' or 'bf16'"]),
+        ("micro_batches: 256", ["micro_batches (256)", "batch_size (128)"]),
+        ("steps: 5", ["epochs or steps"]),
+        ("task: {name: clasification}", ["task.name", "did you mean 'classification'", "line 8"]),
+        ("task: {txt: tweet}", ["unknown key 'task.txt'", "'text'"]),
+        ("task: {text: 5}", ["task.text", "5"]),
+        ("strategy: {name: dpp}", ["strategy.name", "'dpp'", "ddp", "line 8"]),
+        ("strategy: {exakt: false}", ["unknown key 'strategy.exakt'", "'exact'"]),
+        ("launch: {name: nowhere}", ["launch.name", "'nowhere'", "local"]),
+        ("launch: {processes: 0}", ["launch.processes", "0"]),
+        ("launch: {processes: some}", ["launch.processes", "'some'", "auto"]),
+        ("track: {to: [tensorbord]}", ["track.to", "'tensorbord'", "tensorboard"]),
+        ("tokenizer: {source: a, train: bpe}", ["tokenizer", "not both"]),
+        ("data: [1]", ["data", "line 8"]),
+        ("hub: {token: hf_abcdefghijklmnopqrstuvwxyz}", ["hub.token", "secret", "environment"]),
+        ("output: hf_abcdefghijklmnopqrstuvwxyz0123", ["output", "secret"]),
+    ],
+)
+def test_bad_values_are_named_with_key_value_remedy_and_line(tmp_path: Path, change: str, wanted: list[str]) -> None:
+    message = said(tmp_path, GOOD + change)
+    for part in wanted:
+        assert part in message, message
+    assert "Traceback" not in message
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    assert "data: missing" in said(tmp_path, "model: {source: gpt2}")
+    assert "either source" in said(tmp_path, "data: {source: x}\nmodel: {}")
+
+
+def test_several_mistakes_are_said_at_once(tmp_path: Path) -> None:
+    message = said(tmp_path, GOOD + "seeed: 1\nbatch_size: -1\n")
+    assert "seeed" in message
+    assert "batch_size" in message
+
+
+def test_an_override_is_blamed_on_the_command_line(tmp_path: Path) -> None:
+    assert "on the command line" in said(tmp_path, GOOD, "batch_size=-1")
+    assert "key=value" in said(tmp_path, GOOD, "batch_size")
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    assert "not valid YAML" in said(tmp_path, "name: [")
+    assert "mapping" in said(tmp_path, "- 1")
+    assert "mapping" in said(tmp_path, "")
+    with pytest.raises(RunError, match="cannot read"):
+        load(tmp_path / "none.yaml", [])
+
+
+def test_arithmetic_leaves_out_what_cannot_change_bits(tmp_path: Path) -> None:
+    base = read(tmp_path, GOOD).arithmetic()
+    same = [
+        "launch.processes=3",
+        "strategy.name=allreduce",
+        "checkpoint.every=7",
+        "track.to=[tensorboard]",
+        "name=other",
+    ]
+    assert read(tmp_path, GOOD, *same).arithmetic() == base
+    for change in (
+        "seed=1",
+        "micro_batches=4",
+        "optim.clip=2",
+        "precision=bf16",
+        "strategy.exact=false",
+        "data.limit=5",
+    ):
+        assert read(tmp_path, GOOD, change).arithmetic() != base, change
+
+
+def test_the_schema_describes_every_key() -> None:
+    found = schema()
+    assert found["additionalProperties"] is False
+    assert set(yaml.safe_load(CONTRACT)) <= set(found["properties"])

@@ -1,0 +1,179 @@
+"""One set of tests over every strategy file: a new one is tested by existing."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import build, digest, run_on, tiny
+
+from lockstep import plugins
+from lockstep.batch import StepBatch
+from lockstep.data.feed import Feed
+from lockstep.optim import learning_rate
+from lockstep.run import Run
+from lockstep.strategies.native import Native
+from lockstep.world import World
+
+NAMES = plugins.names("strategies")
+EXACT = [name for name in NAMES if plugins.find("strategies", name).exact]
+
+
+def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
+    """Train a few steps; what must be equal everywhere."""
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
+    parameters = list(strategy.model.parameters())
+    found = {
+        "digest": digest(strategy.state()),
+        "loss": [float(r.loss) for r in results],
+        "norm": [float(r.grad_norm) for r in results],
+        "weights": {k: v.clone() for k, v in strategy.state().items() if k.startswith("model.")},
+        "clear": all(p.grad is None for p in parameters),
+        "dtypes": {
+            str(v.dtype) for k, v in strategy.state().items() if "exp_avg" in k or k.startswith("model.transformer.h")
+        },
+    }
+    strategy.close()
+    return found
+
+
+def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
+    """The same on every rank, checked; rank 0's."""
+    run = tiny(f"strategy.name={name}", *overrides)
+    first, *others = run_on(ranks, steps_of, run, run=run)
+    for other in others:
+        assert {k: other[k] for k in ("digest", "loss", "norm")} == {k: first[k] for k in ("digest", "loss", "norm")}
+    assert first["clear"]
+    return first
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, dict[str, Any]]:
+    return {p: of("single", 1, f"precision={p}") for p in ("fp32", "bf16")}
+
+
+def worlds(name: str) -> list[int]:
+    return [1] if name == "single" else [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "ranks"), [(n, r) for n in EXACT for r in worlds(n)])
+def test_exact_means_the_bits_of_single(name: str, ranks: int, precision: str, single: dict) -> None:
+    found = of(name, ranks, f"precision={precision}")
+    assert found["digest"] == single[precision]["digest"]
+    assert found["loss"] == single[precision]["loss"]
+    assert found["norm"] == single[precision]["norm"]
+
+
+def test_precisions_are_what_they_say(single: dict) -> None:
+    assert single["fp32"]["digest"] != single["bf16"]["digest"]
+    assert single["bf16"]["dtypes"] == {"torch.float32"}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [(n, r) for n in NAMES for r in worlds(n) if r > 1])
+def test_the_engine_s_own_reduction_is_equal_to_rounding(name: str, ranks: int) -> None:
+    sgd = ("optim.name=sgd", "optim.learning_rate=0.1")
+    exact, engine = of("single", 1, *sgd), of(name, ranks, "strategy.exact=false", *sgd)
+    assert engine["loss"] == pytest.approx(exact["loss"], rel=1e-6)
+    assert engine["norm"] == pytest.approx(exact["norm"], rel=2e-6)
+    for key, weight in exact["weights"].items():
+        assert (engine["weights"][key] - weight).abs().max() <= 1e-6, key
+
+
+def test_the_control_an_ordinary_all_reduce_has_other_bits(single: dict) -> None:
+    found = {of("allreduce", ranks, "strategy.exact=false")["digest"] for ranks in (2, 3, 4)}
+    assert single["fp32"]["digest"] not in found
+
+
+class MeanOfMeans(Native):
+    """The classic mistake, for the control below: each piece divided by its own targets."""
+
+    check = classmethod(lambda cls, run, processes: None)
+
+    def reduce(self) -> list[torch.Tensor]:
+        return self.tree.root
+
+    def backward(self, micro: Any, targets: int, last: bool) -> torch.Tensor:
+        return super().backward(micro, len(micro.targets) * self.run.micro_batches, last)
+
+
+def mean_of_means(world: World, run: Run) -> list[float]:
+    task, _ = build(run, world)
+    strategy = MeanOfMeans(run, world)
+    strategy.build(task)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    return [float(strategy.train_step(feed.make(t), 1e-3).grad_norm) for t in range(2)]
+
+
+def test_the_control_a_mean_of_means_is_seen_in_the_norm() -> None:
+    run = tiny("strategy.name=single")
+    wrong = run_on(1, mean_of_means, run, run=run)[0]
+    right = of("single", 1)["norm"]
+    assert abs(wrong[0] / right[0] - 1) > 1e-3
+
+
+def whole_gradient(world: World, run: Run) -> tuple[float, float]:
+    """The gradient of the whole batch in one backward, in the plainest way, against the strategy's norm and loss."""
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    batch: StepBatch = feed.make(0)
+    strategy.model.zero_grad()
+    everything = task.collate(feed.columns, batch.ids, 0)
+    loss = task.loss_sum(strategy.model(**everything.inputs), everything.targets) / batch.targets
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(strategy.model.parameters(), 1e9)
+    strategy.model.zero_grad()
+    result = strategy.train_step(batch, 1e-3)
+    assert float(result.loss) == pytest.approx(float(loss), rel=1e-5)
+    return float(norm), float(result.grad_norm)
+
+
+def test_a_step_is_the_gradient_of_the_mean_over_all_targets() -> None:
+    run = tiny(
+        "strategy.name=single",
+        "model.config.resid_pdrop=0",
+        "model.config.embd_pdrop=0",
+        "model.config.attn_pdrop=0",
+    )
+    plain, ours = run_on(1, whole_gradient, run, run=run)[0]
+    assert ours == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("option", ["static_graph=true", "bucket_cap_mb=0.05", "find_unused_parameters=true"])
+def test_ddp_options_pass_through(option: str, single: dict) -> None:
+    assert of("ddp", 2, f"strategy.options.{option}")["digest"] == single["fp32"]["digest"]
+
+
+def test_more_pieces_than_examples_leave_blank_ones(single: dict) -> None:
+    short = (
+        "data.limit=9",
+        "batch_size=8",
+        "micro_batches=8",
+        "steps=4",
+    )  # every second step has one example
+    assert of("ddp", 3, *short)["digest"] == of("single", 1, *short)["digest"]
+
+
+def restored(world: World, run: Run) -> tuple[str, str]:
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    for t in range(3):
+        strategy.train_step(feed.make(t), 1e-3)
+    kept = {k: v.clone() for k, v in strategy.state().items()}
+    strategy.train_step(feed.make(3), 1e-3)
+    straight = digest(strategy.state())
+    _, other = build(run, world)
+    other.load_state(kept)
+    other.train_step(feed.make(3), 1e-3)
+    again = digest(other.state())
+    strategy.close()
+    other.close()
+    return straight, again
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_holds_all_that_matters(name: str) -> None:
+    run = tiny(f"strategy.name={name}")
+    for straight, again in run_on(1 if name == "single" else 2, restored, run, run=run):
+        assert straight == again
