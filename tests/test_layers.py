@@ -23,6 +23,7 @@ FLOORS = {
     "optim": 2,
     "models": 2,
     "reduction": 2,
+    "rows": 3,
     "tasks/task": 3,
     "strategies/strategy": 4,
     "launchers/launcher": 3,

@@ -202,6 +202,7 @@ def report(args: argparse.Namespace, peer: str, package: str, meter: Meter, scor
         "time_to_first_step_s": max(rank["first_step"] for rank in ranks),
         "peak_memory_bytes": max(rank["peak_memory"] for rank in ranks),
         "padding_ratio": sum(r["padded_tokens"] for r in ranks) / sum(r["real_tokens"] for r in ranks),
+        "tokens_per_example": sum(rank["real_tokens"] for rank in ranks) / examples,
         "accuracy": score,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in ("torch", "transformers", package)},

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 TUNED: dict[str, Any] = {
-    "train_sampling_strategy": "group_by_length",  # transformers 4's group_by_length=True
+    # transformers 4's group_by_length=True; in 5.23 its ranks draw different orders from the second epoch on
+    "train_sampling_strategy": "group_by_length",
     "optim": "adamw_torch_fused",  # already the default on torch 2.8 and later; said, not left to the version
     "ddp_find_unused_parameters": False,  # every parameter has a gradient: no walk over the graph
     "dataloader_num_workers": 0,  # examples are tokenised and in memory: a worker only takes a core

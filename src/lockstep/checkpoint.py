@@ -1,7 +1,7 @@
 """Checkpoints: written aside, synced, renamed, and verified before they are loaded.
 
-In: a strategy's `state()` under the task's own names. Out: `OUTPUT/checkpoints/step-NNNNNN/` with safetensors and a manifest;
-nothing in it is pickled. The newest one that verifies is used, and every rank uses the same.
+In: a strategy's `state()` under the task's own names. Out: `OUTPUT/checkpoints/step-NNNNNN/` with safetensors and
+a manifest; nothing in it is pickled. The newest one that verifies is used, and every rank uses the same.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 # What a token or key looks like; a run file that holds one is refused, so that none ends up in OUTPUT or a tracker.
 _SECRET_VALUE = re.compile(
-    r"(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,}|-----BEGIN
-    [A-Z ]*PRIVATE KEY)"
+    r"(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY)"
 )
 _SECRET_KEY = re.compile(r"(^|_)(token|api_?key|secret|password|secret_access_key|access_key_id)$", re.IGNORECASE)
 

@@ -1,9 +1,8 @@
 """The reduction tree: sums that do not depend on the number of ranks.
 
-In: the gradient of each piece (a leaf), each computed alone. Out: their sum, bracketed by one fixed binary tree
-over the leaves,
-`((0+1)+(2+3))+((4+5)+(6+7))`, whichever rank ran which leaf. Floating-point addition commutes but does not associate: fix the
-bracket and the bits are fixed.
+In: the gradient of each piece (a leaf), each computed alone. Out: their sum, bracketed by one fixed binary tree over
+the leaves, `((0+1)+(2+3))+((4+5)+(6+7))`, whichever rank ran which leaf. Floating-point addition commutes but does not
+associate: fix the bracket and the bits are fixed.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ class ReductionTree:
                 if other is None:
                     break
                 left, right = (tensors, other) if index < sibling else (other, tensors)
-                if left:
-                    torch._foreach_add_(left, right)
-                tensors = left
+                tensors = _added(left, right)
             level, index = level + 1, index >> 1
         self.nodes[level, index] = tensors
 
@@ -59,6 +56,14 @@ class ReductionTree:
         if len(self.nodes) != 1 or (1 << next(iter(self.nodes))[0]) < self.leaves:
             raise ValueError(f"leaves are missing: there are partial sums {sorted(self.nodes)} of {self.leaves} leaves")
         return next(iter(self.nodes.values()))
+
+
+def _added(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    """`left + right`, written into `left`'s memory where it is dense; row-sparse tensors stay so."""
+    dense = [i for i, tensor in enumerate(left) if not tensor.is_sparse]
+    if dense:
+        torch._foreach_add_([left[i] for i in dense], [right[i] for i in dense])
+    return [(a + b).coalesce() if a.is_sparse else a for a, b in zip(left, right, strict=True)]
 
 
 def share(leaves: int, rank: int, ranks: int) -> range:
@@ -187,5 +192,6 @@ def buckets(tensors: Sequence[Tensor], cap_bytes: int) -> list[list[int]]:
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The 2-norm of a whole gradient: float32 scalar, squared and summed in float64, rounded once."""
-    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]
+    values = [g._values() if g.is_sparse else g for g in gradients]
+    squares = [torch.linalg.vector_norm(v, dtype=torch.float64).square() for v in values]
     return torch.stack(squares).sum().sqrt().float()

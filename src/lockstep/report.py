@@ -82,7 +82,8 @@ def _plot(title: str, lines: list[dict], splits: tuple[str, ...], key: str) -> s
     drawn = ""
     for i, (split, points) in enumerate(series.items()):
         colour = ("var(--line)", "var(--other)")[i]
-        drawn += f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{" ".join(place(x, y) for x, y in points)}"/>'
+        line = " ".join(place(x, y) for x, y in points)
+        drawn += f'<polyline fill="none" stroke="{colour}" points="{line}"/>'
         if len(series) > 1:
             drawn += f'<text x="{width - 90}" y="{14 + 14 * i}" style="fill:{colour}">{split}</text>'
     axes = (
@@ -90,4 +91,5 @@ def _plot(title: str, lines: list[dict], splits: tuple[str, ...], key: str) -> s
         f'<text x="0" y="-4">{high:.4g}</text><text x="0" y="{height + 14}">{low:.4g}</text>'
         f'<text x="{width}" y="{height + 14}" text-anchor="end">step {max(xs)}</text>'
     )
-    return f'<figure><figcaption>{title}</figcaption><svg viewBox="0 -16 {width} {height + 36}">{axes}{drawn}</svg></figure>'
+    box = f"0 -16 {width} {height + 36}"
+    return f'<figure><figcaption>{title}</figcaption><svg viewBox="{box}">{axes}{drawn}</svg></figure>'

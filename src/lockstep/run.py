@@ -255,9 +255,9 @@ def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any]
     overridden = dict(map(_override, overrides))
     for key, value in overridden.items():
         _set(values := _copied(values), key, value)
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if overridden.get(one) is not None and other not in overridden:
-            values.pop(other, None)  # the command line's length replaces the file's, whichever way each is given
+    for given, replaced in (("steps", "epochs"), ("epochs", "steps")):
+        if overridden.get(given) is not None and replaced not in overridden:
+            values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
     if (key := messages.secret(values)) is not None:
         raise RunError(
             f"{key} in {origin} looks like a secret. Secrets come from the environment only "
@@ -325,8 +325,9 @@ def _copied(values: Any) -> Any:
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     for parent in parents:
-        child = values.get(parent)
-        values[parent] = values = child if isinstance(child, dict) else {}  # type: ignore[assignment]
+        if not isinstance(values.get(parent), dict):
+            values[parent] = {}
+        values = values[parent]
     values[last] = value
 
 
@@ -341,7 +342,9 @@ def _lines(text: str) -> dict[str, int]:
                 found[path] = key.start_mark.line + 1
                 walk(value, path)
 
-    walk(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is not None:
+        walk(root, "")
     return found
 
 

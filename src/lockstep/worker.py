@@ -104,7 +104,7 @@ def work(run: Run, world: World) -> int:
         if step < feed.total:
             console.say(f"stopped on request after step {step} of {feed.total}; the same command goes on from there")
             return STOPPED
-        scores = {}
+        scores: dict[str, dict[str, float]] = {}
         for split in ("validation", "test"):
             if split in task.splits:
                 scores[split] = evaluate(run, world, task, strategy, task.splits[split])
@@ -135,7 +135,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
         "run": f"{run.name} -> {run.folder}",
         "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} "
         "tokens",
-        "model": f"{run.model.source or run.model.type + ' from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
+        "model": f"{run.model.source or f'{run.model.type} from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
         "parameters, {run.precision}",
         "processes": f"{world.size} ({run.strategy.name}{', exact' if run.strategy.exact else ''}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "

@@ -29,7 +29,9 @@ class AllReduce(Native):
 
     def build(self, task: Task) -> None:
         super().build(task)
-        self.buckets = buckets(self.parameters, int(self.run.strategy.options.get("bucket_cap_mb", 25) * 2**20))
+        cap_bytes = int(self.run.strategy.options.get("bucket_cap_mb", 25) * 2**20)
+        dense = [i for i in range(len(self.parameters)) if i not in self.rows]
+        self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], cap_bytes)]
 
     def reduce(self) -> list[Tensor]:
         if not self.run.strategy.exact:
@@ -41,7 +43,10 @@ class AllReduce(Native):
         exchange = Exchange(self.tree.leaves, self.world.rank, self.world.size)
         for positions in self.buckets:
             exchange.submit({node: [tensors[i] for i in positions] for node, tensors in self.tree.nodes.items()})
-        return [tensor for bucket in exchange.finish() for tensor in bucket]
+        gradients = self.sum_rows()
+        for positions, tensors in zip(self.buckets, exchange.finish(), strict=True):
+            gradients |= dict(zip(positions, tensors, strict=True))
+        return [gradients[i] for i in range(len(self.parameters))]
 
     def sum_as_it_comes(self, own: list[Tensor]) -> list[Tensor]:
         """The textbook way, equal to rounding: one all-reduce a bucket of what autograd has added up on this rank."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch import MicroBatch, StepBatch, StepResult
-from lockstep.reduction import Exchange, ReductionTree
+from lockstep.reduction import Exchange, Node, ReductionTree
+from lockstep.rows import exchange_rows
 from lockstep.run import Run, RunError
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
@@ -48,6 +49,8 @@ class DDP(Native):
             buffers: False,
             "gradient_as_bucket_view": True,
         } | self.run.strategy.options
+        ignored = [name for i, name in enumerate(self.named) if i in self.rows]  # their rows travel by themselves
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
         self.wrapped = DistributedDataParallel(self.model, **options)
         self.position = {id(p): i for i, p in enumerate(self.parameters)}
         self.primed = not self.run.strategy.options.get("static_graph")
@@ -82,21 +85,28 @@ class DDP(Native):
         nodes with the last leaf, and send it off. What DDP gets back is not used: `reduce` reads the exchange."""
         if self.primed:
             positions = [self.position[id(p)] for p in bucket.parameters()]
-            part = ReductionTree(self.tree.leaves)
-            for node, tensors in self.tree.nodes.items():
-                part.place(node, [tensors[i] for i in positions])
-            part.add(self.last_leaf, bucket.gradients())
-            self.exchange.submit(part.nodes)
+            self.exchange.submit(self.with_last_leaf(positions, bucket.gradients()))
             self.bucket_positions.append(positions)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
+
+    def with_last_leaf(self, positions: list[int], gradients: list[Tensor]) -> dict[Node, list[Tensor]]:
+        """This rank's partial nodes of some parameters, its last leaf among them."""
+        part = ReductionTree(self.tree.leaves)
+        for node, tensors in self.tree.nodes.items():
+            part.place(node, [tensors[i] for i in positions])
+        part.add(self.last_leaf, gradients)
+        return part.nodes
 
     def reduce(self) -> list[Tensor]:
         if self.world.size == 1 and self.run.strategy.exact:
             return self.tree.root
         gradients = self.take_gradients()
         if self.world.size > 1 and self.run.strategy.exact:
+            for i in self.rows:
+                nodes = {n: t[0] for n, t in self.with_last_leaf([i], [gradients[i]]).items()}
+                gradients[i] = exchange_rows(nodes, self.tree.leaves, self.world.rank, self.world.size)
             for positions, tensors in zip(self.bucket_positions, self.exchange.finish(), strict=True):
                 for i, tensor in zip(positions, tensors, strict=True):
                     gradients[i] = tensor

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep import optim
 from lockstep.batch import IGNORED, MicroBatch, StepBatch, StepResult
 from lockstep.reduction import ReductionTree, gradient_norm, share
+from lockstep.rows import DenseRows, exchange_rows, row_sparse
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
@@ -38,6 +39,8 @@ class Native(Strategy):
         self.wrapped = self.model
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
+        sparse = row_sparse(self.model, self.world.device) if self.run.strategy.exact else set()
+        self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
         self.optimizer = optim.build(self.run.optim, self.model)
         self.model.train()
 
@@ -68,9 +71,23 @@ class Native(Strategy):
     def take_gradients(self) -> list[Tensor]:
         """This piece's gradients, in the order of `self.parameters`; the parameters hold none afterwards."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+        for i in self.rows:
+            gradients[i] = gradients[i].coalesce()
         for parameter in self.parameters:
             parameter.grad = None
         return gradients
+
+    def sum_rows(self) -> dict[int, Tensor]:
+        """The row-sparse gradients summed over ranks in tree order, by position. Collective."""
+        return {
+            i: exchange_rows(
+                {node: tensors[i] for node, tensors in self.tree.nodes.items()},
+                self.tree.leaves,
+                self.world.rank,
+                self.world.size,
+            )
+            for i in self.rows
+        }
 
     def update(self, gradients: list[Tensor], learning_rate: float) -> Tensor:
         """Clip, then one optimizer step. Returns the norm before clipping."""
@@ -78,13 +95,17 @@ class Native(Strategy):
         if self.run.optim.clip:
             factor = (self.run.optim.clip / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
             if factor.device.type != "cpu" or factor < 1.0:  # on CUDA the multiplication is cheaper than knowing
-                torch._foreach_mul_(gradients, factor)
+                torch._foreach_mul_([g._values() if g.is_sparse else g for g in gradients], factor)
+        for i, rows in self.rows.items():
+            gradients[i] = rows.filled(gradients[i])
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         optim.set_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
+        for rows in self.rows.values():
+            rows.wipe()
         return norm
 
     def autocast(self, enabled: bool = True) -> torch.autocast:

@@ -1,0 +1,82 @@
+"""Row-sparse gradients: a step touches few rows of a large embedding, and only those are added up and exchanged.
+
+In: the leaves' gradients of an embedding, as (rows, values). Out: the same bits as with dense gradients, at a tenth of the memory
+traffic: every row's sum goes over the same tree, and adding the zeros of an untouched row changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.reduction import Node, ReductionTree, partial_nodes, share
+
+
+def row_sparse(model: nn.Module, device: torch.device) -> set[str]:
+    """Let the embeddings of a model that can give row-sparse gradients do so; the names of their weights.
+
+    Tied weights cannot (their other use is dense). On CUDA the dense kernels are the deterministic ones, and cheap.
+    """
+    if device.type != "cpu":
+        return set()
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found = set()
+    for name, module in model.named_modules():
+        if type(module) is nn.Embedding and module.weight.requires_grad and uses[id(module.weight)] == 1:
+            if module.max_norm is None and not module.scale_grad_by_freq and module.num_embeddings > 256:
+                module.sparse = True
+                found.add(f"{name}.weight")
+    return found
+
+
+def exchange_rows(nodes: dict[Node, Tensor], leaves: int, rank: int, ranks: int) -> Tensor:
+    """The sum over ranks of partial nodes of one row-sparse tensor, in tree order. Collective.
+
+    Every rank receives all rows of all ranks; where together they are more than the tensor has, all of them as dense would be no
+    cheaper to hold, but equally right.
+    """
+    layout = [partial_nodes(r.start, r.stop, leaves) for r in (share(leaves, i, ranks) for i in range(ranks))]
+    mine = [nodes[node] for node in layout[rank]]
+    width = max(len(n) for n in layout)
+    counts = torch.zeros(ranks, width, dtype=torch.int64)
+    counts[rank, : len(mine)] = torch.tensor([t._values().shape[0] for t in mine])
+    dist.all_reduce(counts)
+    most = int(counts.sum(1).max())
+    rows = torch.zeros(most, dtype=torch.int64)
+    values = mine[0]._values().new_zeros(most, mine[0].shape[1])
+    torch.cat([t._indices()[0] for t in mine], out=rows[: int(counts[rank].sum())])
+    torch.cat([t._values() for t in mine], out=values[: int(counts[rank].sum())])
+    all_rows = [torch.empty_like(rows) for _ in range(ranks)]
+    all_values = [torch.empty_like(values) for _ in range(ranks)]
+    dist.all_gather(all_rows, rows)
+    dist.all_gather(all_values, values)
+    tree = ReductionTree(leaves)
+    for i in range(ranks):
+        at = 0
+        for node, count in zip(layout[i], counts[i].tolist(), strict=False):
+            part = slice(at, at + count)
+            tree.place(node, [_sparse(all_rows[i][part], all_values[i][part], mine[0].shape)])
+            at += count
+    return tree.root[0]
+
+
+class DenseRows:
+    """A dense gradient of which few rows are ever other than zero: written and wiped by row."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._dense = torch.zeros_like(parameter)
+
+    def filled(self, gradient: Tensor) -> Tensor:
+        """The dense form of a coalesced gradient; valid until `wipe`."""
+        self._rows = gradient._indices()[0]
+        return self._dense.index_add_(0, self._rows, gradient._values())
+
+    def wipe(self) -> None:
+        self._dense.index_fill_(0, self._rows, 0)
+
+
+def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
