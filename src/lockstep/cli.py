@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     push.add_argument("--public", action="store_true", help="create the repository public")
     commands.add_parser("list", help="tasks, strategies, launchers and trackers a run file can name")
     commands.add_parser("schema", help="print the JSON Schema of run files")
-    known, rest = parser.parse_known_args(arguments)
+    known, rest = parser.parse_known_args(_joined(sys.argv[1:] if arguments is None else arguments))
     if known.version:
         from lockstep import __version__
 
@@ -112,36 +112,39 @@ def _dispatch(known: argparse.Namespace, rest: list[str]) -> int:
 def _load(known: argparse.Namespace, rest: list[str]) -> Run:
     from lockstep.run import RunError, load
 
-    path, overrides = known.run, list(known.overrides)
-    if path is not None and "=" in path:
-        path, overrides = None, [path, *overrides]
-    # `--key value` and `--key=value` are key=value too
-    while rest:
-        head = rest.pop(0)
-        if head.startswith("--") and "=" not in head:
-            if not rest:
-                if not overrides:
-                    raise RunError(f"{head} needs a value")
-                rest.append(overrides.pop(0))
-            head = f"{head}={rest.pop(0)}"
-        elif not head.startswith("--"):
-            raise RunError(f"unknown argument {head!r}")
-        overrides.append(head)
+    if rest:
+        raise RunError(f"unknown argument {rest[0]!r}; an override is key=value, --key=value or --key value")
+    overrides = [known.run, *known.overrides] if known.run is not None else []
+    path = next((word for word in overrides if "=" not in word), None)
+    if path is not None:
+        overrides.remove(path)
     return load(path, overrides, QUICK_START)
+
+
+def _joined(words: list[str]) -> list[str]:
+    """`--key value` and `--key=value` as `key=value`, which argparse takes in any order; only train and plan have
+    such keys."""
+    if not words or words[0] not in ("train", "plan"):
+        return words
+    found, rest = [words[0]], list(words[1:])
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--") and word not in ("--debug", "--help") and ("=" in word or rest):
+            word = word[2:] if "=" in word else f"{word[2:]}={rest.pop(0)}"
+        found.append(word)
+    return found
 
 
 def train(run: Run) -> int:
     """Check everything that can be checked, then start or join the processes."""
-    from lockstep import plugins
     from lockstep.console import Console
+    from lockstep.run import keep
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # under torchrun, accelerate launch, srun: join
         from lockstep import worker
 
-        if os.environ["RANK"] == "0":
-            _keep(run)
         return worker.main(run)
-    launcher: Launcher = plugins.find("launchers", run.launch.name)()
+    launcher: Launcher = _find("launch.name", "launchers", run.launch.name)()
     plan = launcher.plan(run)
     if plan.processes > 1 and run.launch.name == "local":
         from lockstep.launchers.local import prestart
@@ -155,7 +158,8 @@ def train(run: Run) -> int:
         assert manifest is not None
         Console(True).say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
         return 0
-    _keep(run)
+    if plan.variables.get("RANK", "0") == "0":
+        keep(run)
     return launcher.start(run, plan)
 
 
@@ -164,31 +168,29 @@ def _prepare(run: Run, plan: Plan) -> Prepared:
     from lockstep import plugins
     from lockstep.data.prepare import prepare
 
-    prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True)
-    plugins.find("strategies", run.strategy.name).check(run, plan.processes)  # type: ignore[attr-defined]
-    return prepared
+    strategy: Any = _find("strategy.name", "strategies", run.strategy.name)
+    for name in run.track.to:
+        _find("track.to", "track", name)
+    strategy.check(run, plan.processes)
+    return prepare(run, plugins.find("tasks", run.task.name), fresh=True)
 
 
-def _keep(run: Run) -> None:
-    """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
+def _find(key: str, kind: str, name: str) -> type:
+    from lockstep import plugins
     from lockstep.run import RunError
 
     try:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        aside = run.folder / ".run.yaml.partial"
-        aside.write_text(run.dump(), encoding="utf-8")
-        os.replace(aside, run.folder / "run.yaml")
-    except OSError as error:
-        raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
+        return plugins.find(kind, name)
+    except (plugins.PluginError, ImportError) as error:
+        raise RunError(f"{key}: {error}") from error
 
 
 def _plan(run: Run) -> int:
     import shlex
 
-    from lockstep import plugins
     from lockstep.console import Console
 
-    launcher: Launcher = plugins.find("launchers", run.launch.name)()
+    launcher: Launcher = _find("launch.name", "launchers", run.launch.name)()
     plan = launcher.plan(run)
     console = Console(True)
     shares = sorted(

@@ -1,7 +1,7 @@
 """Row-sparse gradients: a step touches few rows of a large embedding, and only those are added up and exchanged.
 
-In: the leaves' gradients of an embedding, as (rows, values). Out: the same bits as with dense gradients, at a tenth of the memory
-traffic: every row's sum goes over the same tree, and adding the zeros of an untouched row changes nothing.
+In: the leaves' gradients of an embedding, as (rows, values). Out: the same bits as with dense gradients, for a tenth of
+the memory traffic: every row's sum goes over the same tree, and adding the zeros of an untouched row changes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.reduction import Node, ReductionTree, partial_nodes, share
+
+SMALL = 256  # an embedding of this few rows is not worth the bookkeeping
 
 
 def row_sparse(model: nn.Module, device: torch.device) -> set[str]:
@@ -25,18 +27,19 @@ def row_sparse(model: nn.Module, device: torch.device) -> set[str]:
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     found = set()
     for name, module in model.named_modules():
-        if type(module) is nn.Embedding and module.weight.requires_grad and uses[id(module.weight)] == 1:
-            if module.max_norm is None and not module.scale_grad_by_freq and module.num_embeddings > 256:
-                module.sparse = True
-                found.add(f"{name}.weight")
+        if type(module) is not nn.Embedding or uses[id(module.weight)] > 1 or not module.weight.requires_grad:
+            continue
+        if module.max_norm is None and not module.scale_grad_by_freq and module.num_embeddings > SMALL:
+            module.sparse = True
+            found.add(f"{name}.weight")
     return found
 
 
 def exchange_rows(nodes: dict[Node, Tensor], leaves: int, rank: int, ranks: int) -> Tensor:
     """The sum over ranks of partial nodes of one row-sparse tensor, in tree order. Collective.
 
-    Every rank receives all rows of all ranks; where together they are more than the tensor has, all of them as dense would be no
-    cheaper to hold, but equally right.
+    Every rank receives all rows of all ranks: far fewer than the tensor has where a batch is small beside the
+    vocabulary.
     """
     layout = [partial_nodes(r.start, r.stop, leaves) for r in (share(leaves, i, ranks) for i in range(ranks))]
     mine = [nodes[node] for node in layout[rank]]

@@ -7,6 +7,7 @@ Nothing here imports torch: the machine you submit from may have none.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -258,9 +259,9 @@ def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any]
     for given, replaced in (("steps", "epochs"), ("epochs", "steps")):
         if overridden.get(given) is not None and replaced not in overridden:
             values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
-    if (key := messages.secret(values)) is not None:
+    if (hidden := messages.secret(values)) is not None:
         raise RunError(
-            f"{key} in {origin} looks like a secret. Secrets come from the environment only "
+            f"{hidden} in {origin} looks like a secret. Secrets come from the environment only "
             "(HF_TOKEN, WANDB_API_KEY, ...): remove it, and revoke it if the file was shared"
         )
     lines = _lines(text) if text else {}
@@ -297,6 +298,17 @@ def check_plugins(run: Run, origin: str, lines: dict[str, int], overridden: dict
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise RunError(f"{key}: unknown name {name!r}; {hint}known are {', '.join(known)} ({where(key)})")
     return run.model_copy(update={"task": TaskSection(name=run.task.name, **options.model_dump())})
+
+
+def keep(run: Run) -> None:
+    """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        aside = run.folder / ".run.yaml.partial"
+        aside.write_text(run.dump(), encoding="utf-8")
+        os.replace(aside, run.folder / "run.yaml")
+    except OSError as error:
+        raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
 
 
 def schema() -> dict[str, Any]:

@@ -17,13 +17,14 @@ import torch
 import transformers
 
 from lockstep import plugins
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint import Checkpoints, check_resumable, finished
 from lockstep.console import Console, clock, error
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
+from lockstep.data.tokens import Prepared
 from lockstep.hub import publish, write_export
 from lockstep.report import write_report
-from lockstep.run import Run, RunError, load
+from lockstep.run import Run, RunError, keep, load
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.jsonl import Jsonl
@@ -80,6 +81,9 @@ def work(run: Run, world: World) -> int:
         )  # cuBLAS asks for it, see its documentation on reproducibility
         torch.use_deterministic_algorithms(True)
     console = Console(world.is_main)
+    if finished_already(run, world, prepared):
+        console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
+        return DONE
     task: Task = task_class(run, prepared)
     strategy.build(task)
     feed = Feed(run, task, strategy.leaves(), world.device)
@@ -126,6 +130,22 @@ def work(run: Run, world: World) -> int:
     return DONE
 
 
+def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
+    """Whether OUTPUT holds this run's end; rank 0 looks, and writes run.yaml. Collective. Errors: `RunError` on every
+    rank, when OUTPUT holds another run or cannot be written."""
+    found: bool | str = False
+    if world.is_main:
+        try:
+            found = finished(run, check_resumable(run, prepared))
+            keep(run)
+        except RunError as caught:
+            found = str(caught)
+    found = world.from_main(found)
+    if isinstance(found, str):
+        raise RunError(found)
+    return found
+
+
 def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) -> dict[str, str]:
     """The opening lines."""
     sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
@@ -136,7 +156,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
         "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} "
         "tokens",
         "model": f"{run.model.source or f'{run.model.type} from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
-        "parameters, {run.precision}",
+        f"parameters, {run.precision}",
         "processes": f"{world.size} ({run.strategy.name}{', exact' if run.strategy.exact else ''}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
         "steps",
@@ -176,7 +196,9 @@ def tell_failure(run: Run, world: World | None) -> None:
 
     The first one creates a file that no other can create. A restart has a number of its own.
     """
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # torchrun's run id is "none" unless given: its workers' parent tells one job from the next
+    job = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    attempt = f"{job}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     marker = Path(tempfile.gettempdir()) / f"lockstep-failure-{attempt}"
     try:
         with open(marker, "x", encoding="utf-8") as file:

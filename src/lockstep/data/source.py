@@ -8,6 +8,7 @@ instead. Imports `datasets` only when called: a worker that finds its tokens in 
 from __future__ import annotations
 
 import glob
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,14 +161,18 @@ def _read_lines(files: list[Path], key: str) -> Dataset:
     texts: list[str] = []
     labels: list[str] = []
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would also cut at U+2028 and the like
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"{key}: cannot read {file} as UTF-8 text: {error}") from error
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 text, mark, label = line.rpartition(";")
                 if not mark:
                     raise RunError(f"{key}: {file}, line {number}: wanted is 'text;label', there is no semicolon")
                 texts.append(text)
                 labels.append(label.strip())
-    if labels and all(label.lstrip("-").isdigit() for label in labels):
+    if labels and all(re.fullmatch("-?[0-9]+", label) for label in labels):
         return datasets.Dataset.from_dict({"text": texts, "label": [int(label) for label in labels]})
     return datasets.Dataset.from_dict({"text": texts, "label": labels})
 

@@ -76,7 +76,8 @@ class Classification(Task):
                 split: {"accuracy": float(np.mean(np.array(d["label"]) == np.array(d["true_label"])))}
                 for split, d in splits.items()
             }
-        return Prepared(digest(sorted(files.items()), names), files, str(folder), facts)
+        tokens = sorted((split, Path(file).name) for split, file in files.items())  # wherever the cache is
+        return Prepared(digest(tokens, names), files, str(folder), facts)
 
     # -- in every process --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,260 @@
+"""Checkpoints: what comes back, what is refused, and what damage does to them."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import build, digest, tiny
+
+from lockstep.checkpoint import Checkpoints, check_resumable, finished, newest_first
+from lockstep.data.feed import Feed
+from lockstep.data.prepare import prepare
+from lockstep.data.tokens import Prepared
+from lockstep.run import Run, RunError
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.classification import Classification
+from lockstep.world import World
+
+
+def run_in(folder: Path, *overrides: str) -> Run:
+    return tiny(f"output={folder}", "strategy.name=single", "launch.processes=1", *overrides)
+
+
+def opened(run: Run) -> tuple[Checkpoints, Strategy, Feed]:
+    """A process of its own, as far as checkpoints can tell."""
+    world = World(run)
+    task, strategy = build(run, world)
+    return (
+        Checkpoints(run, world, task.prepared, 6),
+        strategy,
+        Feed(run, task, strategy.leaves(), world.device),
+    )
+
+
+def train(run: Run, steps: int) -> dict[int, str]:
+    """Train from the newest checkpoint to `steps`, saving each step. Returns a digest of the whole state a step."""
+    checkpoints, strategy, feed = opened(run)
+    done, _ = checkpoints.resume(strategy)
+    found = {}
+    for step in range(done, steps):
+        strategy.train_step(feed.make(step), 5e-3)
+        checkpoints.save(step + 1, strategy)
+        found[step + 1] = digest(strategy.state())
+    return found
+
+
+def resumed(run: Run) -> tuple[int, list[str], str]:
+    checkpoints, strategy, _ = opened(run)
+    step, notes = checkpoints.resume(strategy)
+    return step, notes, digest(strategy.state())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """Four steps, all kept."""
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    return folder, train(run_in(folder, "checkpoint.keep=4"), 4)
+
+
+@pytest.fixture
+def folder(trained: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(trained[0], tmp_path / "out", symlinks=True))
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_the_whole_state_comes_back(trained: tuple[Path, dict[int, str]]) -> None:
+    folder, digests = trained
+    assert len(set(digests.values())) == 4
+    assert resumed(run_in(folder)) == (4, [], digests[4])
+
+
+def test_going_on_gives_the_bits_of_never_having_stopped(folder: Path, tmp_path: Path) -> None:
+    assert train(run_in(folder), 6)[6] == train(run_in(tmp_path / "untouched"), 6)[6]
+
+
+def test_only_the_newest_are_kept_and_latest_is_the_last(tmp_path: Path) -> None:
+    train(run_in(tmp_path, "checkpoint.keep=2"), 5)
+    here = tmp_path / "checkpoints"
+    assert sorted(p.name for p in here.iterdir()) == ["latest", "step-000004", "step-000005"]
+    assert (here / "latest").is_symlink()
+    assert (here / "latest").readlink() == Path("step-000005")
+
+
+def test_nothing_is_pickled(folder: Path) -> None:
+    found = {p.name for p in (folder / "checkpoints").rglob("*") if p.is_file()}
+    assert found == {"model.safetensors", "optimizer.safetensors", "manifest.json"}
+
+
+def test_no_checkpoint_is_step_0(tmp_path: Path) -> None:
+    assert resumed(run_in(tmp_path))[:2] == (0, [])
+
+
+def test_a_half_written_one_is_not_seen_and_is_cleared_away(folder: Path, trained: tuple) -> None:
+    here = folder / "checkpoints"
+    (here / "step-000004").rename(here / ".step-000004.partial")
+    run = run_in(folder, "checkpoint.keep=4")
+    assert resumed(run)[::2] == (3, trained[1][3])
+    assert train(run, 4) == {4: trained[1][4]}
+    assert sorted(p.name for p in here.iterdir()) == ["latest", *(f"step-{i:06d}" for i in range(1, 5))]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_flipped_bit_falls_back_to_the_one_before_and_says_so(folder: Path, name: str, trained: tuple) -> None:
+    flip_a_bit(folder / "checkpoints" / "step-000004" / name)
+    step, notes, state = resumed(run_in(folder))
+    assert (step, state) == (3, trained[1][3])
+    assert len(notes) == 1
+    assert "step-000004" in notes[0]
+    assert name in notes[0]
+
+
+def test_a_missing_file_falls_back_too(folder: Path, trained: tuple) -> None:
+    (folder / "checkpoints" / "step-000004" / "optimizer.safetensors").unlink()
+    step, notes, state = resumed(run_in(folder))
+    assert (step, state) == (3, trained[1][3])
+    assert "optimizer.safetensors" in notes[0]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "of another step", "of another format", "empty"])
+def test_without_a_readable_manifest_it_is_none(folder: Path, damage: str, trained: tuple) -> None:
+    file = folder / "checkpoints" / "step-000004" / "manifest.json"
+    text = file.read_text()
+    changed = {
+        "truncated": text[: len(text) // 2],
+        "of another step": text.replace('"step": 4', '"step": 9'),
+        "of another format": text.replace('"format": 1', '"format": 99'),
+        "empty": "",
+    }
+    if damage == "missing":
+        file.unlink()
+    else:
+        assert changed[damage] != text
+        file.write_text(changed[damage])
+    assert resumed(run_in(folder))[::2] == (3, trained[1][3])
+
+
+def test_with_all_of_them_damaged_it_starts_anew_and_says_so(folder: Path, tmp_path: Path) -> None:
+    for path in (folder / "checkpoints").glob("step-*"):
+        flip_a_bit(path / "model.safetensors")
+    step, notes, state = resumed(run_in(folder))
+    assert step == 0
+    assert len(notes) == 4
+    assert state == resumed(run_in(tmp_path / "fresh"))[2]
+
+
+def test_a_damaged_one_is_replaced_when_its_step_is_reached_again(folder: Path, trained: tuple) -> None:
+    flip_a_bit(folder / "checkpoints" / "step-000004" / "model.safetensors")
+    run = run_in(folder, "checkpoint.keep=4")
+    assert train(run, 4) == {4: trained[1][4]}
+    assert resumed(run) == (4, [], trained[1][4])
+
+
+def test_a_failed_write_leaves_the_one_before(folder: Path, trained: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = run_in(folder)
+    checkpoints, strategy, feed = opened(run)
+    checkpoints.resume(strategy)
+    strategy.train_step(feed.make(4), 5e-3)
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.save(5, strategy)
+    assert resumed(run) == (4, [], trained[1][4])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("seed=1", ["seed: 0 in the checkpoint, 1 now"]),
+        ("optim.learning_rate=1", ["optim.learning_rate: 0.005 in the checkpoint, 1.0 now"]),
+        ("batch_size=23", ["batch_size: 22 in the checkpoint, 23 now"]),
+        ("micro_batches=4", ["micro_batches: 8 in the checkpoint, 4 now"]),
+        ("model.config.n_layer=3", ["model.config.n_layer: 2 in the checkpoint, 3 now"]),
+        ("strategy.exact=false", ["strategy.exact: True in the checkpoint, False now"]),
+        ("steps=7", ["steps: 6 in the checkpoint, 7 now"]),
+    ],
+)
+def test_other_arithmetic_is_refused_with_the_keys_that_differ(trained: tuple, change: str, named: list[str]) -> None:
+    run = run_in(trained[0], change)
+    with pytest.raises(RunError) as caught:
+        check_resumable(run, prepare(run, Classification))
+    for text in [*named, "step 4", "output=FOLDER"]:
+        assert text in str(caught.value)
+
+
+def test_other_data_is_refused(trained: tuple) -> None:
+    run = run_in(trained[0])
+    other = dataclasses.replace(prepare(run, Classification), key="another")
+    with pytest.raises(RunError, match="other data"):
+        check_resumable(run, other)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["launch.processes=4", "strategy.name=ddp"],
+        ["strategy.name=allreduce"],
+        ["track.to=[tensorboard]", "track.every=1"],
+        ["checkpoint.every=1", "checkpoint.keep=9", "evaluate.every=3"],
+        ["name=other"],
+    ],
+)
+def test_what_cannot_change_the_weights_may_change(trained: tuple, changes: list[str]) -> None:
+    run = run_in(trained[0], *changes)
+    manifest = check_resumable(run, prepare(run, Classification))
+    assert manifest is not None
+    assert manifest.step == 4
+
+
+def test_the_same_data_in_another_cache_is_the_same_data(
+    trained: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    run = run_in(trained[0])
+    found = prepare(run, Classification)
+    assert str(tmp_path) in found.tokenizer
+    assert check_resumable(run, found) is not None
+
+
+def test_a_change_of_version_or_threads_is_told(folder: Path, trained: tuple) -> None:
+    file = folder / "checkpoints" / "step-000004" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["versions"]["torch"] = "1.0"
+    manifest["threads"] = 64
+    file.write_text(json.dumps(manifest))
+    step, notes, state = resumed(run_in(folder))
+    assert (step, state) == (4, trained[1][4])
+    assert [note.split()[0] for note in notes] == ["threads", "torch"]
+    assert "64" in notes[0]
+
+
+def test_finished_needs_the_last_step_and_the_export(folder: Path, tmp_path: Path) -> None:
+    run = run_in(folder)
+    prepared: Prepared = prepare(run, Classification)
+    train(run, 5)
+    (folder / "export").mkdir()
+    (folder / "export" / "config.json").write_text("{}")
+    assert not finished(run, check_resumable(run, prepared))
+    train(run, 6)
+    assert finished(run, check_resumable(run, prepared))
+    (folder / "export" / "config.json").unlink()
+    assert not finished(run, check_resumable(run, prepared))
+    assert not finished(run_in(tmp_path / "none"), check_resumable(run_in(tmp_path / "none"), prepared))
+
+
+def test_newest_is_by_number_and_not_by_letter(folder: Path) -> None:
+    here = folder / "checkpoints"
+    manifest = json.loads((here / "step-000004" / "manifest.json").read_text())
+    (here / "step-1000000").mkdir()
+    (here / "step-1000000" / "manifest.json").write_text(json.dumps(manifest | {"step": 1_000_000}))
+    assert [m.step for _, m in newest_first(run_in(folder))] == [1_000_000, 4, 3, 2, 1]
