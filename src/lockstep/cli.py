@@ -21,12 +21,24 @@ if TYPE_CHECKING:
 QUICK_START = {
     "name": "quickstart",
     "data": {"source": "builtin/emotion", "max_length": 64},
-    "model": {"type": "gpt2", "config": {"n_layer": 3, "n_head": 4, "n_embd": 128, "n_positions": 64}},
-    "tokenizer": {"train": "bpe", "vocab_size": 1500},
-    "epochs": 4,
+    "model": {
+        "type": "gpt2",
+        "config": {
+            "n_layer": 2,
+            "n_head": 8,
+            "n_embd": 96,
+            "n_positions": 64,
+            "initializer_range": 0.04,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    },
+    "tokenizer": {"train": "bpe", "vocab_size": 1000},
+    "epochs": 3,
     "batch_size": 64,
     "micro_batches": 4,
-    "optim": {"learning_rate": 1.0e-3, "schedule": "linear", "warmup_fraction": 0.05},
+    "optim": {"learning_rate": 1.5e-3, "schedule": "linear", "warmup_fraction": 0.1, "betas": [0.9, 0.98]},
     "launch": {"processes": 2},
     "checkpoint": {"every": 100},
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+import transformers.modeling_utils  # what every model needs: workers fork from a process that has imported it
 
 from lockstep import plugins
 from lockstep.checkpoint import Checkpoints, check_resumable, finished

@@ -192,7 +192,7 @@ def _builtin(seed: int) -> Source:
             "true_label": datasets.Value("int64"),
         }
     )
-    columns = builtin.emotion(seed)
+    columns = builtin.emotion(seed, train=12_000)
     return Source(
         BUILTIN,
         {name: datasets.Dataset.from_dict(split, features=features) for name, split in columns.items()},

@@ -20,12 +20,15 @@ class Jsonl(Tracker):
         path = run.folder / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = [line for line in lines if _step(line) <= after] if after else []
+        self._kept = {(line["step"], line["split"]) for line in map(json.loads, kept)}
         aside = path.with_name(".metrics.jsonl.partial")
         aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         os.replace(aside, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        if (step, split) in self._kept:  # scored again by a run that was killed between its last step and its export
+            return
         self._file.write(json.dumps({"step": step, "split": split, **numbers}) + "\n")
         self._file.flush()
 

@@ -1,0 +1,93 @@
+"""lockstep on the peers' command line and meter: the product's own loop, strategy and feed, exact as it comes.
+In: common.py's arguments, `--micro-batches`, `--strategy`, `--inexact` and `--options`. Out: the same report."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from common import Meter, parse_arguments, report
+
+from lockstep import plugins
+from lockstep.checkpoint import Checkpoints
+from lockstep.data.feed import Feed
+from lockstep.data.prepare import prepare
+from lockstep.run import Run, load
+from lockstep.train import evaluate, train
+from lockstep.world import World
+
+
+def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> Run:
+    """The run file that says what the peers' arguments say; no checkpoint is written, as the peers write none."""
+    values = {
+        "name": "benchmark",
+        "output": folder,
+        "seed": args.seed,
+        "data": {"train": str(args.train), "validation": str(args.validation), "max_length": args.max_length},
+        "model": {"source": str(args.model)}
+        if args.model
+        else {"type": "gpt2", "config": without_type(args.gpt2_config)},
+        "tokenizer": {"source": str(args.tokenizer) if args.tokenizer else None},
+        "steps": args.steps,
+        "batch_size": args.batch_size,
+        "micro_batches": extra.micro_batches,
+        "precision": args.precision,
+        "optim": {
+            "learning_rate": args.learning_rate,
+            "warmup_steps": args.warmup_steps,
+            "weight_decay": args.weight_decay,
+            "clip": args.clip,
+            "schedule": args.schedule,
+        },
+        "strategy": {"name": extra.strategy, "exact": not extra.inexact, "options": extra.options},
+        "launch": {"device": "cpu", "threads": 1},
+    }
+    return load(None, [], values)
+
+
+def without_type(config: dict) -> dict:
+    return {k: v for k, v in config.items() if k not in ("type", "model_type")}
+
+
+class NoCheckpoints(Checkpoints):
+    """The peers write none either."""
+
+    def save(self, step: int, strategy: object) -> None: ...
+
+
+def main() -> None:
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--micro-batches", type=int, default=8)
+    own.add_argument("--strategy", default="ddp")
+    own.add_argument("--inexact", action="store_true")
+    own.add_argument("--options", type=json.loads, default={})
+    extra, rest = own.parse_known_args()
+    sys.argv[1:] = rest
+    args = parse_arguments(__doc__)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_of(args, extra, folder)
+        world = World(run)
+        task_class = plugins.find("tasks", run.task.name)
+        prepared = prepare(run, task_class)
+        world.join()
+        task = task_class(run, prepared)
+        strategy = plugins.find("strategies", run.strategy.name)(run, world)
+        strategy.build(task)
+        feed = Feed(run, task, strategy.leaves(), world.device)
+        meter = Meter(strategy.model, args.skip, args.steps)
+        checkpoints = NoCheckpoints(run, world, prepared, feed.total)
+        Path(folder).mkdir(exist_ok=True)
+        train(run, world, task, strategy, feed, checkpoints, lambda *_: None, lambda step: meter.step(), 0)
+        score = None
+        if args.evaluate:
+            score = evaluate(run, world, task, strategy, task.splits["validation"])["accuracy"]
+        strategy.close()
+    name = f"lockstep {extra.strategy}" + (" inexact" if extra.inexact else "")
+    report(args, name, "lockstep-train", meter, score)
+
+
+if __name__ == "__main__":
+    main()

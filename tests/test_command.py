@@ -1,0 +1,461 @@
+"""The command as a user runs it, in processes of its own: to the end, stopped, killed, and started in other ways."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import TINY, lockstep_environment
+
+from lockstep.cli import main
+from lockstep.run import load
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+
+STEPS = 60
+RUN = TINY | {
+    "steps": STEPS,
+    "launch": {"device": "cpu", "threads": 1, "processes": 2},
+    "checkpoint": {"every": 10, "keep": 2},
+    "evaluate": {"every": 20},
+    "track": {"every": 1},
+}
+LOCKSTEP = [sys.executable, "-m", "lockstep"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"]
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left(tmp_path: Path) -> None:
+    """Whatever the test did, no process of its folder outlives it."""
+    yield
+    until(lambda: not processes_in(tmp_path), "every process of the job to end")
+
+
+def write(folder: Path, **values: object) -> Path:
+    """A run file in `folder`, whose results go to `folder/out`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN | {"output": "out"} | values))
+    return path
+
+
+def start(command: list[str], folder: Path, cache: Path, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=lockstep_environment(cache) | {"GLOO_SOCKET_IFNAME": "lo"} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error."""
+    try:
+        out, err = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out, err
+
+
+def train(folder: Path, cache: Path, *overrides: str, **variables: str) -> tuple[int, str, str]:
+    return ended(start([*LOCKSTEP, "train", "run.yaml", *overrides], folder, cache, **variables))
+
+
+def finish(folder: Path, cache: Path, *overrides: str) -> str:
+    """Run to the end. Returns standard output."""
+    status, out, err = train(folder, cache, *overrides)
+    assert status == 0, err
+    return out
+
+
+def until(true: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None) -> None:
+    """Wait for something to become true. The limit is only there so that a failure ends."""
+    limit = time.monotonic() + 120
+    while not true():
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"ended while waiting for {what}: {process.communicate()}")
+        assert time.monotonic() < limit, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+def lines(folder: Path) -> list[dict]:
+    """metrics.jsonl, without the half line that a kill may leave."""
+    path = folder / "out" / "metrics.jsonl"
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def step_of(folder: Path) -> int:
+    return max((line["step"] for line in lines(folder)), default=0)
+
+
+def saved(folder: Path) -> int:
+    """The step of the newest checkpoint."""
+    return max((int(p.name[5:]) for p in (folder / "out" / "checkpoints").glob("step-*")), default=0)
+
+
+def bits(folder: Path) -> dict[str, str]:
+    """SHA-256 of the final weights, as exported, and of weights and optimizer in the last checkpoint."""
+    manifest = json.loads((folder / f"out/checkpoints/step-{STEPS:06d}/manifest.json").read_text())
+    exported = hashlib.sha256((folder / "out/export/model.safetensors").read_bytes()).hexdigest()
+    return manifest["hashes"] | {"export": exported}
+
+
+def processes_in(folder: Path) -> dict[int, int]:
+    """pid -> parent's pid of all live processes whose working directory is `folder`."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    found[int(entry.name)] = int(parent)
+        except OSError:
+            continue
+    return found
+
+
+def ranks_of(process: subprocess.Popen[str], folder: Path) -> list[int]:
+    """pids of the ranks: children of the launcher's fork server."""
+    parents = processes_in(folder)
+    return sorted(pid for pid, parent in parents.items() if parents.get(parent) == process.pid)
+
+
+def each_step_once(folder: Path, untouched: Path) -> None:
+    """metrics.jsonl of a job that was interrupted holds what an untouched one's does, but for speeds."""
+
+    def plain(line: dict) -> dict:
+        return {k: v for k, v in line.items() if "per_s" not in k}
+
+    assert [plain(line) for line in lines(folder)] == [plain(line) for line in lines(untouched)]
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A job of two processes that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("untouched")
+    write(folder)
+    finish(folder, cache)
+    return folder
+
+
+# -- an untouched run ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_leaves(untouched: Path) -> None:
+    out = untouched / "out"
+    found = {str(p.relative_to(out)) for p in out.rglob("*") if not p.is_dir() or p.is_symlink()}
+    parts = ("manifest.json", "model.safetensors", "optimizer.safetensors")
+    assert found == {
+        "run.yaml",
+        "metrics.jsonl",
+        "report.html",
+        "checkpoints/latest",
+        *(f"checkpoints/step-{step:06d}/{part}" for step in (STEPS - 10, STEPS) for part in parts),
+        *(f"export/{n}" for n in ("config.json", "model.safetensors", "README.md")),
+        *(f"export/{n}" for n in ("tokenizer.json", "tokenizer_config.json")),
+    }
+    assert {p.name for p in untouched.iterdir()} == {"run.yaml", "out"}
+    assert (out / "checkpoints/latest").resolve().name == f"step-{STEPS:06d}"
+    again = load(out / "run.yaml", [])
+    assert again == load(untouched / "run.yaml", [])
+    assert set(again.model_dump()) == set(yaml.safe_load((out / "run.yaml").read_text()))
+
+
+def test_what_its_metrics_say(untouched: Path) -> None:
+    found = lines(untouched)
+    train = [line for line in found if line["split"] == "train"]
+    assert [line["step"] for line in train] == list(range(1, STEPS + 1))
+    wanted = {"step", "split", "loss", "learning_rate", "grad_norm", "examples_per_s", "tokens_per_s"}
+    assert all(wanted <= line.keys() for line in train)
+    assert [(m["step"], m["split"]) for m in found if m["split"] != "train"] == [
+        (20, "validation"),
+        (40, "validation"),
+        (STEPS, "validation"),
+        (STEPS, "test"),
+    ]
+    for line in found:
+        if line["split"] != "train":
+            assert {"loss", "accuracy", "macro_f1", "examples"} <= line.keys()
+            assert line["examples"] == 100
+    assert train[0]["learning_rate"] == 0.0
+    assert train[-1]["loss"] < train[0]["loss"]
+
+
+def test_again_it_says_that_it_is_finished(untouched: Path, cache: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (untouched / "out").rglob("*") if p.is_file()}
+    out = finish(untouched, cache)
+    assert "finished" in out
+    assert "export" in out
+    assert {p: p.stat().st_mtime_ns for p in (untouched / "out").rglob("*") if p.is_file()} == before
+
+
+def test_the_export_is_the_model_that_was_measured(untouched: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from lockstep.data import builtin
+
+    export = str(untouched / "out" / "export")
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    assert model.config.id2label == dict(enumerate(builtin.LABELS))
+    data = builtin.emotion(0)["validation"]
+    texts, labels = data["text"][:100], data["label"][:100]
+    right = 0
+    for text, label in zip(texts, labels, strict=True):
+        with torch.no_grad():
+            logits = model(**tokenizer(text, truncation=True, max_length=32, return_tensors="pt")).logits
+        right += int(logits.argmax()) == label
+    (recorded,) = [m for m in lines(untouched) if (m["step"], m["split"]) == (STEPS, "validation")]
+    assert right / 100 == recorded["accuracy"]
+    card = (untouched / "out" / "export" / "README.md").read_text()
+    assert f"{recorded['accuracy']:.4f}" in card
+    assert card.startswith("---\n")
+
+
+# -- stopped and killed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
+def test_a_stop_on_request_is_75_and_the_same_command_goes_on(
+    number: signal.Signals, processes: int, tmp_path: Path, cache: Path, untouched: Path
+) -> None:
+    write(tmp_path)
+    option = f"launch.processes={processes}"
+    process = start([*LOCKSTEP, "train", "run.yaml", option], tmp_path, cache)
+    until(lambda: step_of(tmp_path) >= 13, "step 13", process)
+    process.send_signal(number)
+    status, out, err = ended(process)
+    assert status == 75, (out, err)
+    assert "stopped on request" in out
+    assert "Traceback" not in out + err
+    stopped = saved(tmp_path)
+    assert 13 <= stopped < STEPS
+    assert not (tmp_path / "out" / "export").exists()
+    assert f"resuming after step {stopped}" in finish(tmp_path, cache, option)
+    assert bits(tmp_path) == bits(untouched)
+
+
+def test_killed_at_random_moments_it_still_ends_with_the_same_bits(
+    tmp_path: Path, cache: Path, untouched: Path
+) -> None:
+    write(tmp_path)
+    for moment in sorted(random.Random(1).sample(range(3, STEPS - 3), 3)):
+        process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
+        until(lambda m=moment: step_of(tmp_path) >= m, f"step {moment}", process)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert ended(process)[0] == -signal.SIGKILL
+        until(lambda: not processes_in(tmp_path), "the ranks to end with their launcher")
+    assert "resuming after step" in finish(tmp_path, cache)
+    assert bits(tmp_path) == bits(untouched)
+    each_step_once(tmp_path, untouched)
+
+
+def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path, steps=100_000)
+    process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
+    until(lambda: step_of(tmp_path) >= 2, "step 2", process)
+    assert len(ranks_of(process, tmp_path)) == 2
+    process.kill()  # the launcher alone
+    ended(process)
+    until(lambda: not processes_in(tmp_path), "the ranks to end")
+
+
+def test_a_killed_rank_is_named_and_the_job_restarts_by_itself(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    write(tmp_path)
+    process = start([*LOCKSTEP, "train", "run.yaml", "launch.max_restarts=2"], tmp_path, cache)
+    until(lambda: saved(tmp_path) >= 10, "a checkpoint", process)
+    victim = ranks_of(process, tmp_path)[-1]
+    os.kill(victim, signal.SIGKILL)
+    status, out, err = ended(process)
+    assert status == 0, (out, err)
+    assert re.search(rf"^lockstep: rank [01] \(pid {victim}\) on \S+ was killed by SIGKILL; restarting", err, re.M)
+    assert "resuming after step" in out
+    assert bits(tmp_path) == bits(untouched)
+    each_step_once(tmp_path, untouched)
+
+
+FAILING = """
+import os
+
+from lockstep.tasks.classification import Classification
+
+
+class Failing(Classification):
+    calls = 0
+
+    def collate(self, columns, rows, leaf):
+        self.calls += 1
+        if os.environ.get("RANK") == "1" and self.calls > 30:
+            raise RuntimeError("the data went away")
+        return super().collate(columns, rows, leaf)
+"""
+
+
+def test_a_failing_rank_s_traceback_is_shown_once_with_its_name(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "mytask.py").write_text(FAILING)
+    write(tmp_path, task={"name": "mytask.Failing"})
+    status, _, err = train(tmp_path, cache)
+    assert status == 1, err
+    assert err.count("RuntimeError: the data went away") == 1, err
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert "lockstep: rank 1 of 2 on " in err
+    assert not (tmp_path / "out" / "export").exists()
+
+
+# -- started in other ways -------------------------------------------------------------------------------------------
+
+
+def test_torchrun_gives_the_same_bits_and_resumes(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    write(tmp_path)
+    shutil.copytree(untouched / "out" / "checkpoints", tmp_path / "out" / "checkpoints", symlinks=True)
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step-{STEPS:06d}")
+    status, out, err = ended(start([*TORCHRUN, "train", "run.yaml"], tmp_path, cache))
+    assert status == 0, err
+    assert out.count(f"resuming after step {STEPS - 10}") == 1
+    assert bits(tmp_path) == bits(untouched)
+
+
+def test_two_failing_torchruns_both_show_their_traceback(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "mytask.py").write_text(FAILING)
+    write(tmp_path, task={"name": "mytask.Failing"}, steps=8)
+    for _ in range(2):
+        status, _, err = ended(start([*TORCHRUN, "train", "run.yaml"], tmp_path, cache))
+        assert status == 1
+        assert err.count("RuntimeError: the data went away") == 1, err
+        assert "lockstep: rank 1 of 2 on " in err
+
+
+def test_by_hand_over_tcp_gives_the_same_bits(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    write(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["strategy.name=allreduce", "launch.name=tcp", f"launch.master=tcp://127.0.0.1:{port}"]
+    options.append("launch.world_size=2")
+    ranks = [
+        start([*LOCKSTEP, "train", "run.yaml", *options, f"launch.rank={rank}"], tmp_path, cache) for rank in range(2)
+    ]
+    for rank in ranks:
+        status, _, err = ended(rank)
+        assert status == 0, err
+    assert bits(tmp_path) == bits(untouched)
+
+
+@pytest.fixture
+def joined(tmp_path: Path, untouched: Path) -> dict[str, str]:
+    """The variables of a rank that something else started, and a copy of a finished run."""
+    write(tmp_path)
+    shutil.copytree(untouched / "out", tmp_path / "out", symlinks=True)
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def test_joining_refuses_what_the_launcher_would(tmp_path: Path, cache: Path, joined: dict[str, str]) -> None:
+    before = (tmp_path / "out" / "run.yaml").read_text()
+    status, _, err = train(tmp_path, cache, "seed=1", **joined)
+    assert status == 2
+    assert "seed: 0 in the checkpoint, 1 now" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "out" / "run.yaml").read_text() == before
+
+
+def test_joining_a_finished_run_says_so(tmp_path: Path, cache: Path, joined: dict[str, str], untouched: Path) -> None:
+    status, out, err = train(tmp_path, cache, **joined)
+    assert status == 0, err
+    assert "finished" in out
+    assert lines(tmp_path) == lines(untouched)
+
+
+def test_killed_between_the_last_step_and_the_export(
+    tmp_path: Path, cache: Path, joined: dict[str, str], untouched: Path
+) -> None:
+    shutil.rmtree(tmp_path / "out" / "export")
+    assert f"resuming after step {STEPS}" in finish(tmp_path, cache, "launch.processes=1")
+    assert bits(tmp_path) == bits(untouched)
+    each_step_once(tmp_path, untouched)
+
+
+# -- commands that start nothing -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    return tmp_path
+
+
+def test_plan_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "2, each with 4 of 8 micro-batches" in said
+    assert "-m lockstep train out/run.yaml" in said
+    assert {p.name for p in here.iterdir()} == {"run.yaml"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run.yaml", "steps=7", "launch.processes=3"],
+        ["run.yaml", "--steps=7", "--launch.processes=3"],
+        ["run.yaml", "--steps", "7", "--launch.processes", "3"],
+        ["--steps", "7", "run.yaml", "launch.processes=3"],
+        ["steps=7", "--launch.processes", "3", "run.yaml"],
+    ],
+)
+def test_overrides_in_every_spelling_and_order(
+    words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    assert "7 steps" in said
+    assert "3, each with 2 or 3 of 8" in said
+
+
+def test_plan_without_a_file_is_the_quick_start(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--epochs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "outputs/quickstart" in said
+    assert "2 epochs" in said
+
+
+def test_list_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    said = capsys.readouterr().out
+    for name in ("classification", "single", "allreduce", "ddp", "local", "tcp", "jsonl"):
+        assert name in said
+    assert main(["schema"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"data", "model", "optim"} <= found["properties"].keys()
+
+
+def test_no_command_is_help_and_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+
+
+def test_report_of_no_run_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"lockstep: {tmp_path} is not the output folder")
