@@ -51,8 +51,11 @@ def main(run: Run, init_method: str = "env://") -> int:
         if world is None or world.is_main:
             error(str(caught))
         return BAD
-    except Exception:
-        tell_failure(run, world)
+    except Exception as caught:
+        tell_failure(caught, world)
+        if world is not None and world.size > 1:
+            sys.stdout.flush()
+            os._exit(FAILED)  # leaving properly would wait for ranks that may be gone
         return FAILED
     finally:
         if world is not None:
@@ -108,6 +111,7 @@ def work(run: Run, world: World) -> int:
         console.stop()
         if step < feed.total:
             console.say(f"stopped on request after step {step} of {feed.total}; the same command goes on from there")
+            strategy.close()
             return STOPPED
         scores: dict[str, dict[str, float]] = {}
         for split in ("validation", "test"):
@@ -192,22 +196,25 @@ def closing(console: Console, run: Run, task: Task, scores: dict[str, dict[str, 
     )
 
 
-def tell_failure(run: Run, world: World | None) -> None:
+def tell_failure(caught: Exception, world: World | None) -> None:
     """The traceback, from the first rank of this machine that fails; the others only lost contact with it.
 
     The first one creates a file that no other can create. A restart has a number of its own.
     """
-    # torchrun's run id is "none" unless given: its workers' parent tells one job from the next
-    job = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    attempt = f"{job}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    marker = Path(tempfile.gettempdir()) / f"lockstep-failure-{attempt}"
+    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:
-        with open(marker, "x", encoding="utf-8") as file:
-            file.write(traceback.format_exc())
+        with open(Path(tempfile.gettempdir()) / f"lockstep-failure-{attempt}", "x", encoding="utf-8"):
+            pass
     except OSError:
         return
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
-    error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{traceback.format_exc()}")
+    if any(sign in str(caught) for sign in _LOST):
+        error(f"{who} lost contact with another rank: {' '.join(str(caught).split())[:200]}")
+    else:
+        error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{''.join(traceback.format_exception(caught))}")
 
+
+# What gloo says on the ranks that are left when one is gone.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")
 
 transformers.logging.set_verbosity_error()

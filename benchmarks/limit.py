@@ -1,0 +1,116 @@
+"""How close a step comes to the processor's matrix-product peak, in process CPU time at one thread.
+
+In: jsonl data and a model folder. Out: a Markdown table: the peak, a bare loop on batches without padding (128 x 24
+tokens), and lockstep's own step on the real data, each as useful FLOP/s and as a share of the peak.
+Useful FLOPs: 6 x weights of the encoder's matrices x real tokens (2 forward, 4 backward); padding counts for nothing.
+Example: python benchmarks/limit.py --model MINILM --train train.jsonl --validation validation.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from lockstep import optim, plugins
+from lockstep.data.feed import Feed
+from lockstep.data.prepare import prepare
+from lockstep.run import load
+from lockstep.world import World
+
+
+def median_time(call: Callable[[], object], repeats: int) -> float:
+    """Median process CPU seconds of a call."""
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        call()
+        times.append(time.process_time() - start)
+    return statistics.median(times)
+
+
+def peak(dtype: torch.dtype) -> float:
+    """FLOP/s of a 3072 x 384 x 1536 product, MiniLM's largest."""
+    a, b = torch.randn(3072, 384).to(dtype), torch.randn(384, 1536).to(dtype)
+    for _ in range(5):
+        a @ b
+    return 2 * 3072 * 384 * 1536 / median_time(lambda: a @ b, 60)
+
+
+def matrix_weights(model: nn.Module) -> int:
+    """Weights that every token is multiplied with."""
+    return sum(m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and "encoder" in n)
+
+
+def bare(model: nn.Module, bf16: bool, steps: int) -> float:
+    """Useful FLOP/s of the plainest loop on 128 x 24 tokens without padding."""
+    ids = torch.randint(1000, 30000, (128, 24))
+    labels = torch.randint(0, 6, (128,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, bf16):
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        nn.functional.cross_entropy(logits.float(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return 6 * matrix_weights(model) * ids.numel() / median_time(step, steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--validation", required=True)
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8)
+    args = parser.parse_args()
+    print("| precision | peak GFLOP/s | bare loop | share | lockstep | share | padding |\n" + "|---" * 7 + "|")
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        with tempfile.TemporaryDirectory() as folder:
+            values = {
+                "output": folder,
+                "data": {"train": args.train, "validation": args.validation},
+                "model": {"source": args.model},
+                "batch_size": args.batch_size,
+                "micro_batches": args.micro_batches,
+                "precision": precision,
+                "strategy": {"name": "single"},
+                "launch": {"device": "cpu", "threads": 1},
+            }
+            run = load(None, [], values)
+            task_class = plugins.find("tasks", run.task.name)
+            world = World(run).join()
+            task = task_class(run, prepare(run, task_class))
+            strategy = plugins.find("strategies", "single")(run, world)
+            strategy.build(task)
+            feed = Feed(run, task, strategy.leaves(), world.device)
+            batches = [feed.make(t) for t in range(args.steps + 2)]
+            weights = matrix_weights(strategy.model)
+            rate = optim.learning_rate(run.optim, 10, 100)
+            top, loop = peak(dtype), bare(task.model().train(), precision == "bf16", args.steps)
+            rates = []
+            for batch in batches:
+                seconds = median_time(partial(strategy.train_step, batch, rate), 1)
+                rates.append(6 * weights * batch.tokens / seconds)
+            own = statistics.median(rates[2:])
+            padding = sum(b.padded for b in batches) / sum(b.tokens for b in batches)
+            cells = [top / 1e9, loop / 1e9, loop / top, own / 1e9, own / top, padding]
+            print(f"| {precision} | " + " | ".join(f"{c:.3g}" for c in cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

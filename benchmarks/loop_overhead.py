@@ -1,0 +1,113 @@
+"""What the loop costs the host beside forward, backward and optimizer: the real loop around a step that only waits.
+
+In: nothing (the built-in data). Out: milliseconds a step, the median of several runs; process one, then two.
+The step sleeps 20 ms, in which the feeding thread works as it would beside a real one; the rest is the loop's.
+Example: python benchmarks/loop_overhead.py
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+from harness import run_on
+from torch import Tensor
+
+from lockstep.batch import StepBatch, StepResult
+from lockstep.checkpoint import Checkpoints
+from lockstep.cli import QUICK_START
+from lockstep.data.feed import Feed
+from lockstep.data.prepare import prepare
+from lockstep.plugins import find
+from lockstep.reduction import share
+from lockstep.run import Run, load
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.task import Task
+from lockstep.track.jsonl import Jsonl
+from lockstep.train import train
+from lockstep.world import World
+
+SLEEP_S = 0.02
+
+
+class Waits(Strategy):
+    """A step that computes nothing."""
+
+    waited = 0.0
+    parameter_count = 0
+    check = classmethod(lambda cls, run, processes: None)
+
+    def leaves(self) -> range:
+        return share(self.run.micro_batches, self.world.rank, self.world.size)
+
+    def build(self, task: Task) -> None: ...
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        start = time.perf_counter()
+        time.sleep(SLEEP_S)
+        self.waited += time.perf_counter() - start
+        return StepResult(torch.tensor(1.0), torch.tensor(1.0))
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        raise AssertionError
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None: ...
+
+    def export(self) -> None: ...
+
+
+class NoCheckpoints(Checkpoints):
+    """Disk speed is not what is measured."""
+
+    def save(self, step: int, strategy: Strategy) -> None: ...
+
+
+def overhead_ms(world: World, run: Run) -> float:
+    """Milliseconds a step outside the step."""
+    task_class = find("tasks", run.task.name)
+    prepared = prepare(run, task_class)
+    task = task_class(run, prepared)
+    strategy = Waits(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    with tempfile.TemporaryDirectory() as folder:
+        jsonl = Jsonl(run.model_copy(update={"output": folder}), 0)
+        none = NoCheckpoints(run, world, prepared, feed.total)
+        world.barrier()
+        start = time.perf_counter()
+        train(
+            run,
+            world,
+            task,
+            strategy,
+            feed,
+            NoCheckpoints(run, world, prepared, feed.total),
+            jsonl.log,
+            lambda s: None,
+            0,
+        )
+        took = time.perf_counter() - start
+        jsonl.close()
+    return (took - strategy.waited) / feed.total * 1e3
+
+
+def main() -> None:
+    run = load(None, ["steps=200", "batch_size=128", "micro_batches=8", "launch.threads=1"], QUICK_START)
+    for ranks in (1, 2):
+        times = [max(run_on(ranks, overhead_ms, run, run=run)) for _ in range(5)]
+        print(f"{ranks} process(es): {statistics.median(times):.2f} ms a step (runs: {[round(t, 2) for t in times]})")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
