@@ -85,17 +85,7 @@ def overhead_ms(world: World, run: Run) -> float:
         none = NoCheckpoints(run, world, prepared, feed.total)
         world.barrier()
         start = time.perf_counter()
-        train(
-            run,
-            world,
-            task,
-            strategy,
-            feed,
-            NoCheckpoints(run, world, prepared, feed.total),
-            jsonl.log,
-            lambda s: None,
-            0,
-        )
+        train(run, world, task, strategy, feed, none, jsonl.log, lambda step: None, 0)
         took = time.perf_counter() - start
         jsonl.close()
     return (took - strategy.waited) / feed.total * 1e3
