@@ -17,7 +17,7 @@ endif
 define environment
 @if [ ! -x "$(VENV)/bin/python" ]; then \
   "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-    echo "make: $(PYTHON) is missing or older than Python 3.11: choose another, for example make PYTHON=python3.12 run" >&2; \
+    echo "make: $(PYTHON) is missing or older than Python 3.11: try make PYTHON=python3.12 run" >&2; \
     exit 1; }; \
   "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { \
     echo "make: $(PYTHON) has no venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; \

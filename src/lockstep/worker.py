@@ -6,6 +6,7 @@ on rank 0 OUTPUT/.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import tempfile
@@ -191,8 +192,17 @@ def closing(console: Console, run: Run, task: Task, scores: dict[str, dict[str, 
             }
         )
     folder = run.folder
+    with open(folder / "export" / "model.safetensors", "rb") as file:
+        weights = hashlib.file_digest(file, "sha256").hexdigest()
+    again = f"lockstep train launch.processes=1 output={folder}-1" if run.name == "quickstart" else "launch.processes=1"
     console.facts(
-        {"results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl"}
+        {
+            "weights": f"sha256 {weights}",
+            "results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl",
+            "next": f"{again}: the same weights on another number of processes"
+            if run.strategy.exact
+            else "strategy.exact=true: the same weights on any number of processes",
+        }
     )
 
 
@@ -201,7 +211,9 @@ def tell_failure(caught: Exception, world: World | None) -> None:
 
     The first one creates a file that no other can create. A restart has a number of its own.
     """
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # torchrun's run id is "none" unless given: its workers' parent tells one job from the next
+    job = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    attempt = f"{job}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:
         with open(Path(tempfile.gettempdir()) / f"lockstep-failure-{attempt}", "x", encoding="utf-8"):
             pass

@@ -160,11 +160,23 @@ def _signal(number: int) -> str:
 
 
 def entry(path: str) -> None:
-    """One rank. Ends with the process that started it, whatever ended that."""
+    """One rank. Ends with the launcher, whatever ended that: no orphans that go on writing to OUTPUT."""
+    import threading
+
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans that go on writing to OUTPUT
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this rank's parent is the fork server,
+    threading.Thread(target=_follow_launcher, name="lockstep-launcher", daemon=True).start()  # not the launcher
     from lockstep.worker import main_of_file
 
     main_of_file(path)
+
+
+def _follow_launcher() -> None:
+    """Wait for the launcher's end, then end. The fork server does not: it stays for as long as it has children."""
+    import multiprocessing
+
+    if (launcher := multiprocessing.parent_process()) is not None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)

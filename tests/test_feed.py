@@ -1,0 +1,134 @@
+"""The feed: every example once, whatever the number of ranks, and errors where the batch is wanted."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from harness import tiny
+
+from lockstep.batch import IGNORED, MicroBatch, StepBatch
+from lockstep.data.feed import Feed
+from lockstep.data.prepare import prepare
+from lockstep.data.tokens import Columns
+from lockstep.reduction import share
+from lockstep.run import Run
+from lockstep.tasks.classification import Classification
+
+CPU = torch.device("cpu")
+
+
+def task_of(run: Run) -> Classification:
+    return Classification(run, prepare(run, Classification))
+
+
+def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> Feed:
+    return Feed(run, task_of(run), share(run.micro_batches, rank, ranks), CPU)
+
+
+def rows_in(batch: StepBatch) -> list[tuple[int, ...]]:
+    """What was collated: token ids without padding, then the label. Blank examples are left out."""
+    found = []
+    for micro in batch.micro_batches:
+        for ids, mask, target in zip(
+            micro.inputs["input_ids"], micro.inputs["attention_mask"], micro.targets, strict=True
+        ):
+            if target != IGNORED:
+                found.append((*ids[mask.bool()].tolist(), int(target)))
+    return found
+
+
+def wanted_rows(feed: Feed, rows: np.ndarray) -> list[tuple[int, ...]]:
+    ids, labels = feed.columns.ragged("input_ids"), feed.columns.flat("label")
+    return [(*ids.row(int(i)).tolist(), int(labels[i])) for i in rows]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_ranks_together_hold_the_step_s_examples_once(ranks: int) -> None:
+    run = tiny()
+    feeds = [feed_of(run, rank, ranks) for rank in range(ranks)]
+    for step in range(5):  # the last of an epoch is short: 100 = 4 * 22 + 12
+        parts = [feed.make(step) for feed in feeds]
+        rows = feeds[0].order.step(step)
+        assert len(rows) == (22 if step < 4 else 12)
+        assert sorted(sum(map(rows_in, parts), [])) == sorted(wanted_rows(feeds[0], rows))
+        assert sorted(m.leaf for p in parts for m in p.micro_batches) == list(range(8))
+        for part in parts:
+            assert part.ids.tolist() == rows.tolist()
+            assert (part.examples, part.targets, part.leaves, part.step) == (len(rows), len(rows), 8, step)
+            assert part.tokens == feeds[0].columns.lengths[rows].sum()
+            assert part.tokens <= part.padded
+
+
+def test_an_epoch_covers_everything_once() -> None:
+    feed = feed_of(tiny())
+    ids = np.concatenate([feed.make(step).ids for step in range(feed.order.steps_per_epoch)])
+    assert sorted(ids.tolist()) == list(range(100))
+
+
+def test_padded_is_what_is_computed() -> None:
+    batch = feed_of(tiny()).make(1)
+    assert batch.padded == sum(m.inputs["input_ids"].numel() for m in batch.micro_batches)
+    assert batch.tokens == sum(int(m.inputs["attention_mask"].sum()) for m in batch.micro_batches)
+
+
+def test_fewer_examples_than_pieces_makes_blank_ones() -> None:
+    run = tiny("batch_size=8", "data.limit=20", "steps=3")
+    batch = feed_of(run).make(2)  # 20 = 8 + 8 + 4
+    assert (batch.examples, len(batch.micro_batches)) == (4, 8)
+    blank = [m for m in batch.micro_batches if bool((m.targets == IGNORED).all())]
+    assert len(blank) == 4
+    assert all(m.inputs["input_ids"].shape[0] == 1 for m in blank)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 5, 6])
+def test_the_stream_is_what_make_makes_from_any_step(after: int) -> None:
+    feed = feed_of(tiny())
+    found = list(feed.steps(after=after))
+    assert [batch.step for batch in found] == list(range(after, 6))
+    for batch in found:
+        again = feed.make(batch.step)
+        assert batch.ids.tolist() == again.ids.tolist()
+        for one, other in zip(batch.micro_batches, again.micro_batches, strict=True):
+            assert one.leaf == other.leaf
+            assert torch.equal(one.targets, other.targets)
+            assert all(torch.equal(one.inputs[k], other.inputs[k]) for k in other.inputs)
+
+
+@pytest.mark.parametrize(("length", "total"), [("epochs=2", 10), ("epochs=0.5", 2), ("epochs=0.01", 1), ("steps=7", 7)])
+def test_how_many_steps(length: str, total: int) -> None:
+    run = tiny(length)
+    assert feed_of(run).total == total
+
+
+def test_an_error_is_raised_where_the_batch_is_wanted_and_no_thread_stays() -> None:
+    feed = feed_of(tiny())
+    whole = feed.task.collate
+
+    third = feed.make(3).ids
+
+    def collate(columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+        if np.isin(rows, third).any():
+            raise RuntimeError("the data went away")
+        return whole(columns, rows, leaf)
+
+    feed.task.collate = collate  # type: ignore[method-assign]
+    seen = []
+    with pytest.raises(RuntimeError, match="the data went away"):
+        for batch in feed.steps(after=0):
+            seen.append(batch.step)
+    assert seen == [0, 1, 2]
+    assert not [t for t in threading.enumerate() if t.name == "lockstep-feed"]
+
+
+def test_leaving_early_ends_the_thread() -> None:
+    stream = feed_of(tiny("steps=50")).steps(after=0)
+    next(stream)
+    assert [t for t in threading.enumerate() if t.name == "lockstep-feed"]
+    stream.close()
+    assert not [t for t in threading.enumerate() if t.name == "lockstep-feed"]
+
+
+def test_the_seed_decides_the_order() -> None:
+    first, again, other = (feed_of(tiny(f"seed={s}")).make(0).ids.tolist() for s in (0, 0, 1))
+    assert first == again != other
