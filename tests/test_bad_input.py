@@ -118,7 +118,12 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         [],
         ["task.label", "validation split"],
     ),
-    "empty file": (lambda folder: (folder / "train.jsonl").touch(), {"data": OWN}, [], ["data.source", "empty"]),
+    "empty file": (
+        lambda folder: (folder / "train.jsonl").touch(),
+        {"data": OWN},
+        [],
+        ["data.train", "train.jsonl", "empty"],
+    ),
     "empty text file": (
         lambda folder: (folder / "train.txt").touch(),
         {"data": OWN | {"source": "train.txt"}},
@@ -135,7 +140,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         lambda folder: (folder / "train.jsonl").write_text('{"text": "a", "label": 0}\n{"text": \n'),
         {"data": OWN},
         [],
-        ["data.source", "train.jsonl"],
+        ["data.train", "train.jsonl"],
     ),
     "line without a label": (
         lambda folder: (folder / "train.txt").write_text("good;joy\nno label here\n"),
@@ -147,7 +152,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         lambda folder: (folder / "train.txt").write_bytes("très bien;joy\n".encode("latin-1")),
         {"data": OWN | {"source": "train.txt"}},
         [],
-        ["data.source", "train.txt", "UTF-8"],
+        ["data.train", "train.txt", "UTF-8"],
     ),
     "texts are numbers": (
         jsonl("train.jsonl", [{"text": i, "label": i % 2} for i in range(20)]),

@@ -166,7 +166,7 @@ def train(run: Run) -> int:
     from lockstep.checkpoint import check_resumable, finished
 
     manifest = check_resumable(run, prepared)
-    if finished(run, manifest):
+    if finished(run, manifest) and not launcher.joins:
         assert manifest is not None
         Console(True).say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
         return 0

@@ -39,14 +39,14 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
     source = str(task.prepared.facts["source"])
     metadata: dict = {
         "library_name": "transformers",
-        "tags": ["lockstep", "text-classification"],
-        "pipeline_tag": "text-classification",
+        "tags": ["lockstep", task.pipeline],
+        "pipeline_tag": task.pipeline,
         "model-index": [
             {
                 "name": run.name,
                 "results": [
                     {
-                        "task": {"type": "text-classification"},
+                        "task": {"type": task.pipeline},
                         "dataset": {"name": source, "type": source, "split": split},
                         "metrics": [{"type": n, "value": round(v, 6)} for n, v in values.items() if n != "examples"],
                     }

@@ -100,7 +100,7 @@ class TokenizerSection(Section):
 
 
 class OptimSection(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW or SGD with momentum, both fused")
     learning_rate: float = Field(5e-5, gt=0, description="the highest rate of the schedule")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "linear", description="after warm-up: to 0 at the last step"
@@ -134,7 +134,9 @@ class LaunchSection(Section):
         "auto", description="processes a machine; auto: one a GPU, else one a core, at most micro_batches"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    threads: Positive | Literal["auto"] = Field("auto", description="threads a process; auto: its share of the cores")
+    threads: Positive | Literal["auto"] = Field(
+        "auto", description="threads a process; auto: cores / micro_batches if exact, else its share"
+    )
     max_restarts: Steps = Field(0, description="times a job whose rank died starts again from its last checkpoint")
     timeout_s: float = Field(600.0, gt=0, description="seconds a collective may wait for the other ranks")
     master: str | None = Field(None, description="tcp: tcp://host:port of rank 0")

@@ -148,8 +148,8 @@ def _read(files: list[Path], key: str) -> Dataset:
     try:
         return datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:  # datasets wraps whatever its readers raise
-        if any(f.stat().st_size == 0 for f in files):
-            raise RunError(f"{key}: {files[0]} is empty") from None
+        if any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error):  # a header alone
+            raise RunError(f"{key}: {', '.join(str(f) for f in files)} is empty, it holds no example") from None
         cause = error.__cause__ or error
         raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
 
@@ -231,4 +231,4 @@ def _quiet() -> None:
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what its readers raise is told once, by us

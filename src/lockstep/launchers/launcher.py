@@ -29,6 +29,7 @@ class Launcher(ABC):
     """One way to start processes."""
 
     plugin: ClassVar[str] = "launchers"
+    joins: ClassVar[bool] = False  # True: this process becomes one rank, and decides nothing without the others
 
     @abstractmethod
     def plan(self, run: Run) -> Plan:

@@ -30,6 +30,11 @@ class Local(Launcher):
                 f"launch.processes: {processes} processes cannot share {run.micro_batches} micro-batches; "
                 "use fewer processes or more micro_batches"
             )
+        if run.launch.device == "cuda" and (count := _gpus(run)) < processes:
+            raise RunError(
+                f"launch.device: cuda, but this machine has {count} CUDA device(s) for {processes} process(es); "
+                "use fewer processes or device=cpu"
+            )
         command = [sys.executable, "-m", "lockstep", "train", str(run.folder / "run.yaml")]
         if processes == 1:
             return Plan(1, command, notes=["one process: runs in the terminal's own process"])
@@ -90,7 +95,7 @@ def run_agent(path: str, processes: int, run: Run) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiproc"))]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent below speaks for them
     prestart()
     rendezvous = RendezvousParameters("c10d", "localhost:0", uuid.uuid4().hex, 1, 1, local_addr="localhost")

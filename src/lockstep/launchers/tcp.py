@@ -17,6 +17,8 @@ from lockstep.run import Run, RunError
 class Tcp(Launcher):
     """`init_process_group` from a URL, a rank and a world size."""
 
+    joins = True
+
     def plan(self, run: Run) -> Plan:
         launch = run.launch
         if launch.master is None or not re.fullmatch(r"tcp://[^:/]+:\d+", launch.master):
@@ -36,7 +38,7 @@ class Tcp(Launcher):
             "LOCAL_WORLD_SIZE": "1",
         }
         notes = [f"this process is rank {launch.rank} of {launch.world_size}, meeting at {launch.master}"]
-        return Plan(launch.world_size, ["lockstep", "train"], variables, notes=notes)
+        return Plan(launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes)
 
     def start(self, run: Run, plan: Plan) -> int:
         from lockstep import worker

@@ -41,6 +41,7 @@ class Classification(Task):
     """One label a text."""
 
     Options = ClassificationOptions
+    pipeline = "text-classification"
 
     # -- before any process ------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class Task(ABC):
 
     plugin: ClassVar[str] = "tasks"
     Options: ClassVar[type[BaseModel]]
+    pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
