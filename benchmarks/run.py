@@ -96,6 +96,12 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
     own, common = parser.parse_known_args()
+    hardware = {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+        "arguments": [Path(a).name if "/" in a else a for a in common],
+    }
     runs: list[dict] = []
     for number in range(own.rounds):
         for processes in own.processes:
@@ -103,17 +109,11 @@ def main() -> None:
                 for contender in own.contenders:  # interleaved: a slow minute of the machine meets all of them
                     found = one(contender, processes, precision, common, own.micro_batches)
                     runs.append({"contender": contender, "processes": processes, "round": number, **found})
+                    own.out.write_text(json.dumps({"hardware": hardware, "runs": runs}, indent=1))
                     print(
                         f"round {number}: {processes} x {precision} {contender}: {found['examples_per_s']:.1f}/s",
                         flush=True,
                     )
-    hardware = {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-        "arguments": common,
-    }
-    own.out.write_text(json.dumps({"hardware": hardware, "runs": runs}, indent=1))
     print(f"\n{hardware['processor']}, {hardware['cores']} cores; {runs[0]['versions']}\n\n{table(runs, own.baseline)}")
 
 

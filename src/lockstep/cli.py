@@ -182,7 +182,8 @@ def _prepare(run: Run, plan: Plan) -> Prepared:
 
     strategy: Any = _find("strategy.name", "strategies", run.strategy.name)
     for name in run.track.to:
-        _find("track.to", "track", name)
+        tracker: Any = _find("track.to", "track", name)
+        tracker.check()
     strategy.check(run, plan.processes)
     return prepare(run, plugins.find("tasks", run.task.name), fresh=True)
 

@@ -36,6 +36,8 @@ def check(run: Run) -> None:
     config = load_config(run)
     if config.model_type not in KNOWN and not run.model.trust_remote_code:
         raise RunError(f"model: transformers has no sequence classifier of the type {config.model_type!r}")
+    if run.model.config:
+        _check_buildable(config)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None:
         fits = positions - (config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0)
@@ -43,6 +45,20 @@ def check(run: Run) -> None:
             raise RunError(
                 f"data.max_length: {run.data.max_length} tokens, but the model has positions for {fits}; lower it"
             )
+
+
+def _check_buildable(config: Any) -> None:
+    """Build the classifier without memory, so that sizes that do not fit each other are told now."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        with torch.device("meta"):
+            AutoModelForSequenceClassification.from_config(config)
+    except (ValueError, RuntimeError, AssertionError, TypeError, KeyError, ZeroDivisionError) as error:
+        said = " ".join(str(error).split())
+        if "meta" in said:  # a model that cannot be built without memory says nothing of its sizes
+            return
+        raise RunError(f"model.config: transformers cannot build this {config.model_type}: {said}") from error
 
 
 def load_config(run: Run) -> Any:

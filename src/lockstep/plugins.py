@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import pkgutil
+import sys
 
 # Files of a plug-in folder that hold its interface or a shared body rather than a plug-in.
 _NOT_PLUGINS = {"task", "strategy", "native", "launcher", "tracker"}
@@ -34,6 +36,8 @@ def find(kind: str, name: str) -> type:
     """
     if "." in name:
         module_name, _, class_name = name.rpartition(".")
+        if os.getcwd() not in sys.path:  # a module of yours beside the run file, as with `python -m`
+            sys.path.insert(0, os.getcwd())
         try:
             return getattr(importlib.import_module(module_name), class_name)
         except (ImportError, AttributeError) as error:

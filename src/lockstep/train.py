@@ -103,7 +103,7 @@ def train(
         if due(step, run.track.every, last):
             log(step, "train", meter.line(result, rate))
         with meter.paused():
-            if due(step, run.evaluate.every, False) and not last:
+            if due(step, run.evaluate.every, False) and step < feed.total:
                 log(step, "validation", evaluate(run, world, task, strategy, task.splits["validation"]))
             if due(step, run.checkpoint.every, last):
                 checkpoints.save(step, strategy)

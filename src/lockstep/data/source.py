@@ -112,7 +112,8 @@ def _in_folder(root: Path, split: str) -> list[Path]:
         files = sorted(
             f for f in root.iterdir() if f.is_file() and f.suffix in _FORMATS and f.name.split(".")[0] == word
         )
-        files = files or sorted(f for f in root.glob(f"{word}[-_/]*") if f.is_file() and f.suffix in _FORMATS)
+        for pattern in (f"{word}[-_]*", f"{word}/*"):
+            files = files or sorted(f for f in root.glob(pattern) if f.is_file() and f.suffix in _FORMATS)
         if files:
             return files
     return []

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.console import error
@@ -118,6 +120,8 @@ def run_agent(path: str, processes: int, run: Run) -> int:
         return 75 if stop.sigval in (signal.SIGTERM, signal.SIGINT) else 1
     finally:
         spec.rdzv_handler.shutdown()
+        for marker in Path(tempfile.gettempdir()).glob(f"lockstep-failure-{rendezvous.run_id}*"):
+            marker.unlink(missing_ok=True)
     if result.is_failed():
         return next((f.exitcode for f in result.failures.values() if f.exitcode == 2), 1)
     return max((status or 0 for status in result.return_values.values()), default=0)

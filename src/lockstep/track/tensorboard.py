@@ -5,6 +5,8 @@ In: numbers. Out: scalars `train/...` and `eval/...` against the step. Needs the
 
 from __future__ import annotations
 
+import importlib.util
+
 from lockstep.run import Run, RunError
 from lockstep.track.tracker import Tracker
 
@@ -12,14 +14,15 @@ from lockstep.track.tracker import Tracker
 class TensorBoard(Tracker):
     """`tensorboard --logdir OUTPUT` shows them."""
 
+    @classmethod
+    def check(cls) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise RunError("track.to: tensorboard is not installed: pip install 'lockstep-train[tensorboard]'")
+
     def __init__(self, run: Run, after: int) -> None:
         super().__init__(run, after)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise RunError(
-                f"track.to: tensorboard is not installed ({error}): pip install 'lockstep-train[tensorboard]'"
-            ) from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=after + 1 if after else None)
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:

@@ -20,6 +20,10 @@ class Tracker(ABC):
         """`after`: updates done before this process; what the sink holds of later steps is to be written again."""
         self.run = run
 
+    @classmethod  # noqa: B027 - most need nothing
+    def check(cls) -> None:
+        """Refuse, before any process starts, what this tracker lacks. Errors: `RunError`."""
+
     @abstractmethod
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         """Numbers of a split (`train`, `validation`, `test`) after `step` updates."""

@@ -1,0 +1,40 @@
+"""The documents name every key of the run file, every command and every plug-in; the run files in runs/ load."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep import messages, plugins
+from lockstep.cli import main
+from lockstep.run import Run, load
+
+ROOT = Path(__file__).resolve().parents[1]
+KEYS = [key for key, section in messages._fields(Run).items() if section is None]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/run-file.md"])
+def test_every_key_is_documented(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert [key for key in KEYS if f"`{key}`" not in text] == []
+
+
+def test_every_strategy_is_explained() -> None:
+    text = (ROOT / "docs/strategies.md").read_text()
+    assert [name for name in plugins.names("strategies") if f"{name}.py" not in text] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "runs").glob("*.yaml")), ids=lambda p: p.name)
+def test_run_files_load_and_can_be_planned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load(path, []).name
+    assert main(["plan", str(path)]) == 0
+    assert "processes" in capsys.readouterr().out
+
+
+def test_every_command_is_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out.partition("COMMAND")[2]
+    for name in ("train", "plan", "report", "push", "list", "schema"):
+        assert name in listed
+        assert f"lockstep {name}" in text
