@@ -97,10 +97,9 @@ class Exchange:
     """Sums partial nodes over ranks in tree order, bucket by bucket, while the caller goes on computing.
 
     A bucket goes through an all-to-all (each rank gets one slice of everybody's partial nodes), a sum of the slice
-    in tree order, and
-    an all-gather of the sums: 2 (W-1)/W of its bytes a rank, as a ring all-reduce (more when shares are not whole
-    subtrees). The
-    second half of a bucket is issued after the first half of the next one, in the same order on every rank.
+    in tree order, and an all-gather of the sums: 2 (W-1)/W of its bytes a rank, as a ring all-reduce (more when shares
+    are not whole subtrees). The second half of a bucket is issued after the first half of the next one, in the same
+    order on every rank.
     """
 
     def __init__(self, leaves: int, rank: int, ranks: int, group: dist.ProcessGroup | None = None) -> None:

@@ -121,9 +121,8 @@ def evaluate(run: Run, world: World, task: Task, strategy: Strategy, columns: Co
     """Metrics of a split, every example exactly once, on all ranks. Collective.
 
     Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and
-    blank batches
-    (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its order cannot
-    matter.
+    blank batches (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its
+    order cannot matter.
     """
     size = run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
     order = np.argsort(-columns.lengths, kind="stable")

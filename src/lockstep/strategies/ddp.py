@@ -1,9 +1,8 @@
 """PyTorch DistributedDataParallel: gradients travel in buckets while backward is still computing.
 
 In: this rank's micro-batches. Out: the same update on every rank. The difference from `allreduce.py` is *when*
-gradients travel: all
-pieces but the last run in `no_sync`, and the last one's backward hands over each bucket as soon as its gradients
-are there.
+gradients travel: all pieces but the last run in `no_sync`, and the last one's backward hands over each bucket as soon
+as its gradients are there.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.reduction import Exchange, Node, ReductionTree
-from lockstep.rows import exchange_rows
 from lockstep.run import Run, RunError
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
@@ -81,8 +79,8 @@ class DDP(Native):
 
     def on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Called in backward of the last piece, in the same order on every rank: merge the bucket's part of this
-        rank's partial
-        nodes with the last leaf, and send it off. What DDP gets back is not used: `reduce` reads the exchange."""
+        rank's partial nodes with the last leaf, and send it off. What DDP gets back is not used: `reduce` reads the
+        exchange."""
         if self.primed:
             positions = [self.position[id(p)] for p in bucket.parameters()]
             self.exchange.submit(self.with_last_leaf(positions, bucket.gradients()))
@@ -104,9 +102,9 @@ class DDP(Native):
             return self.tree.root
         gradients = self.take_gradients()
         if self.world.size > 1 and self.run.strategy.exact:
-            for i in self.rows:
-                nodes = {n: t[0] for n, t in self.with_last_leaf([i], [gradients[i]]).items()}
-                gradients[i] = exchange_rows(nodes, self.tree.leaves, self.world.rank, self.world.size)
+            rows = self.sum_rows(self.with_last_leaf(list(self.rows), [gradients[i] for i in self.rows]))
+            for i, tensor in rows.items():
+                gradients[i] = tensor
             for positions, tensors in zip(self.bucket_positions, self.exchange.finish(), strict=True):
                 for i, tensor in zip(positions, tensors, strict=True):
                     gradients[i] = tensor

@@ -1,5 +1,4 @@
-"""The one accumulate, clip, update body of the plain strategies; they differ only in `reduce` and, for ddp, in
-`backward`.
+"""The one accumulate, clip, update body of the plain strategies; they differ in `reduce` and, for ddp, in `backward`.
 
 In: micro-batches. Out: one update of a replicated model. Read `single.py`, then `allreduce.py`, then `ddp.py`.
 """
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import optim
 from lockstep.batch import IGNORED, MicroBatch, StepBatch, StepResult
-from lockstep.reduction import ReductionTree, gradient_norm, share
+from lockstep.reduction import Node, ReductionTree, gradient_norm, share
 from lockstep.rows import DenseRows, exchange_rows, row_sparse
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -72,21 +71,19 @@ class Native(Strategy):
         """This piece's gradients, in the order of `self.parameters`; the parameters hold none afterwards."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
         for i in self.rows:
-            gradients[i] = gradients[i].coalesce()
+            gradient = gradients[i]
+            gradients[i] = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
         for parameter in self.parameters:
             parameter.grad = None
         return gradients
 
-    def sum_rows(self) -> dict[int, Tensor]:
-        """The row-sparse gradients summed over ranks in tree order, by position. Collective."""
+    def sum_rows(self, nodes: Mapping[Node, list[Tensor]]) -> dict[int, Tensor]:
+        """The row-sparse gradients summed over ranks in tree order, by position; `nodes` holds this rank's partial sums
+        in the order of `self.rows`. Collective."""
+        ours = (self.world.rank, self.world.size)
         return {
-            i: exchange_rows(
-                {node: tensors[i] for node, tensors in self.tree.nodes.items()},
-                self.tree.leaves,
-                self.world.rank,
-                self.world.size,
-            )
-            for i in self.rows
+            i: exchange_rows({node: tensors[j] for node, tensors in nodes.items()}, self.tree.leaves, *ours)
+            for j, i in enumerate(self.rows)
         }
 
     def update(self, gradients: list[Tensor], learning_rate: float) -> Tensor:

@@ -1,0 +1,38 @@
+"""On a CUDA device: exact steps repeat to the bit in both precisions, and agree with the CPU to rounding."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import tiny
+from test_strategies import steps_of
+
+from lockstep.run import Run
+from lockstep.world import World
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on(device: str, *overrides: str) -> dict[str, Any]:
+    run: Run = tiny("strategy.name=single", f"launch.device={device}", *overrides)
+    world = World(run).join()
+    torch.use_deterministic_algorithms(device == "cuda", warn_only=True)
+    try:
+        return steps_of(world, run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        world.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_steps_repeat_to_the_bit(precision: str) -> None:
+    first, second = (on("cuda", f"precision={precision}") for _ in range(2))
+    assert first["digest"] == second["digest"]
+
+
+def test_cuda_and_cpu_agree_to_rounding() -> None:
+    still = [f"model.config.{name}_pdrop=0" for name in ("resid", "embd", "attn")]
+    assert on("cuda", *still)["loss"] == pytest.approx(on("cpu", *still)["loss"], rel=1e-4)
