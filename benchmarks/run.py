@@ -95,7 +95,12 @@ def main() -> None:
     parser.add_argument("--baseline", default="HF Trainer as it comes")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--show", action="store_true", help="print the table of what --out already holds")
     own, common = parser.parse_known_args()
+    if own.show:
+        saved = json.loads(own.out.read_text())
+        print(f"{saved['hardware']}\n\n{table(saved['runs'], own.baseline)}")
+        return
     hardware = {
         "processor": processor(),
         "cores": os.cpu_count(),

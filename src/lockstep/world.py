@@ -45,6 +45,7 @@ class World:
         self._timeout = timedelta(seconds=run.launch.timeout_s)
         self._control: dist.ProcessGroup | None = None
         self._stop = False
+        self._asking: tuple[dist.Work, Tensor] | None = None
 
     @property
     def is_main(self) -> bool:
@@ -76,6 +77,7 @@ class World:
     def close(self) -> None:
         """Leave the process group. The caller has dropped its model: DDP must be gone before the group is."""
         gc.collect()
+        self._answer()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -96,11 +98,23 @@ class World:
         return tensor
 
     def asked_to_stop(self) -> bool:
-        """Whether any rank was asked to stop: the same answer on every rank. Collective, on the host only."""
+        """Whether any rank had been asked to stop when this was last called: the same answer on every rank. Collective.
+
+        The question asked here is answered in the next call, a step later: nobody waits for its travelling.
+        """
         if self._control is None:
             return self._stop
+        answer = self._answer()
         flag = torch.tensor([int(self._stop)], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._control)
+        self._asking = (dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._control, async_op=True), flag)
+        return answer
+
+    def _answer(self) -> bool:
+        if self._asking is None:
+            return False
+        work, flag = self._asking
+        work.wait()
+        self._asking = None
         return bool(flag.item())
 
     def from_main(self, value: Any) -> Any:
