@@ -14,22 +14,35 @@ import sys
 import tempfile
 from pathlib import Path
 
+import yaml
+
 CASES = [("single", 1), *((name, n) for name in ("allreduce", "ddp") for n in (1, 2, 3, 4))]
 CONTROLS = [("allreduce", n) for n in (1, 2, 3)]
 
 
 def weights(folder: str, args: argparse.Namespace, strategy: str, processes: int, exact: bool) -> str:
     """Train from the start with the command itself; the hash of what it exports."""
-    output = f"{folder}/{strategy}-{processes}-{exact}"
-    command = [sys.executable, "-m", "lockstep", "train", f"data.source={args.data}", f"model.source={args.model}"]
-    command += [f"steps={args.steps}", f"batch_size={args.batch_size}", "micro_batches=8", f"output={output}"]
-    command += [f"strategy.name={strategy}", f"strategy.exact={exact}", f"launch.processes={processes}"]
-    command += [f"precision={args.precision}", "optim.learning_rate=2e-4", "optim.warmup_steps=5"]
-    command += ["model.type=null", "model.config={}", "tokenizer={}", "launch.threads=1", "checkpoint.every=0"]
+    output = Path(folder, f"{strategy}-{processes}-{exact}")
+    values = {
+        "output": str(output),
+        "data": {"source": args.data},
+        "model": {"source": args.model},
+        "steps": args.steps,
+        "batch_size": args.batch_size,
+        "micro_batches": 8,
+        "precision": args.precision,
+        "optim": {"learning_rate": 2e-4, "warmup_steps": 5},
+        "strategy": {"name": strategy, "exact": exact},
+        "launch": {"processes": processes, "threads": 1, "device": "cpu"},
+        "checkpoint": {"every": 0},
+    }
+    run = Path(folder, "run.yaml")
+    run.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "lockstep", "train", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode != 0:
         raise SystemExit(done.stderr)
-    return hashlib.sha256(Path(output, "export", "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256((output / "export" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def main() -> None:

@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--profile", action="store_true", help="where lockstep's step spends its time, by operator")
     args = parser.parse_args()
     print("| precision | peak GFLOP/s | bare loop | share | lockstep | share | padding |\n" + "|---" * 7 + "|")
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -110,6 +111,10 @@ def main() -> None:
             padding = sum(b.padded for b in batches) / sum(b.tokens for b in batches)
             cells = [top / 1e9, loop / 1e9, loop / top, own / 1e9, own / top, padding]
             print(f"| {precision} | " + " | ".join(f"{c:.3g}" for c in cells) + " |", flush=True)
+            if args.profile:
+                with torch.profiler.profile() as profile:
+                    strategy.train_step(batches[-1], rate)
+                print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
 
 
 if __name__ == "__main__":
