@@ -1,0 +1,89 @@
+"""Fine-tuning from a local folder: GPT-2 without a padding token, BERT with another head, and what is exported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from harness import lockstep_environment
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+from lockstep.data import builtin
+
+
+def saved(folder: Path, kind: str) -> None:
+    """A tiny pretrained model and its tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    texts = builtin.emotion(1, train=200, validation=10, test=10)["train"]["text"]
+    special = ["<|endoftext|>"] if kind == "gpt2" else ["[PAD]", "[CLS]"]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=400, special_tokens=special))
+    size = tokenizer.get_vocab_size()
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=size, n_positions=64)).save_pretrained(
+            folder
+        )
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    else:
+        config = BertConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            vocab_size=size,
+            max_position_embeddings=64,
+            num_labels=9,
+        )
+        BertForSequenceClassification(config).save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]").save_pretrained(
+            folder
+        )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, cache: Path) -> None:
+    saved(tmp_path / "model", kind)
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    values = {
+        "output": "out",
+        "data": {"source": "builtin/emotion", "max_length": 48, "limit": 120},
+        "model": {"source": "model"},
+        "steps": 6,
+        "batch_size": 16,
+        "micro_batches": 2,
+        "optim": {"learning_rate": 1e-2},
+        "launch": {"processes": 1, "device": "cpu", "threads": 1},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "lockstep", "train", "run.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=lockstep_environment(cache))
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    recorded = next(line for line in lines if line["split"] == "validation")
+
+    export = tmp_path / "out" / "export"
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    assert list(model.config.id2label.values()) == list(builtin.LABELS)
+    assert model.config.pad_token_id == tokenizer.pad_token_id is not None
+    rows = builtin.emotion(0, train=12_000)["validation"]
+    texts, labels = rows["text"][:120], torch.tensor(rows["label"][:120])
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=48, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    assert float((logits.argmax(-1) == labels).double().mean()) == recorded["accuracy"]
+    assert float(torch.nn.functional.cross_entropy(logits, labels)) == pytest.approx(recorded["loss"], rel=1e-4)
+    assert (export / "model.safetensors").read_bytes() != before
