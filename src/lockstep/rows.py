@@ -35,6 +35,20 @@ def row_sparse(model: nn.Module, device: torch.device) -> set[str]:
     return found
 
 
+def by_row(gradient: Tensor) -> Tensor:
+    """A leaf's gradient with one entry a row, coalesced.
+
+    A row's entries are added in the order of the tokens, as the dense kernel adds them; torch's own `coalesce` takes
+    another order, and so gives other bits.
+    """
+    if not gradient.is_sparse:  # an embedding that this piece did not use
+        return gradient.to_sparse(1).coalesce()
+    rows, place = torch.unique(gradient._indices()[0], return_inverse=True)
+    values = gradient._values()
+    summed = values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values)
+    return _sparse(rows, summed, gradient.shape)
+
+
 def exchange_rows(nodes: dict[Node, Tensor], leaves: int, rank: int, ranks: int) -> Tensor:
     """The sum over ranks of partial nodes of one row-sparse tensor, in tree order. Collective.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep import optim
 from lockstep.batch import IGNORED, MicroBatch, StepBatch, StepResult
 from lockstep.reduction import Node, ReductionTree, gradient_norm, share
-from lockstep.rows import DenseRows, exchange_rows, row_sparse
+from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
@@ -71,8 +71,7 @@ class Native(Strategy):
         """This piece's gradients, in the order of `self.parameters`; the parameters hold none afterwards."""
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
         for i in self.rows:
-            gradient = gradients[i]
-            gradients[i] = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+            gradients[i] = by_row(gradients[i])
         for parameter in self.parameters:
             parameter.grad = None
         return gradients
