@@ -72,18 +72,13 @@ def main_of_file(path: str, debug: bool = False) -> None:
 
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
-    task_class, strategy_class = (
-        plugins.find("tasks", run.task.name),
-        plugins.find("strategies", run.strategy.name),
-    )
+    task_class, strategy_class = plugins.find("tasks", run.task.name), plugins.find("strategies", run.strategy.name)
     strategy_class.check(run, world.size)  # type: ignore[attr-defined]
     strategy: Strategy = strategy_class(run, world)
     prepared = prepare(run, task_class)
     world.join()
     if world.device.type == "cuda" and run.strategy.exact:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS asks for it, see its documentation on reproducibility
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition for reproducible results
         torch.use_deterministic_algorithms(True)
     console = Console(world.is_main)
     if finished_already(run, world, prepared):
