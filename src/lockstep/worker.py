@@ -63,7 +63,7 @@ def main(run: Run, init_method: str = "env://") -> int:
             world.close()
 
 
-def main_of_file(path: str, debug: bool = False) -> None:
+def main_of_file(path: str) -> None:
     """The same for a resolved run file, as the process of its own that a launcher starts. Exits."""
     status = main(load(path, []))
     sys.stdout.flush()

@@ -84,10 +84,6 @@ class World:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
 
-    def stop(self) -> None:
-        """Ask for a stop at the end of this step, as a signal would."""
-        self._stop = True
-
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -124,14 +120,6 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
-
-    def all(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank. Collective."""
-        if self._control is None:
-            return [value]
-        box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value, group=self._control)
-        return box
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
