@@ -21,7 +21,7 @@ import torch
 from lockstep.data.prepare import prepare
 from lockstep.plugins import find
 from lockstep.run import Run, load
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import Strategy, of
 from lockstep.tasks.task import Task
 from lockstep.world import World
 
@@ -50,7 +50,7 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     """The task and the built strategy of a run."""
     task_class = find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
-    strategy = find("strategies", run.strategy.name)(run, world)
+    strategy = of(run)(run, world)
     strategy.build(task)
     return task, strategy
 

@@ -31,6 +31,7 @@ FLOORS = {
     "data/prepare": 4,
     "data/feed": 4,
     "strategies/native": 5,
+    "strategies/hooked": 5,
     "checkpoint": 5,
     "track": 5,
     "tasks": 5,

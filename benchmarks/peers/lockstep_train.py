@@ -15,6 +15,7 @@ from lockstep.checkpoint import Checkpoints
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.run import Run, load
+from lockstep.strategies.strategy import of
 from lockstep.train import evaluate, train
 from lockstep.world import World
 
@@ -74,7 +75,7 @@ def main() -> None:
         prepared = prepare(run, task_class)
         world.join()
         task = task_class(run, prepared)
-        strategy = plugins.find("strategies", run.strategy.name)(run, world)
+        strategy = of(run)(run, world)
         strategy.build(task)
         feed = Feed(run, task, strategy.leaves(), world.device)
         meter = Meter(strategy.model, args.skip, args.steps)

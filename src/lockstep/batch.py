@@ -41,6 +41,11 @@ class MicroBatch:
         """The same in page-locked memory, from which a GPU copies while the host goes on."""
         return MicroBatch(self.leaf, {k: v.pin_memory() for k, v in self.inputs.items()}, self.targets.pin_memory())
 
+    def blank(self) -> MicroBatch:
+        """A piece of one example whose every target is ignored: its gradient is zero."""
+        inputs = {k: v[:1] for k, v in self.inputs.items()}
+        return MicroBatch(self.leaf, inputs, torch.full_like(self.targets[:1], IGNORED))
+
 
 @dataclass(frozen=True)
 class StepBatch:

@@ -184,7 +184,7 @@ def _prepare(run: Run, plan: Plan) -> Prepared:
     for name in run.track.to:
         tracker: Any = _find("track.to", "track", name)
         tracker.check()
-    strategy.check(run, plan.processes)
+    strategy.variant(run).check(run, plan.processes)
     return prepare(run, plugins.find("tasks", run.task.name), fresh=True)
 
 

@@ -14,7 +14,7 @@ import pkgutil
 import sys
 
 # Files of a plug-in folder that hold its interface or a shared body rather than a plug-in.
-_NOT_PLUGINS = {"task", "strategy", "native", "launcher", "tracker"}
+_NOT_PLUGINS = {"task", "strategy", "native", "hooked", "zero", "launcher", "tracker"}
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 
 

@@ -128,13 +128,13 @@ def evaluate(run: Run, world: World, task: Task, strategy: Strategy, columns: Co
     order = np.argsort(-columns.lengths, kind="stable")
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
-    for turn in range(0, len(batches), world.size):
-        mine = turn + world.rank
+    for turn in range(0, len(batches), strategy.share.size):
+        mine = turn + strategy.share.rank
         rows = batches[mine] if mine < len(batches) else order[:0]
         batch = task.collate(columns, rows, 0).to(world.device)
         for name, value in task.score(strategy.forward, batch).items():
             value = torch.round(value.double() * 2**20) / 2**20
             sums[name] = sums[name] + value if name in sums else value
-    sums = {name: world.sum(value).cpu() for name, value in sorted(sums.items())}
+    sums = {name: strategy.share.sum(value).cpu() for name, value in sorted(sums.items())}
     assert int(sums["examples"]) == len(columns), f"{int(sums['examples'])} of {len(columns)} examples were evaluated"
     return {**task.metrics(sums), "examples": len(columns)}

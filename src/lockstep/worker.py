@@ -27,6 +27,7 @@ from lockstep.data.tokens import Prepared
 from lockstep.hub import publish, write_export
 from lockstep.report import write_report
 from lockstep.run import Run, RunError, keep, load
+from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.jsonl import Jsonl
@@ -72,9 +73,9 @@ def main_of_file(path: str) -> None:
 
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
-    task_class, strategy_class = plugins.find("tasks", run.task.name), plugins.find("strategies", run.strategy.name)
-    strategy_class.check(run, world.size)  # type: ignore[attr-defined]
-    strategy: Strategy = strategy_class(run, world)
+    task_class, strategy_class = plugins.find("tasks", run.task.name), strategies.of(run)
+    strategy_class.check(run, world.size)
+    strategy = strategy_class(run, world)
     prepared = prepare(run, task_class)
     world.join()
     if world.device.type == "cuda" and run.strategy.exact:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +32,8 @@ class Failure:
 class Feed:
     """The training batches of one rank."""
 
-    def __init__(self, run: Run, task: Task, leaves: range, device: torch.device) -> None:
-        self.task, self.leaves, self.device = task, leaves, device
+    def __init__(self, run: Run, task: Task, leaves: Iterable[int], device: torch.device) -> None:
+        self.task, self.leaves, self.device = task, list(leaves), device
         self.columns = task.splits["train"]
         self.order = Order(len(self.columns), run.batch_size, run.seed)
         self.micro_batches = run.micro_batches

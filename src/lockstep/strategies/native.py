@@ -9,11 +9,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep import optim
-from lockstep.batch import IGNORED, MicroBatch, StepBatch, StepResult
-from lockstep.reduction import Node, ReductionTree, gradient_norm, share
+from lockstep.batch import MicroBatch, StepBatch, StepResult
+from lockstep.reduction import Node, ReductionTree, gradient_norm
 from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -29,19 +29,16 @@ class Native(Strategy):
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
-    def leaves(self) -> range:
-        return share(self.run.micro_batches, self.world.rank, self.world.size)
-
     def build(self, task: Task) -> None:
         self.task = task
-        self.model: nn.Module = task.model().to(self.world.device)
-        self.wrapped = self.model
+        self.model = task.model().to(self.world.device)
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
         sparse = row_sparse(self.model, self.world.device) if self.run.strategy.exact else set()
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
         self.optimizer = optim.build(self.run.optim, self.model)
         self.model.train()
+        self.wrapped = self.model
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.tree = ReductionTree(batch.leaves)
@@ -88,6 +85,8 @@ class Native(Strategy):
     def update(self, gradients: list[Tensor], learning_rate: float) -> Tensor:
         """Clip, then one optimizer step. Returns the norm before clipping."""
         norm = gradient_norm(gradients)
+        if self.observe is not None:
+            self.observe({n: g.to_dense() for n, g in zip(self.named, gradients, strict=True)})
         if self.run.optim.clip:
             factor = (self.run.optim.clip / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
             if factor.device.type != "cpu" or factor < 1.0:  # on CUDA the multiplication is cheaper than knowing
@@ -103,10 +102,6 @@ class Native(Strategy):
         for rows in self.rows.values():
             rows.wipe()
         return norm
-
-    def autocast(self, enabled: bool = True) -> torch.autocast:
-        """bf16 where the run asks for it; weights, gradients and moments stay fp32."""
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled and self.run.precision == "bf16")
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
@@ -140,11 +135,6 @@ class Native(Strategy):
 
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
-
-    def blank(self, micro: MicroBatch) -> MicroBatch:
-        """A piece of one example whose every target is ignored: its gradient is zero."""
-        inputs = {k: v[:1] for k, v in micro.inputs.items()}
-        return MicroBatch(micro.leaf, inputs, torch.full_like(micro.targets[:1], IGNORED))
 
     def close(self) -> None:
         del self.model, self.wrapped, self.optimizer, self.parameters, self.named

@@ -8,16 +8,31 @@ or file.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from lockstep import plugins
 from lockstep.batch import StepBatch, StepResult
-from lockstep.run import Run
+from lockstep.reduction import share
+from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
 from lockstep.world import World
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the data this rank works on. Ranks with the same `rank` work on the same examples together (the
+    stages of a pipeline, the parts of a tensor)."""
+
+    rank: int
+    size: int
+    sum: Callable[[Tensor], Tensor]  # over the ranks that work on different examples, in place; collective
 
 
 class Strategy(ABC):
@@ -26,24 +41,41 @@ class Strategy(ABC):
 
     plugin: ClassVar[str] = "strategies"
     exact: ClassVar[bool] = False  # whether it can give the same bits as `single` at every number of processes
+    needs: ClassVar[tuple[str, ...]] = ()  # packages beyond the core, as they are imported; extras have their names
+
+    model: nn.Module  # what this rank holds of the model, under the task's own parameter names
+    share: Share
+    observe: Callable[[dict[str, Tensor]], None] | None = None
+    """`lockstep verify` listens here: called in every `train_step`, on every rank, with the whole gradient before
+    clipping, by parameter name. Empty on ranks that the strategy does not gather to."""
 
     def __init__(self, run: Run, world: World) -> None:
         """Topology only, nothing is built and nothing communicated."""
         self.run, self.world = run, world
+        self.share = Share(world.rank, world.size, world.sum)
 
     @classmethod
     @abstractmethod
     def check(cls, run: Run, processes: int) -> None:
         """Refuse what cannot work, before any process starts. Errors: `RunError`."""
 
+    @classmethod
+    def variant(cls, run: Run) -> type[Strategy]:
+        """The class that does the work under these options, where one name stands for several engines."""
+        return cls
+
     @property
     @abstractmethod
     def parameter_count(self) -> int:
         """Parameters of the whole model."""
 
-    @abstractmethod
-    def leaves(self) -> range:
-        """The pieces of a step that this rank runs."""
+    def leaves(self) -> Iterable[int]:
+        """The pieces of a step that this rank runs, ascending."""
+        return share(self.run.micro_batches, self.share.rank, self.share.size)
+
+    def autocast(self, enabled: bool = True) -> torch.autocast:
+        """bf16 where the run asks for it; weights, gradients and moments stay fp32."""
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled and self.run.precision == "bf16")
 
     @abstractmethod
     def build(self, task: Task) -> None:
@@ -59,12 +91,12 @@ class Strategy(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Weights (`model.NAME`) and optimizer state (`optimizer.KEY.NAME`) under the task's own parameter names;
-        not copied."""
+        """Weights (`model.NAME`) and optimizer state (`optimizer.KEY.NAME`) under the task's own parameter names, whole
+        on rank 0; on other ranks what is there without gathering it. Not copied where it need not be."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave, on this or another strategy."""
+        """Take over what rank 0's `state` gave, on this or another strategy; every rank is given all of it."""
 
     @abstractmethod
     def export(self) -> dict[str, Tensor] | None:
@@ -72,3 +104,16 @@ class Strategy(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give everything back."""
+
+
+def of(run: Run) -> type[Strategy]:
+    """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
+    found: type[Strategy] = plugins.find("strategies", run.strategy.name)
+    return found.variant(run)
+
+
+def require(packages: Iterable[str], key: str) -> None:
+    """Errors: `RunError`, with the command that installs it, when a package is not there. Nothing is imported."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise RunError(f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{package}]'")
