@@ -1,0 +1,346 @@
+"""Pipeline parallelism with torch.distributed.pipelining: each rank holds some of the layers, hidden states travel.
+
+In: the micro-batches of this rank's pipeline, on every stage of it, so that shapes and masks are known without asking.
+Out: the same update as `single.py`. The differences: a piece's forward and backward happen stage by stage, in the order
+of the engine's schedule; each stage puts its own part of a leaf into its own tree. Several pipelines side by side share
+the pieces out and sum their trees as `allreduce.py` does.
+
+How a model is cut is in `cuts.py`, what one stage does with a piece in `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lockstep import models, optim
+from lockstep.batch import MicroBatch, StepBatch, StepResult
+from lockstep.cuts import Cut, layer_count
+from lockstep.reduction import Exchange, buckets, share
+from lockstep.run import Run, RunError
+from lockstep.stages import Held, Links, Piece, Stage, random_state
+from lockstep.strategies.strategy import Share, Strategy
+from lockstep.tasks.task import Task
+from lockstep.world import World, seed_everything
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+BUCKET_BYTES = 25 * 2**20  # how much travels at a time between pipelines
+
+
+class Pipeline(Strategy):
+    """`strategy.options`: `stages` (ranks of a pipeline; default all processes), `schedule` (gpipe, 1f1b, interleaved;
+    default 1f1b), `stages_per_rank` (interleaved only; default 2). Rank = stage rank x pipelines + pipeline."""
+
+    exact = True
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        options = run.strategy.options
+        if unknown := set(options) - {"stages", "schedule", "stages_per_rank"}:
+            raise RunError(
+                f"strategy.options: pipeline knows stages, schedule and stages_per_rank, not "
+                f"{', '.join(sorted(map(str, unknown)))}"
+            )
+        if processes < 2:
+            raise RunError("strategy.name: pipeline needs two processes or more; use single, or launch.processes=2")
+        ranks, schedule, each = _shape(run, processes)
+        if processes % ranks:
+            raise RunError(
+                f"strategy.options.stages: {ranks} stages do not divide {processes} processes; every pipeline needs "
+                f"as many"
+            )
+        layers = layer_count(models.load_config(run))
+        if ranks * each > layers:
+            raise RunError(
+                f"strategy.options.stages: {ranks} ranks with {each} stage{'s'[: each - 1]} each are {ranks * each} "
+                f"stages, more than the model's {layers} layers; lower it"
+            )
+        pipelines = processes // ranks
+        for pieces in {len(share(run.micro_batches, i, pipelines)) for i in range(pipelines)}:
+            fault = _too_few(pieces, ranks, schedule)
+            if fault is not None:
+                raise RunError(
+                    f"micro_batches: {run.micro_batches} pieces on {pipelines} pipeline(s) are {pieces} each, but "
+                    f"{fault}; change micro_batches, strategy.options.stages or strategy.options.schedule"
+                )
+
+    def __init__(self, run: Run, world: World) -> None:
+        super().__init__(run, world)
+        self.ranks, self.schedule_name, each = _shape(run, world.size)
+        self.pipelines = world.size // self.ranks
+        self.stages = self.ranks * each
+        self.stage_rank, self.pipeline = divmod(world.rank, self.pipelines)
+        self.share = Share(self.pipeline, self.pipelines, self.sum_over_pipelines)
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.cut.whole.parameters())
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def build(self, task: Task) -> None:
+        self.task = task
+        self.make_groups()
+        model = task.model(empty=not self.world.is_main)
+        self.cut = Cut(model, self.stages)
+        self.parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
+        self.receive_weights(model)
+        del model
+        self.model = self.parts[0].model if len(self.parts) == 1 else nn.ModuleList([p.model for p in self.parts])
+        self.model.train()
+        self.order = [n for n, p in self.cut.whole.named_parameters() if p.requires_grad]
+        self.links = Links(self.cut, self.ranks, self.pipelines, self.pipeline, self.side)
+        self.held = [Held(part, self.order, self.links) for part in self.parts]
+        self.optimizer = optim.build(self.run.optim, self.model)
+        bytes_of_state = random_state(self.world.device).numel()
+        self.engine = [
+            Stage(Piece(held.part, self.loss, self.begin), held, bytes_of_state, self.world.device, self.pipe)
+            for held in self.held
+        ]
+        pieces = len(share(self.run.micro_batches, self.pipeline, self.pipelines))
+        kind: Any = SCHEDULES[self.schedule_name]
+        stages = self.engine if self.schedule_name == "interleaved" else self.engine[0]
+        self.schedule = kind(stages, pieces, loss_fn=lambda loss, target: loss, scale_grads=False)
+        # What the engine would ask the stages for before its first step, they know: no negotiation of shapes.
+        for flag in ("forward_initialized", "backward_initialized"):
+            setattr(self.schedule, f"_stage{'s' * (self.schedule_name == 'interleaved')}_{flag}", True)
+
+    def make_groups(self) -> None:
+        """`pipe` for the engine, `side` for what we send along it, `across` for the same stage of all pipelines."""
+        timeout = timedelta(seconds=self.run.launch.timeout_s)
+        for i in range(self.pipelines):
+            members = range(i, self.world.size, self.pipelines)
+            pipe, side = (dist.new_group(list(members), timeout=timeout) for _ in range(2))
+            if i == self.pipeline:
+                self.pipe, self.side = pipe, side
+        for i in range(self.ranks):
+            across = dist.new_group(list(range(i * self.pipelines, (i + 1) * self.pipelines)), timeout=timeout)
+            if i == self.stage_rank:
+                self.across = across
+
+    def receive_weights(self, model: nn.Module) -> None:
+        """Rank 0's weights, one tensor at a time; every rank keeps its own. Collective."""
+        source = dict([*model.named_parameters(), *model.named_buffers()])
+        for name, shape in [*self.cut.whole.named_parameters(), *self.cut.whole.named_buffers()]:
+            if self.world.is_main:
+                tensor = source[name].detach().to(self.world.device).contiguous()
+            else:
+                tensor = torch.empty(shape.shape, dtype=shape.dtype, device=self.world.device)
+            dist.broadcast(tensor, 0)
+            for part in self.parts:
+                part.place(name, tensor)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        self.batch = batch
+        self.losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others'
+        pieces = batch.micro_batches
+        for stage in self.engine:
+            stage.expect(pieces, batch.leaves, self.run.strategy.exact)
+        with self.autocast():
+            self.schedule._step_microbatches(
+                kwarg_mbs=[{"micro": micro} for micro in pieces], target_mbs=[None] * len(pieces), return_outputs=False
+            )
+        norm = self.update(self.reduce(), learning_rate)
+        return StepResult(self.world.sum(self.losses).sum() / batch.targets, norm)
+
+    def begin(self, micro: MicroBatch) -> None:
+        """The first stage starts the piece's random numbers, as a single process does; the others go on with them."""
+        seed_everything(self.run.seed, self.batch.step, micro.leaf)
+
+    def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """What the last stage calls backward on."""
+        loss = self.task.loss_sum(outputs, micro.targets)
+        self.losses[micro.leaf] = loss.detach()
+        with self.autocast(False):
+            return loss / self.batch.targets
+
+    def reduce(self) -> list[dict[str, Tensor]]:
+        """The gradients of this rank's parts, summed over all pieces of all pipelines, by name. Collective."""
+        if not self.run.strategy.exact:
+            for held in reversed(self.held):  # autograd has added up the pieces
+                held.collect(0)
+        totals = self.across_pipelines()
+        found = [dict(zip(held.owned, total, strict=True)) for held, total in zip(self.held, totals, strict=True)]
+        return self.links.tie(self.held, found)
+
+    def across_pipelines(self) -> list[list[Tensor]]:
+        """For each part what its tree's root is when the trees of all pipelines are one. Collective."""
+        if self.pipelines == 1:
+            return [held.tree.root for held in self.held]
+        groups = [buckets(list(held.owned.values()), BUCKET_BYTES) for held in self.held]
+        if self.run.strategy.exact:
+            exchange = Exchange(self.batch.leaves, self.pipeline, self.pipelines, self.across)
+            for held, positions in ((h, p) for h, group in zip(self.held, groups, strict=True) for p in group):
+                exchange.submit({node: [tensors[i] for i in positions] for node, tensors in held.tree.nodes.items()})
+            done = iter(exchange.finish())
+            return [[tensor for _ in group for tensor in next(done)] for group in groups]
+        totals = []
+        for held, group in zip(self.held, groups, strict=True):
+            own, total = held.tree.root, []
+            for positions in group:
+                flat = torch.cat([own[i].reshape(-1) for i in positions])
+                dist.all_reduce(flat, group=self.across)
+                parts = flat.split([own[i].numel() for i in positions])
+                total += [part.view_as(own[i]) for i, part in zip(positions, parts, strict=True)]
+            totals.append(total)
+        return totals
+
+    def update(self, gradients: list[dict[str, Tensor]], learning_rate: float) -> Tensor:
+        """Clip, then one optimizer step. Returns the norm before clipping."""
+        squares = torch.zeros(len(self.order), dtype=torch.float64, device=self.world.device)
+        for held, found in zip(self.held, gradients, strict=True):
+            for name in held.owned:
+                squares[held.position[name]] = torch.linalg.vector_norm(found[name], dtype=torch.float64).square()
+        dist.all_reduce(squares, group=self.pipe)
+        norm = squares.sum().sqrt().float()
+        if self.observe is not None:
+            owned = [{n: found[n] for n in held.owned} for held, found in zip(self.held, gradients, strict=True)]
+            self.observe(self.gather({n: g for found in owned for n, g in found.items()}) if self.pipeline == 0 else {})
+        if self.run.optim.clip:
+            factor = (self.run.optim.clip / (norm + 1e-6)).clamp(max=1.0)
+            if factor.device.type != "cpu" or factor < 1.0:
+                torch._foreach_mul_([g for found in gradients for g in found.values()], factor)
+        for held, found in zip(self.held, gradients, strict=True):
+            for name, parameter in held.parameters.items():
+                parameter.grad = found[name]
+        optim.set_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def sum_over_pipelines(self, tensor: Tensor) -> Tensor:
+        """Over the ranks that run the same stage, in place. Collective."""
+        if self.pipelines > 1:
+            dist.all_reduce(tensor, group=self.across)
+        return tensor
+
+    # -- the other methods -------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        self.model.eval()
+        logits = torch.empty(0)
+        with torch.no_grad(), self.autocast():
+            for part in self.parts:
+                received = [torch.empty(shape, device=self.world.device) for shape in part.arriving(inputs)]
+                for tensor in received:
+                    dist.recv(tensor, self.links.rank_of(part.stage - 1), group=self.side)
+                outputs = part(received, inputs)
+                if part.last:
+                    logits = outputs.logits.contiguous()
+                else:
+                    for tensor in outputs:
+                        dist.send(tensor, self.links.rank_of(part.stage + 1), group=self.side)
+        self.model.train()
+        last = self.links.rank_of(self.stages - 1)
+        facts = [(logits.shape, logits.dtype)]
+        dist.broadcast_object_list(facts, last, group=self.side)
+        if self.world.rank != last:
+            logits = torch.empty(facts[0][0], dtype=facts[0][1], device=self.world.device)
+        dist.broadcast(logits, last, group=self.side)
+        return logits
+
+    def gather(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the ranks of the first pipeline hold, on rank 0; one tensor at a time. Elsewhere nothing. Collective."""
+        facts: list[Any] = [None] * self.ranks
+        dist.gather_object(
+            [(name, tensor.shape, tensor.dtype) for name, tensor in own.items()],
+            facts if self.world.is_main else None,
+            group=self.side,
+            dst=0,
+        )
+        if not self.world.is_main:
+            for tensor in own.values():
+                dist.send(tensor.detach().cpu().contiguous(), 0, group=self.side)
+            return {}
+        found = dict(own)
+        for rank in range(1, self.ranks):
+            for name, shape, dtype in facts[rank]:
+                found[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(found[name], rank * self.pipelines, group=self.side)
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        own = self.weights()
+        for held in self.held:
+            for name, parameter in held.owned.items():
+                for key, value in self.optimizer.state[parameter].items():
+                    if isinstance(value, Tensor):
+                        own[f"optimizer.{key}.{name}"] = value
+        found = self.gather(own) if self.pipeline == 0 else {}
+        if not self.world.is_main:
+            return own
+        order = {f"model.{name}": i for i, name in enumerate(self.cut.holders)}
+        return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters and buffers that this rank answers for, as `model.NAME`."""
+        return {
+            f"model.{name}": part.tensor(name).detach()
+            for part in self.parts
+            for name in part.names
+            if part.stage == self.cut.holders[name][0]
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for part in self.parts:
+                for name in part.names:
+                    part.tensor(name).copy_(state[f"model.{name}"])
+        for held in self.held:
+            for name, parameter in held.parameters.items():
+                found = {
+                    key: value.to(parameter.device, copy=True)
+                    for key in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+                    if (value := state.get(f"optimizer.{key}.{name}")) is not None
+                }
+                if found:
+                    self.optimizer.state[parameter] = found
+
+    def export(self) -> dict[str, Tensor] | None:
+        found = self.gather(self.weights()) if self.pipeline == 0 else {}
+        if not self.world.is_main:
+            return None
+        return {key: found[f"model.{self.cut.canonical[key]}"] for key in self.cut.whole.state_dict()}
+
+    def close(self) -> None:
+        del self.model, self.optimizer, self.schedule, self.engine, self.held, self.parts
+        for group in (self.pipe, self.side, self.across):
+            dist.destroy_process_group(group)
+
+
+def _shape(run: Run, processes: int) -> tuple[int, str, int]:
+    """Ranks of a pipeline, name of the schedule, stages a rank. Errors: `RunError`."""
+    options = run.strategy.options
+    schedule = options.get("schedule", "1f1b")
+    if schedule not in SCHEDULES:
+        raise RunError(f"strategy.options.schedule: {schedule!r} is none of {', '.join(SCHEDULES)}")
+    if schedule != "interleaved" and "stages_per_rank" in options:
+        raise RunError("strategy.options.stages_per_rank: only the schedule interleaved has several stages a rank")
+    numbers = {
+        "stages": options.get("stages", processes),
+        "stages_per_rank": options.get("stages_per_rank", 2) if schedule == "interleaved" else 2,
+    }
+    for key, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 2:
+            raise RunError(f"strategy.options.{key}: {number!r} is not a whole number of at least 2")
+    return numbers["stages"], schedule, numbers["stages_per_rank"] if schedule == "interleaved" else 1
+
+
+def _too_few(pieces: int, ranks: int, schedule: str) -> str | None:
+    """Why a schedule cannot run this many pieces, or None."""
+    rounds = max(1, pieces // ranks)
+    if pieces < 1:
+        return "every pipeline needs one"
+    if schedule == "1f1b" and pieces < ranks:
+        return f"1f1b needs as many as it has stages, {ranks}"
+    if schedule == "interleaved" and pieces % rounds:
+        return f"interleaved runs {rounds} rounds on {ranks} ranks and needs a multiple of that"
+    return None
