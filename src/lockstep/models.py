@@ -107,8 +107,9 @@ def local_or_id(run: Run) -> str:
     return source
 
 
-def sequence_classifier(run: Run, tokenizer: Any, labels: list[str]) -> nn.Module:
-    """A classifier; weights that the source does not have (the head) are drawn from the seed."""
+def sequence_classifier(run: Run, tokenizer: Any, labels: list[str], empty: bool = False) -> nn.Module:
+    """A classifier; weights that the source does not have (the head) are drawn from the seed. `empty`: on the meta
+    device."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -124,7 +125,10 @@ def sequence_classifier(run: Run, tokenizer: Any, labels: list[str]) -> nn.Modul
     if run.model.type is not None:
         config.vocab_size = len(tokenizer)
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        model = AutoModelForSequenceClassification.from_config(config, **options)
+    if run.model.type is not None or empty:
+        with torch.device("meta" if empty else "cpu"):
+            options |= {"trust_remote_code": run.model.trust_remote_code}
+            model = AutoModelForSequenceClassification.from_config(config, **options)
     else:
         model = AutoModelForSequenceClassification.from_pretrained(
             local_or_id(run),

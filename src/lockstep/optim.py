@@ -6,10 +6,15 @@ In: the `optim` section and named parameters. Out: a torch optimizer, and the ra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from lockstep.run import OptimSection
 
@@ -54,10 +59,105 @@ def groups(named: Iterable[tuple[str, nn.Parameter]], exempt: set[str], weight_d
 
 def build(optim: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a model; its rate is set anew at every step. AdamW and SGD in their fused form."""
-    parts = groups(model.named_parameters(), undecayed(model), optim.weight_decay)
+    return of_groups(optim, groups(model.named_parameters(), undecayed(model), optim.weight_decay))
+
+
+def of_groups(optim: OptimSection, parts: list[dict]) -> torch.optim.Optimizer:
+    """The same for parameter groups that are there already (of sharded parameters)."""
     if optim.name == "sgd":
-        return torch.optim.SGD(parts, lr=optim.learning_rate, momentum=optim.momentum, fused=True)
-    return torch.optim.AdamW(parts, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=True)
+        return SGD(parts, lr=optim.learning_rate, momentum=optim.momentum, fused=True)
+    return AdamW(parts, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW, on whatever part of a tensor this rank holds.
+
+    What a number becomes depends on nothing but its own past, not on where in its tensor it lies: see `aligned`.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            for p in held:
+                if not (state := self.state[p]):
+                    state["step"] = torch.zeros((), device=p.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            first, second = ([self.state[p][key] for p in held] for key in ("exp_avg", "exp_avg_sq"))
+            with aligned(held, [p.grad for p in held], first, second) as (params, gradients, means, squares):
+                adamw(
+                    params,
+                    gradients,
+                    means,
+                    squares,
+                    [],
+                    [self.state[p]["step"] for p in held],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+
+
+class SGD(torch.optim.SGD):
+    """torch's fused SGD in the same way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            momentum = group["momentum"]
+            for p in held:
+                if momentum and not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            buffers = [self.state[p]["momentum_buffer"] for p in held] if momentum else []
+            with aligned(held, [p.grad for p in held], buffers) as (params, gradients, velocities):
+                sgd(
+                    params,
+                    gradients,
+                    velocities or [None] * len(params),
+                    fused=True,
+                    weight_decay=group["weight_decay"],
+                    momentum=momentum,
+                    lr=group["lr"],
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                )
+
+
+LINE = 16  # float32 numbers that the fused kernels take at a time on a CPU
+
+
+@contextmanager
+def aligned(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
+    """Lists of this rank's parts of tensors, each padded to whole `LINE`s; what is written into them is kept.
+
+    torch's fused kernels round a tensor's last `numel % LINE` numbers in another way than the others on a CPU, so a
+    number's bits would depend on how its tensor is cut. Few tensors are of odd sizes, and they are small.
+    """
+    parts = [[_part(tensor) for tensor in tensors] for tensors in lists]
+    padded = [[_padded(part) for part in group] for group in parts]
+    yield padded
+    for group, widened in zip(parts, padded, strict=True):
+        for part, wide in zip(group, widened, strict=True):
+            if wide is not part:
+                part.copy_(wide[: part.numel()].view_as(part))
+
+
+def _part(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _padded(part: Tensor) -> Tensor:
+    if part.numel() % LINE == 0 or part.device.type != "cpu":
+        return part
+    return torch.nn.functional.pad(part.reshape(-1), (0, -part.numel() % LINE))
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -11,6 +11,8 @@ import os
 import random
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -83,6 +85,16 @@ class World:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
+
+    @contextmanager
+    def variables_for_engines(self) -> Iterator[None]:
+        """Engines that read the six variables by themselves see what is so: none of them in a job of one process, or
+        they would make a process group of one and wrap the model for nothing."""
+        hidden = {name: os.environ.pop(name) for name in SIX if name in os.environ} if self.size == 1 else {}
+        try:
+            yield
+        finally:
+            os.environ.update(hidden)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 

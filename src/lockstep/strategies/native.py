@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
-from lockstep.reduction import Node, ReductionTree, gradient_norm
+from lockstep.reduction import Node, ReductionTree, clip_, gradient_norm
 from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -87,10 +87,7 @@ class Native(Strategy):
         norm = gradient_norm(gradients)
         if self.observe is not None:
             self.observe({n: g.to_dense() for n, g in zip(self.named, gradients, strict=True)})
-        if self.run.optim.clip:
-            factor = (self.run.optim.clip / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-            if factor.device.type != "cpu" or factor < 1.0:  # on CUDA the multiplication is cheaper than knowing
-                torch._foreach_mul_([g._values() if g.is_sparse else g for g in gradients], factor)
+        clip_(gradients, norm, self.run.optim.clip)
         for i, rows in self.rows.items():
             gradients[i] = rows.filled(gradients[i])
         for parameter, gradient in zip(self.parameters, gradients, strict=True):

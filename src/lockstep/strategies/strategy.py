@@ -64,6 +64,11 @@ class Strategy(ABC):
         """The class that does the work under these options, where one name stands for several engines."""
         return cls
 
+    @classmethod
+    def gives_bits(cls, run: Run) -> bool:
+        """Whether this run ends with the bits of `single`, rather than equal to rounding."""
+        return cls.exact and run.strategy.exact
+
     @property
     @abstractmethod
     def parameter_count(self) -> int:

@@ -88,10 +88,10 @@ class Classification(Task):
         self.labels: list[str] = prepared.facts["labels"]
         self.token_types = "token_type_ids" in self.splits["train"].names
 
-    def model(self) -> nn.Module:
+    def model(self, empty: bool = False) -> nn.Module:
         from lockstep import models
 
-        return models.sequence_classifier(self.run, self.tokenizer, self.labels)
+        return models.sequence_classifier(self.run, self.tokenizer, self.labels, empty)
 
     def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
         import torch

@@ -44,8 +44,11 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def model(self) -> nn.Module:
-        """The model, float32 on the CPU, in the state training starts from; the same bits in every process."""
+    def model(self, empty: bool = False) -> nn.Module:
+        """The model, float32 on the CPU, in the state training starts from; the same bits in every process.
+
+        `empty`: on the meta device, shapes without memory, for ranks that receive their weights from another one.
+        """
 
     @abstractmethod
     def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:

@@ -1,0 +1,397 @@
+"""PyTorch FSDP2: every rank keeps a part of weights, gradients and optimizer state.
+
+In: this rank's micro-batches. Out: the same update, of which each rank makes its part. The difference from `ddp.py`:
+weights are gathered block by block when forward and backward need them, and a block's gradients are reduced and
+scattered at once. In exact runs the scatter hands every rank its slice of each leaf, summed in tree order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lockstep import models, optim
+from lockstep.batch import StepBatch, StepResult
+from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
+from lockstep.run import Run, RunError
+from lockstep.strategies.strategy import Share, Strategy
+from lockstep.tasks.task import Task
+from lockstep.world import World, seed_everything
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_OPTIONS = {"replicate", "tensor_parallel", "reshard_after_forward", "cpu_offload", "param_dtype", "reduce_dtype"}
+
+
+class FSDP2(Strategy):
+    """`strategy.options`: `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that
+    share each matrix product, where the model brings a plan), `reshard_after_forward` (true, false, or a number of
+    ranks), `cpu_offload`, and FSDP's own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16)."""
+
+    exact = True
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        options = run.strategy.options
+        if unknown := set(options) - _OPTIONS:
+            raise RunError(
+                f"strategy.options: fsdp2 has no option {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(sorted(_OPTIONS))}"
+            )
+        for key in ("replicate", "tensor_parallel"):
+            if not isinstance(value := options.get(key, 1), int) or isinstance(value, bool) or value < 1:
+                raise RunError(f"strategy.options.{key}: {value!r} is not a positive number of ranks")
+        replicate, tensor = options.get("replicate", 1), options.get("tensor_parallel", 1)
+        if processes % (replicate * tensor):
+            raise RunError(
+                f"strategy.options: {processes} processes cannot be {replicate} replica(s) of a multiple of {tensor} "
+                f"rank(s); choose replicate and tensor_parallel so that their product divides the processes"
+            )
+        if replicate > 1 and replicate * tensor == processes:
+            raise RunError(
+                f"strategy.options.replicate: {replicate} copies on {processes} processes leave nothing to shard; "
+                "use strategy.name=ddp, or fewer copies"
+            )
+        for key in ("param_dtype", "reduce_dtype"):
+            if key in options and options[key] not in _DTYPES:
+                raise RunError(f"strategy.options.{key}: {options[key]!r} is not one of {', '.join(_DTYPES)}")
+        if not isinstance(reshard := options.get("reshard_after_forward", True), bool | int):
+            raise RunError(f"strategy.options.reshard_after_forward: {reshard!r} is not true, false or a number")
+        if tensor > 1:
+            tensor_plan(run, tensor)
+
+    @classmethod
+    def gives_bits(cls, run: Run) -> bool:
+        own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(run.strategy.options)
+        return run.strategy.exact and (not own or (own == {"tensor_parallel"} and tensor_ranks(run) == 1))
+
+    def __init__(self, run: Run, world: World) -> None:
+        super().__init__(run, world)
+        self.in_tree_order = self.gives_bits(run)
+        self.tensor = tensor_ranks(run)
+        self.replicas = int(run.strategy.options.get("replicate", 1))
+        self.shards = world.size // (self.replicas * self.tensor)
+        self.replica, within = divmod(world.rank, self.shards * self.tensor)
+        self.shard = within // self.tensor
+
+    def leaves(self) -> Iterable[int]:
+        """A replica's leaves are contiguous; its shards take them in turns, so that each reduction is of neighbours."""
+        block = share(self.run.micro_batches, self.replica, self.replicas)
+        return range(block.start + self.shard, block.stop, self.shards)
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def build(self, task: Task) -> None:
+        self.task = task
+        self.mesh = self.make_mesh()
+        source = task.model() if self.world.is_main else None  # the only whole copy of the model, gone when build ends
+        self.model = task.model(empty=True).to_empty(device="cpu")  # memory that is not touched is not taken
+        self.model.tie_weights()  # type: ignore[operator]
+        exempt = optim.undecayed(self.model)
+        self.apply_shards()
+        self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        groups = optim.groups(self.model.named_parameters(), exempt, self.run.optim.weight_decay)
+        self.optimizer = optim.of_groups(self.run.optim, groups)
+        self.receive(source)
+        self.model.train()
+
+    def make_mesh(self) -> DeviceMesh:
+        if not dist.is_initialized():  # FSDP wants a group even of one process
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        sizes = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        mesh = init_device_mesh(self.world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if self.tensor > 1:
+            groups = [
+                dist.new_group([r for r in range(self.world.size) if r % self.tensor == t]) for t in range(self.tensor)
+            ]
+            group = groups[self.world.rank % self.tensor]
+            self.share = Share(self.world.rank // self.tensor, self.world.size // self.tensor, summing(group))
+        return mesh
+
+    def apply_shards(self) -> None:
+        """`fully_shard` on every block, then on what is left; the blocks are those transformers keeps together."""
+        options = self.run.strategy.options
+        if self.tensor > 1:
+            from torch.distributed.tensor.parallel import parallelize_module
+
+            prefix = f"{self.model.base_model_prefix}."
+            parallelize_module(self.model, self.mesh["tensor"], tensor_plan(self.run, self.tensor, prefix))
+        names = tuple(n for n in ("replicate", "shard") if n in (self.mesh.mesh_dim_names or ()))
+        param, reduce = (_DTYPES.get(str(options.get(k))) for k in ("param_dtype", "reduce_dtype"))
+        arguments: dict[str, Any] = {
+            "mesh": self.mesh[names],
+            "reshard_after_forward": options.get("reshard_after_forward", True),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+            if options.get("cpu_offload")
+            else OffloadPolicy(),
+        }
+        for block in blocks(self.model):
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(param, reduce), **arguments)
+        output = torch.float32 if param or reduce else None  # logits
+        fully_shard(self.model, mp_policy=MixedPrecisionPolicy(param, reduce, output), **arguments)
+        self.scatters: list[_TreeScatter] = []
+        for part in self.model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)  # nothing is averaged: the loss is divided once, by all targets
+                part.set_force_sum_reduction_for_comms(True)
+                if self.in_tree_order and self.shards > 1:
+                    self.scatters.append(_TreeScatter(self))
+                    part.set_custom_reduce_scatter(self.scatters[-1])
+
+    def receive(self, source: nn.Module | None) -> None:
+        """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
+        given = dict([*source.named_parameters(), *source.named_buffers()]) if source is not None else {}
+        with torch.no_grad():
+            for name, own in [*self.model.named_parameters(), *self.model.named_buffers()]:
+                whole = given[name].detach().to(self.world.device) if given else whole_like(own, self.world.device)
+                if self.world.size > 1:
+                    dist.broadcast(whole := whole.contiguous(), src=0)
+                fill(own, whole)
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        rounds = max(-(-len(share(batch.leaves, r, self.replicas)) // self.shards) for r in range(self.replicas))
+        blanks = [batch.micro_batches[0].blank()] * (rounds - len(batch.micro_batches))  # all ranks take equal turns
+        self.tree = ReductionTree(batch.leaves)
+        for scatter in self.scatters:
+            scatter.start(batch.leaves)
+        for turn, micro in enumerate([*batch.micro_batches, *blanks]):
+            self.turn, self.last = turn, turn == rounds - 1
+            self.root.set_requires_all_reduce(self.last)
+            seed_everything(self.run.seed, batch.step, micro.leaf)
+            with self.autocast():  # no longer than this: it keeps what it casts
+                loss = self.task.loss_sum(self.model(**micro.inputs), micro.targets)
+            (loss / batch.targets).backward()
+            if turn < len(batch.micro_batches):
+                losses[micro.leaf] = loss.detach()
+            self.collect(micro.leaf)
+        norm = self.update(learning_rate)
+        return StepResult(self.share.sum(losses).sum() / batch.targets, norm)
+
+    @property
+    def root(self) -> FSDPModule:
+        assert isinstance(self.model, FSDPModule)
+        return self.model
+
+    def collect(self, leaf: int) -> None:
+        """After each backward of an exact run: leaves wait in trees, not in `.grad`."""
+        if not self.in_tree_order:
+            return
+        if self.shards == 1:
+            self.tree.add(leaf, [local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in self.parameters])
+        if not self.last:
+            for parameter in self.parameters:
+                parameter.grad = None
+        elif self.shards == 1:
+            for parameter, gradient in zip(self.parameters, self.tree.root, strict=True):
+                local(parameter.grad).copy_(gradient)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.named.values())
+
+    def update(self, learning_rate: float) -> Tensor:
+        """Clip, then one optimizer step on this rank's parts. Returns the norm before clipping."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        squares: dict[int, list[Tensor]] = {}
+        for gradient in gradients:
+            squares.setdefault(self.world.size // parts(gradient), []).append(local(gradient))
+        total = sum(squared_norm(tensors) / copies for copies, tensors in sorted(squares.items()))
+        assert isinstance(total, Tensor)
+        norm = self.world.sum(total).sqrt().float()
+        if self.observe is not None:
+            self.observe({n: whole(p.grad).clone() for n, p in self.named.items()})
+        clip_([local(g) for g in gradients], norm, self.run.optim.clip)
+        optim.set_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.to(self.world.device)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        self.model.eval()
+        with torch.no_grad(), self.autocast():
+            logits = self.model(**inputs).logits
+        self.root.reshard()
+        self.model.train()
+        return logits
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            found[f"model.{name}"] = self.on_main(tensor)
+        for name, parameter in self.named.items():
+            for key, value in self.optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer.{key}.{name}"] = self.on_main(value)
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def on_main(self, tensor: Tensor) -> Tensor | None:
+        """A whole tensor on rank 0's host, nothing elsewhere. Collective."""
+        gathered = whole(tensor.detach())
+        return gathered.cpu() if self.world.is_main else None
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+                fill(tensor, state[f"model.{name}"])
+            for name, parameter in self.named.items():
+                for key in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer"):
+                    if (value := state.get(f"optimizer.{key}.{name}")) is not None:
+                        own = torch.zeros_like(parameter) if value.shape == parameter.shape else value.clone()
+                        fill(own, value)
+                        self.optimizer.state[parameter][key] = own
+
+    def export(self) -> dict[str, Tensor] | None:
+        found = {name: self.on_main(tensor) for name, tensor in self.model.state_dict().items()}
+        return {n: t for n, t in found.items() if t is not None} if self.world.is_main else None
+
+    def close(self) -> None:
+        self.scatters.clear()
+        del self.model, self.optimizer, self.named
+
+
+class _TreeScatter(ReduceScatter):
+    """FSDP's reduce-scatter of one block, in tree order: every rank receives its slice of each rank's leaf and adds
+    them up where the tree says. What FSDP gets back is zero, until the last turn's: the sum of all leaves."""
+
+    def __init__(self, strategy: FSDP2) -> None:
+        self.strategy = strategy
+
+    def start(self, leaves: int) -> None:
+        self.tree = ReductionTree(leaves)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        ours = self.strategy
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        block = share(self.tree.leaves, ours.replica, ours.replicas)
+        first = block.start + ours.turn * ours.shards
+        for leaf, part in zip(range(first, block.stop), received.chunk(ours.shards), strict=False):
+            self.tree.add(leaf, [part])
+        # A partial sum keeps its own slice alive and not all that was received with it.
+        self.tree.nodes = {node: [t.clone() for t in tensors] for node, tensors in self.tree.nodes.items()}
+        output_tensor.zero_()
+        if not ours.last:
+            return
+        if ours.replicas > 1:
+            exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, ours.mesh.get_group("replicate"))
+            exchange.submit(self.tree.nodes)
+            root = exchange.finish()[0][0]
+        else:
+            root = self.tree.root[0]
+        if ours.replica == 0:  # FSDP adds the replicas up: the others give zero
+            output_tensor.copy_(root)
+        self.tree.nodes = {}
+
+
+# -- parts of tensors ------------------------------------------------------------------------------------------------
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    """This rank's part, without communication."""
+    assert tensor is not None
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    """All of it, on every rank. Collective."""
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def fill(own: Tensor, given: Tensor) -> None:
+    """Write this rank's part of `given` (whole, the same on every rank) into `own`."""
+    if isinstance(own, DTensor):
+        spread = distribute_tensor(given.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+        own._local_tensor.copy_(spread._local_tensor)
+    else:
+        own.copy_(given)
+
+
+def parts(tensor: Tensor) -> int:
+    """Over how many ranks a tensor is cut; each part is on world / parts of them."""
+    assert isinstance(tensor, DTensor)
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: what transformers does not split over devices, else the longest list of modules."""
+    kept = set(getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in model.modules() if type(m).__name__ in kept]
+    if not found:
+        lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+        found = max(lists, key=len, default=[])
+    return found
+
+
+def summing(group: dist.ProcessGroup) -> Any:
+    """A sum over the ranks of a group, in place."""
+
+    def add(tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    return add
+
+
+def tensor_ranks(run: Run) -> int:
+    return int(run.strategy.options.get("tensor_parallel", 1))
+
+
+def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
+    """The plan that transformers gives for the model's family, in torch's terms; `prefix` is where the base model lies.
+
+    Errors: `RunError` when there is none, or when attention heads cannot be shared by so many ranks.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    config = models.load_config(run)
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan or set(plan.values()) - set(styles):
+        raise RunError(
+            f"strategy.options.tensor_parallel: transformers has no plan for {config.model_type} that can be used here "
+            "(llama, qwen2, mistral and their like have one); leave the option out"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (getattr(config, name, None) or ranks) % ranks:
+            raise RunError(
+                f"strategy.options.tensor_parallel: {ranks} ranks cannot share the model's {getattr(config, name)} "
+                f"{name}"
+            )
+    return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}

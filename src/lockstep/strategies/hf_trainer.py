@@ -1,0 +1,94 @@
+"""transformers' Trainer as the engine of a step: its `training_step` runs every piece.
+
+In: this rank's micro-batches. Out: the same update on every rank, equal to what `Trainer.train()` does on the same
+micro-batches. The difference from `hf_accelerate.py` is that Trainer wraps and calls both forward and backward; the
+loss goes in by `compute_loss_func`, so that no head's own mean (multiplied by the number of processes for classifiers
+in transformers 5.23) has a say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.batch import MicroBatch
+from lockstep.run import Run, RunError
+from lockstep.strategies.hf_accelerate import prepared, release
+from lockstep.strategies.hooked import Hooked
+from lockstep.strategies.strategy import require
+
+# TrainingArguments that say how a step is computed and that no key of the run file says already.
+_KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "gradient_checkpointing"}
+_KNOWN |= {"gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32"}
+_KNOWN |= {"torch_empty_cache_steps", "use_liger_kernel", "liger_kernel_config"}
+
+
+class HFTrainer(Hooked):
+    """`strategy.options` are TrainingArguments about how a step is computed (`ddp_bucket_cap_mb`,
+    `gradient_checkpointing`, `torch_compile`, ...)."""
+
+    needs = ("accelerate",)
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        require(cls.needs, "strategy.name: hf_trainer")
+        from transformers import TrainingArguments
+
+        every = {field.name for field in dataclasses.fields(TrainingArguments)}
+        for name in run.strategy.options:
+            if name not in _KNOWN & every:
+                why = "is said by other keys of the run file" if name in every else "is no TrainingArgument"
+                raise RunError(f"strategy.options.{name}: {why}; hf_trainer takes {', '.join(sorted(_KNOWN & every))}")
+
+    def wrap(self) -> nn.Module:
+        from transformers import Trainer, TrainingArguments
+
+        options = dict(self.run.strategy.options)
+        self.folder = tempfile.TemporaryDirectory(prefix="lockstep-trainer-")  # Trainer wants one; nothing is written
+        with self.world.variables_for_engines():
+            arguments = TrainingArguments(
+                output_dir=self.folder.name,
+                use_cpu=self.world.device.type == "cpu",
+                bf16=self.run.precision == "bf16",
+                average_tokens_across_devices=False,  # `Hooked` has the one divisor
+                ddp_broadcast_buffers=False,
+                ddp_find_unused_parameters=options.pop("ddp_find_unused_parameters", False),
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                **options,
+            )
+            self.trainer = Trainer(
+                self.model,
+                arguments,
+                compute_loss_func=self.loss,
+                optimizers=(self.optimizer, None),
+            )
+        engine: Any = self.trainer.accelerator
+        assert engine.num_processes == self.world.size, f"Trainer sees {engine.num_processes} processes"
+        model, self.optimizer = prepared(engine, self.model, self.optimizer)
+        self.trainer.model_wrapped, self.trainer.optimizer = model, self.optimizer
+        self.primed = not (arguments.ddp_static_graph and self.world.size > 1)
+        return model
+
+    def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
+        """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor that `run_piece` was given."""
+        loss = self.task.loss_sum(outputs, targets)
+        self.loss_sum = loss.detach()
+        with self.autocast(False):
+            return loss / num_items_in_batch
+
+    def run_piece(self, micro: MicroBatch, divisor: float) -> Tensor:
+        inputs = {**micro.inputs, "labels": micro.targets}
+        with self.autocast(False):  # Trainer has its own around forward; backward runs outside of it
+            self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
+        return self.loss_sum
+
+    def close(self) -> None:
+        super().close()
+        release(self.trainer.accelerator)
+        self.folder.cleanup()
+        del self.trainer

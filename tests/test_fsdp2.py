@@ -1,0 +1,137 @@
+"""FSDP2's options: hybrid sharding, tensor parallelism, resharding, offload, precision; and what a rank holds."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import build, digest, run_on, tiny
+from torch.distributed.tensor import DTensor
+
+from lockstep.data.feed import Feed
+from lockstep.optim import learning_rate
+from lockstep.run import Run, RunError
+from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.world import World
+
+LLAMA = {
+    "type": "llama",
+    "config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32,
+    },
+}
+
+
+def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
+    found = {
+        "digest": digest(strategy.state()),
+        "loss": [float(r.loss) for r in results],
+        "norm": [float(r.grad_norm) for r in results],
+        "weights": {k: v.clone() for k, v in strategy.state().items() if k.startswith("model.")},
+        "held": {
+            n: (p.placements if isinstance(p, DTensor) else None, p.numel())
+            for n, p in strategy.model.named_parameters()
+        },
+        "local": sum(p.to_local().numel() for p in strategy.model.parameters() if isinstance(p, DTensor)),
+        "dtypes": {p.dtype for p in strategy.model.parameters()},
+        "exported": digest(exported) if (exported := strategy.export()) is not None else None,
+    }
+    strategy.close()
+    return found
+
+
+def of(ranks: int, *overrides: str, **values: Any) -> dict[str, Any]:
+    run = tiny(*overrides, **values)
+    first, *others = run_on(ranks, steps_of, run, run=run)
+    for other in others:
+        assert {k: other[k] for k in ("loss", "norm")} == {k: first[k] for k in ("loss", "norm")}
+    return first
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, Any]:
+    return of(1, "strategy.name=single")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (4, {"replicate": 2}),
+        (2, {"reshard_after_forward": False}),
+        (4, {"reshard_after_forward": 2}),
+        (2, {"cpu_offload": True}),
+    ],
+)
+def test_options_keep_the_bits(ranks: int, options: dict, single: dict) -> None:
+    found = of(ranks, strategy={"name": "fsdp2", "options": options})
+    assert found["digest"] == single["digest"]
+    assert found["norm"] == single["norm"]
+    assert found["exported"] == single["exported"]
+
+
+def test_replicas_of_unequal_shares_keep_the_bits() -> None:
+    """Six shards' ranks over nine pieces: replicas of four and five pieces, with blank turns."""
+    nine = ("micro_batches=9", "batch_size=18")
+    found = of(4, "strategy.name=fsdp2", "strategy.options.replicate=2", *nine)
+    assert found["digest"] == of(1, "strategy.name=single", *nine)["digest"]
+
+
+@pytest.mark.parametrize(("ranks", "extra"), [(2, ()), (4, ())])
+def test_tensor_parallelism_is_equal_to_rounding(ranks: int, extra: tuple) -> None:
+    sgd = {"optim": {"name": "sgd", "learning_rate": 0.1, "clip": 0.5}, "model": LLAMA}
+    alone = of(1, "strategy.name=single", **sgd)
+    found = of(ranks, strategy={"name": "fsdp2", "options": {"tensor_parallel": 2}}, **sgd)
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert found["norm"] == pytest.approx(alone["norm"], rel=2e-6)
+    for key, weight in alone["weights"].items():
+        assert (found["weights"][key] - weight).abs().max() <= 1e-6, key
+    placements, _ = found["held"]["model.layers.0.mlp.up_proj.weight"]
+    assert len(placements) == 2
+
+
+def test_every_rank_holds_its_part_only(single: dict) -> None:
+    whole = sum(count for _, count in single["held"].values())
+    found = of(4, "strategy.name=fsdp2")
+    assert found["local"] < whole / 4 * 1.02
+    assert all(placements is not None for placements, _ in found["held"].values())
+
+
+def test_own_mixed_precision_is_what_it_says() -> None:
+    options = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+    found = of(2, strategy={"name": "fsdp2", "options": options})
+    assert found["dtypes"] == {torch.float32}  # what is kept; what is gathered is bf16
+    assert found["loss"] == pytest.approx(of(1, "strategy.name=single", "precision=bf16")["loss"], rel=2e-2)
+    assert found["loss"] != of(1, "strategy.name=single")["loss"]
+
+
+def test_the_control_fsdp_s_own_sums_have_other_bits(single: dict) -> None:
+    assert of(3, "strategy.name=fsdp2", "strategy.exact=false")["digest"] != single["digest"]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "said"),
+    [
+        ({"shards": 2}, 2, "fsdp2 has no option shards"),
+        ({"replicate": 2}, 3, "3 processes cannot be 2 replica"),
+        ({"replicate": 2}, 2, "nothing to shard"),
+        ({"replicate": 0}, 2, "not a positive number"),
+        ({"param_dtype": "fp8"}, 2, "strategy.options.param_dtype"),
+        ({"reshard_after_forward": "no"}, 2, "strategy.options.reshard_after_forward"),
+        ({"tensor_parallel": 2}, 2, "no plan for gpt2"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict, ranks: int, said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        FSDP2.check(tiny(strategy={"name": "fsdp2", "options": options}), ranks)
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(RunError, match="2 num_key_value_heads"):
+        FSDP2.check(tiny(model=LLAMA, strategy={"name": "fsdp2", "options": {"tensor_parallel": 4}}), 4)
