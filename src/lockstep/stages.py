@@ -113,7 +113,7 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self.args_recv_info.pop(bwd_chunk_id)
+        self.args_recv_info.pop(bwd_chunk_id, None)
         self.grad_recv_info.pop(bwd_chunk_id, None)
         if self.exact:
             self.held.collect(self.micro_batches[bwd_chunk_id].leaf)

@@ -277,8 +277,13 @@ class Pipeline(Strategy):
         found = self.gather(own) if self.pipeline == 0 else {}
         if not self.world.is_main:
             return own
-        order = {f"model.{name}": i for i, name in enumerate(self.cut.holders)}
-        return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+        order = {name: i for i, name in enumerate(self.cut.holders)}
+
+        def place(key: str) -> tuple[bool, int]:
+            kind, _, name = key.partition(".")
+            return kind == "optimizer", order[name if kind == "model" else name.partition(".")[2]]
+
+        return dict(sorted(found.items(), key=lambda item: place(item[0])))
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters and buffers that this rank answers for, as `model.NAME`."""
