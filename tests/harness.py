@@ -65,16 +65,21 @@ def digest(state: dict[str, torch.Tensor]) -> str:
 
 
 def run_on(
-    ranks: int, function: Callable[..., Any], *arguments: Any, run: Run | None = None, timeout_s: float = 120
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    run: Run | None = None,
+    timeout_s: float = 120,
+    joined: bool = True,
 ) -> list[Any]:
-    """`function(world, *arguments)` on each of `ranks` processes. Errors: the first rank's traceback, as an
-    AssertionError."""
+    """`function(world, *arguments)` on each of `ranks` processes, which have joined unless the function does that
+    itself. Errors: the first rank's traceback, as an AssertionError."""
     run = run or tiny()
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
         processes = [
             _context.Process(
-                target=_rank, args=(rank, ranks, f"file://{folder}/meet", run, function, arguments, results)
+                target=_rank, args=(rank, ranks, f"file://{folder}/meet", run, joined, function, arguments, results)
             )
             for rank in range(ranks)
         ]
@@ -99,6 +104,7 @@ def _rank(
     ranks: int,
     meet: str,
     run: Run,
+    joined: bool,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     results: Any,
@@ -107,7 +113,9 @@ def _rank(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        world = World(run, meet).join()
+        world = World(run, meet)
+        if joined:
+            world.join()
         value = function(world, *arguments)
         world.barrier()
         world.close()

@@ -65,6 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
             help="override keys, for example optim.learning_rate=3e-5",
         )
         command.add_argument("--debug", action="store_true", help="show tracebacks")
+    check = commands.add_parser("verify", help="compare a few steps of a run with the same steps as one process")
+    check.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file; default: the quick start")
+    check.add_argument("overrides", nargs="*", metavar="key=value", help="override keys, for example strategy.name=ddp")
+    check.add_argument("--steps", type=int, default=5, help="steps to compare (default 5)")
+    check.add_argument("--debug", action="store_true", help="show tracebacks")
     report = commands.add_parser("report", help="write OUTPUT/report.html again")
     report.add_argument("output", nargs="+")
     push = commands.add_parser("push", help="upload OUTPUT/export to the Hub (token from HF_TOKEN)")
@@ -101,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _dispatch(known: argparse.Namespace, rest: list[str]) -> int:
     from lockstep.run import RunError, schema
 
-    if known.command not in ("train", "plan") and rest:
+    if known.command not in ("train", "plan", "verify") and rest:
         raise RunError(f"unknown argument {rest[0]}; see lockstep {known.command} --help")
     if known.command == "schema":
         print(json.dumps(schema(), indent=2))
@@ -118,7 +123,7 @@ def _dispatch(known: argparse.Namespace, rest: list[str]) -> int:
     run = _load(known, rest)
     if known.command == "plan":
         return _plan(run)
-    return train(run)
+    return _verify(run, known.steps) if known.command == "verify" else train(run)
 
 
 def _load(known: argparse.Namespace, rest: list[str]) -> Run:
@@ -134,13 +139,16 @@ def _load(known: argparse.Namespace, rest: list[str]) -> Run:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """`--key value` and `--key=value` as `key=value`, which argparse takes in any order; only train and plan have
-    such keys."""
-    if not words or words[0] not in ("train", "plan"):
+    """`--key value` and `--key=value` as `key=value`, which argparse takes in any order; only commands that take a run
+    file have such keys, and `verify --steps` is its own option."""
+    if not words or words[0] not in ("train", "plan", "verify"):
         return words
     found, rest = [words[0]], list(words[1:])
     while rest:
         word = rest.pop(0)
+        if words[0] == "verify" and word.partition("=")[0] == "--steps":  # argparse wants it before what has no name
+            found[1:1] = [word] if "=" in word or not rest else [word, rest.pop(0)]
+            continue
         if word.startswith("--") and word not in ("--debug", "--help") and ("=" in word or rest):
             word = word[2:] if "=" in word else f"{word[2:]}={rest.pop(0)}"
         found.append(word)
@@ -173,6 +181,27 @@ def train(run: Run) -> int:
     if plan.variables.get("RANK", "0") == "0":
         keep(run)
     return launcher.start(run, plan)
+
+
+def _verify(run: Run, steps: int) -> int:
+    from lockstep.run import RunError
+
+    if steps < 1:
+        raise RunError(f"--steps: {steps} is not a positive number of steps")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from lockstep.verify import verify
+
+        return verify(run, None, steps)
+    launcher: Launcher = _find("launch.name", "launchers", run.launch.name)()
+    plan = launcher.plan(run)
+    if plan.processes > 1 and run.launch.name == "local":
+        from lockstep.launchers.local import prestart
+
+        prestart()
+    _prepare(run, plan)
+    from lockstep.verify import verify
+
+    return verify(run, launcher, steps)
 
 
 def _prepare(run: Run, plan: Plan) -> Prepared:

@@ -119,7 +119,7 @@ class SGD(torch.optim.SGD):
                 sgd(
                     params,
                     gradients,
-                    velocities or [None] * len(params),
+                    [*velocities] if momentum else [None for _ in params],
                     fused=True,
                     weight_decay=group["weight_decay"],
                     momentum=momentum,

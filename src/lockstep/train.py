@@ -117,24 +117,27 @@ def due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
 
 
-def evaluate(run: Run, world: World, task: Task, strategy: Strategy, columns: Columns) -> dict[str, float]:
-    """Metrics of a split, every example exactly once, on all ranks. Collective.
+def evaluate(
+    run: Run, world: World, task: Task, strategy: Strategy, columns: Columns, rows: np.ndarray | None = None
+) -> dict[str, float]:
+    """Metrics of a split (or of some of its rows), every example exactly once, on all ranks. Collective.
 
     Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and
     blank batches (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its
     order cannot matter.
     """
     size = run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
-    order = np.argsort(-columns.lengths, kind="stable")
+    rows = np.arange(len(columns)) if rows is None else rows
+    order = rows[np.argsort(-columns.lengths[rows], kind="stable")]
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
     for turn in range(0, len(batches), strategy.share.size):
         mine = turn + strategy.share.rank
-        rows = batches[mine] if mine < len(batches) else order[:0]
-        batch = task.collate(columns, rows, 0).to(world.device)
+        chosen = batches[mine] if mine < len(batches) else order[:0]
+        batch = task.collate(columns, chosen, 0).to(world.device)
         for name, value in task.score(strategy.forward, batch).items():
             value = torch.round(value.double() * 2**20) / 2**20
             sums[name] = sums[name] + value if name in sums else value
     sums = {name: strategy.share.sum(value).cpu() for name, value in sorted(sums.items())}
-    assert int(sums["examples"]) == len(columns), f"{int(sums['examples'])} of {len(columns)} examples were evaluated"
-    return {**task.metrics(sums), "examples": len(columns)}
+    assert int(sums["examples"]) == len(rows), f"{int(sums['examples'])} of {len(rows)} examples were evaluated"
+    return {**task.metrics(sums), "examples": len(rows)}

@@ -7,11 +7,13 @@ on rank 0 OUTPUT/.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
 from lockstep.hub import publish, write_export
+from lockstep.launchers.launcher import TRAIN
 from lockstep.report import write_report
 from lockstep.run import Run, RunError, keep, load
 from lockstep.strategies import strategy as strategies
@@ -37,7 +40,7 @@ from lockstep.world import World
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
 
 
-def main(run: Run, init_method: str = "env://") -> int:
+def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> int:
     """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1."""
     world = None
     try:
@@ -48,7 +51,8 @@ def main(run: Run, init_method: str = "env://") -> int:
                 f"processes or "
                 "more micro_batches"
             )
-        return work(run, world)
+        module, _, function = job[0].rpartition(".")
+        return getattr(importlib.import_module(module), function)(run, world, *job[1:])
     except RunError as caught:
         if world is None or world.is_main:
             error(str(caught))
@@ -64,9 +68,9 @@ def main(run: Run, init_method: str = "env://") -> int:
             world.close()
 
 
-def main_of_file(path: str) -> None:
+def main_of_file(path: str, job: Sequence[str] = TRAIN) -> None:
     """The same for a resolved run file, as the process of its own that a launcher starts. Exits."""
-    status = main(load(path, []))
+    status = main(load(path, []), job=job)
     sys.stdout.flush()
     sys.exit(status)
 

@@ -7,11 +7,14 @@ imports torch at the top.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lockstep.run import Run
+
+# What ranks do: the dotted name of a function of (run, world), and further words for it.
+TRAIN = ("lockstep.worker.work",)
 
 
 @dataclass(frozen=True)
@@ -36,5 +39,5 @@ class Launcher(ABC):
         """Pure: the same run gives the same plan on the same machine. Errors: `RunError`."""
 
     @abstractmethod
-    def start(self, run: Run, plan: Plan) -> int:
-        """Do exactly what the plan says. Returns the exit status of the command."""
+    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+        """Do exactly what the plan says; every process does `job`. Returns the exit status of the command."""

@@ -11,11 +11,12 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.console import error
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ class Local(Launcher):
             variables["GLOO_SOCKET_IFNAME"] = "lo"  # needs no host name that resolves
         return Plan(processes, command, variables, notes=["started by torch elastic in this terminal"])
 
-    def start(self, run: Run, plan: Plan) -> int:
+    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         if plan.processes == 1:
             from lockstep import worker
 
-            return worker.main(run)
+            return worker.main(run, job=job)
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
-        return run_agent(str(run.folder / "run.yaml"), plan.processes, run)
+        return run_agent(str(run.folder / "run.yaml"), plan.processes, run, job)
 
 
 def processes_of(run: Run) -> int:
@@ -89,7 +90,7 @@ def prestart() -> None:
     forkserver.ensure_running()
 
 
-def run_agent(path: str, processes: int, run: Run) -> int:
+def run_agent(path: str, processes: int, run: Run, job: Sequence[str]) -> int:
     """Start `processes` ranks of the run file at `path` under a torch elastic agent, and see them to their end."""
     import logging
 
@@ -105,7 +106,7 @@ def run_agent(path: str, processes: int, run: Run) -> int:
         role="lockstep",
         local_world_size=processes,
         entrypoint=entry,
-        args=(path,),
+        args=(path, tuple(job)),
         rdzv_handler=registry.get_rendezvous_handler(rendezvous),
         max_restarts=run.launch.max_restarts,
         monitor_interval=0.1,
@@ -168,7 +169,7 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-def entry(path: str) -> None:
+def entry(path: str, job: Sequence[str]) -> None:
     """One rank. Ends with the launcher, whatever ended that: no orphans that go on writing to OUTPUT."""
     import threading
 
@@ -179,7 +180,7 @@ def entry(path: str) -> None:
     threading.Thread(target=_follow_launcher, name="lockstep-launcher", daemon=True).start()  # not the launcher
     from lockstep.worker import main_of_file
 
-    main_of_file(path)
+    main_of_file(path, job)
 
 
 def _follow_launcher() -> None:

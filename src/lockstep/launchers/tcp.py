@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.run import Run, RunError
 
 
@@ -40,8 +41,8 @@ class Tcp(Launcher):
         notes = [f"this process is rank {launch.rank} of {launch.world_size}, meeting at {launch.master}"]
         return Plan(launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes)
 
-    def start(self, run: Run, plan: Plan) -> int:
+    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         from lockstep import worker
 
         os.environ.update(plan.variables)
-        return worker.main(run, str(run.launch.master))
+        return worker.main(run, str(run.launch.master), job)

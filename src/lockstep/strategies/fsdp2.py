@@ -73,6 +73,11 @@ class FSDP2(Strategy):
         own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(run.strategy.options)
         return run.strategy.exact and (not own or (own == {"tensor_parallel"} and tensor_ranks(run) == 1))
 
+    @classmethod
+    def rounding(cls, run: Run) -> float:
+        low = "bf16" in (run.strategy.options.get(key) for key in ("param_dtype", "reduce_dtype"))
+        return 0.1 if low or (run.precision == "bf16" and tensor_ranks(run) > 1) else 1e-4
+
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
         self.in_tree_order = self.gives_bits(run)

@@ -1,0 +1,85 @@
+"""How much memory tensors take on this rank, measured and not claimed.
+
+In: the tensors that are alive. Out: bytes, at the moments that matter: between steps, and at the update.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+def tensor_bytes() -> int:
+    """Bytes of all storages that some tensor of this process refers to; each storage counts once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some libraries warn when their objects are looked at
+        for thing in gc.get_objects():
+            if issubclass(type(thing), Tensor):
+                for tensor in (thing, thing.grad if thing.is_leaf else None):
+                    _count(tensor, storages)
+    return sum(storages.values())
+
+
+def _count(tensor: Tensor | None, storages: dict[int, int]) -> None:
+    while isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if tensor is None or tensor.device.type == "meta":
+        return
+    if tensor.is_sparse:
+        _count(tensor._values(), storages)
+        return
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        storages[storage.data_ptr()] = storage.nbytes()
+
+
+@dataclass
+class Held:
+    """Bytes of tensors on this rank."""
+
+    at_rest: int = 0  # between steps: weights, buffers and optimizer state
+    at_update: int = 0  # when the optimizer steps: the same and the gradients
+
+
+@contextmanager
+def measured(before: int) -> Iterator[Held]:
+    """Measure one step that runs inside; `before` is what was alive before the strategy was built."""
+    held = Held()
+
+    def at_update(*_: Any) -> None:
+        held.at_update = max(held.at_update, tensor_bytes() - before)
+
+    hook = register_optimizer_step_pre_hook(at_update)
+    try:
+        yield held
+    finally:
+        hook.remove()
+    held.at_rest = tensor_bytes() - before
+
+
+def peak_resident() -> int:
+    """The most memory this process ever held, in bytes, as the operating system tells it; 0 where it does not."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def device_peak(device: torch.device) -> int:
+    """The most a GPU's allocator held, in bytes; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
