@@ -177,11 +177,116 @@ def test_language_models_share_a_weight_between_first_and_last_stage(
         same(of(ranks, *model, *options, "strategy.name=pipeline", f"precision={precision}"), one)
 
 
+@pytest.mark.parametrize("encoder_layers", [1, 2])
 @pytest.mark.parametrize("kind", ["Bart", "Marian"])
-def test_encoder_and_decoder_on_different_stages(kind: str) -> None:
-    job = (*HALVES, f"task.name=test_pipeline.{kind}")
+def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int) -> None:
+    """With one layer in the encoder, the first of two stages uses the embedding twice, the last one once."""
+    job = (*HALVES, f"model.config.encoder_layers={encoder_layers}", f"task.name=test_pipeline.{kind}")
+    one = of(1, *job, "strategy.name=single")
+    for ranks, *options in ((2,), (3,), (4, "schedule=gpipe"), (2, "schedule=interleaved"), (4, "stages=2")):
+        same(of(ranks, *job, *(f"strategy.options.{o}" for o in options), "strategy.name=pipeline"), one)
+
+
+@pytest.mark.parametrize("kind", ["Bart", "Marian"])
+def test_encoder_and_decoder_in_bf16(kind: str) -> None:
+    # Not tied: with three uses of a weight, `single` adds those of its first piece in another order than the others'.
+    untied = (*HALVES, "model.config.tie_word_embeddings=false", f"task.name=test_pipeline.{kind}", "precision=bf16")
+    one = of(1, *untied, "strategy.name=single")
+    for ranks in (2, 4):
+        same(of(ranks, *untied, "strategy.name=pipeline"), one)
+
+
+def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """Train on from a state, or from the start; the state after two steps, and its digest after one more."""
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    if kept:
+        strategy.load_state(kept)
+    else:
+        for t in range(2):
+            strategy.train_step(feed.make(t), 1e-3)
+    state = {k: v.clone() for k, v in strategy.state().items()}
+    strategy.train_step(feed.make(2), 1e-3)
+    last = digest(strategy.state())
+    strategy.close()
+    return state, last
+
+
+def test_a_state_goes_from_one_strategy_to_another_and_back() -> None:
+    tied = ("task.name=test_pipeline.Language",)
+    one, two = (tiny(f"strategy.name={name}", *tied) for name in ("single", "pipeline"))
+    state, after = run_on(1, restored, one, {}, run=one)[0]
+    piped, piped_after = run_on(2, restored, two, {}, run=two)[0]
+    assert (digest(piped), piped_after) == (digest(state), after)
+    assert list(piped) == list(state)
+    assert run_on(2, restored, two, state, run=two)[0][1] == after
+    assert run_on(1, restored, one, piped, run=one)[0][1] == after
+
+
+def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics after a step, and what `observe` heard in it."""
+    task, strategy = build(run, world)
+    heard: dict[str, Tensor] = {}
+    strategy.observe = lambda gradients: heard.update({k: v.clone() for k, v in gradients.items()})
+    strategy.train_step(Feed(run, task, strategy.leaves(), world.device).make(0), 1e-2)
+    found = evaluate(run, world, task, strategy, task.splits["validation"])
+    strategy.close()
+    return found, heard
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(2, ()), (2, ("schedule=interleaved",)), (4, ("stages=2",))])
+def test_scores_and_gradients_are_those_of_one_process(ranks: int, options: tuple[str, ...]) -> None:
     for precision in ("fp32", "bf16"):
-        one = of(1, *job, "strategy.name=single", f"precision={precision}")
-        for ranks, *options in ((2,), (3,), (4, "schedule=gpipe"), (2, "schedule=interleaved"), (4, "stages=2")):
-            chosen = (f"strategy.options.{o}" for o in options)
-            same(of(ranks, *job, *chosen, "strategy.name=pipeline", f"precision={precision}"), one)
+        common = (FOUR, f"precision={precision}", "evaluate.batch_size=8")
+        single = tiny("strategy.name=single", *common)
+        piped = tiny("strategy.name=pipeline", *common, *(f"strategy.options.{o}" for o in options))
+        metrics, gradients = run_on(1, evaluated, single, run=single)[0]
+        (first, heard), *others = run_on(ranks, evaluated, piped, run=piped)
+        assert first == metrics
+        assert all(found == metrics and not nothing for found, nothing in others)
+        assert list(heard) == list(gradients)
+        assert all(torch.equal(heard[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("task", ["classification", "test_pipeline.Language"])
+def test_autograd_s_own_sums_are_equal_to_rounding(task: str) -> None:
+    sgd = (f"task.name={task}", FOUR, "optim.name=sgd", "optim.learning_rate=0.1")
+    exact = of(1, *sgd, "strategy.name=single")
+    for ranks, *options in ((2,), (4, "stages=2"), (2, "schedule=interleaved")):
+        chosen = (f"strategy.options.{o}" for o in options)
+        found = of(ranks, *sgd, *chosen, "strategy.name=pipeline", "strategy.exact=false")
+        assert found["loss"] == pytest.approx(exact["loss"], rel=1e-6)
+        assert found["norm"] == pytest.approx(exact["norm"], rel=2e-6)
+        for key, weight in exact["weights"].items():
+            assert (found["weights"][key] - weight).abs().max() <= 1e-6, key
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "said"),
+    [
+        (1, (), "strategy.name: pipeline needs two processes or more"),
+        (2, ("strategy.options.chunks=3",), "strategy.options: pipeline knows stages, schedule and stages_per_rank"),
+        (2, ("strategy.options.schedule=zigzag",), "strategy.options.schedule: 'zigzag' is none of gpipe"),
+        (2, ("strategy.options.stages=1",), "strategy.options.stages: 1 is not a whole number of at least 2"),
+        (2, ("strategy.options.stages=true",), "strategy.options.stages: True is not"),
+        (2, ("strategy.options.stages_per_rank=2",), "strategy.options.stages_per_rank: only the schedule"),
+        (3, ("strategy.options.stages=2",), "strategy.options.stages: 2 stages do not divide 3 processes"),
+        (3, (), "strategy.options.stages: 3 stages are more than the model's 2 layers"),
+        (4, (), "strategy.options.stages: 4 stages are more than the model's 2 layers"),
+        (2, ("strategy.options.schedule=interleaved",), "2 ranks with 2 stages each are 4 stages, more than"),
+        (2, ("micro_batches=1",), "micro_batches: 1 pieces on 1 pipeline(s) are 1 each, but 1f1b needs as many"),
+        (4, ("micro_batches=1", "strategy.options.stages=2"), "are 0 each, but every pipeline needs one"),
+        (2, (FOUR, "micro_batches=5", "strategy.options.schedule=interleaved"), "interleaved runs 2 rounds on 2 ranks"),
+        (2, ("model.type=t5", "model.config={}"), "strategy.name: pipeline cannot cut a model of the type 't5'"),
+        (2, (*HALVES, "model.config.decoder_layerdrop=0.1"), "model.config.decoder_layerdrop: a pipeline cannot"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_built(processes: int, overrides: tuple, said: str) -> None:
+    with pytest.raises(RunError) as error:
+        Pipeline.check(tiny("strategy.name=pipeline", *overrides), processes)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(("processes", "stages"), [(2, ()), (4, ("strategy.options.stages=2",))])
+def test_two_layers_are_enough_for_two_stages(processes: int, stages: tuple[str, ...]) -> None:
+    Pipeline.check(tiny("strategy.name=pipeline", *stages), processes)

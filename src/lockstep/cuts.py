@@ -267,7 +267,7 @@ class Part(nn.Module):
         `resume` is called where the model's random numbers go on: the stand-ins before may have drawn some.
         """
         for entry, hidden in zip(self._entries, received, strict=True):
-            # A view, because autocast would keep a leaf's bf16 copy, and the gradients of all its uses be added in bf16.
+            # A view: autocast keeps a leaf's bf16 copy, and the gradients of all its uses would be added in bf16.
             entry.hidden = hidden.view_as(hidden)
         if self._entries:
             self._entries[-1].resume = resume

@@ -71,6 +71,7 @@ class Stage(PipelineStage):
         self.part, self.held, self._bytes_of_state = part, held, bytes_of_state
         self._runtime_validate = False  # it compares every piece's shapes with the first one's
         self.has_backward = True
+        self._tied: list[tuple[Tensor, Tensor]] = []  # weights of this stage, and their gradients from later ones
         tensors = part.sends + 1  # the random state is the last one
         self.act_send_info = {0: []} if part.last else {i: [part.stage + 1] for i in range(tensors)}
         before = part.stage - 1
@@ -101,6 +102,10 @@ class Stage(PipelineStage):
             self.grad_recv_info[bwd_chunk_id] = (*infos, _RecvInfo("random state", after, None, None))
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        tied, self._tied = self._tied, []
+        return (*super()._retrieve_recv_grads(bwd_chunk_id), *(gradient for _, gradient in tied))
+
     def _buffer(self, meta: _TensorMeta, source: int) -> _RecvInfo:
         return _RecvInfo("hidden", source, torch.empty(meta.shape, dtype=meta.dtype, device=self.device), meta)
 
@@ -111,6 +116,12 @@ class Stage(PipelineStage):
         return outputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if self.exact and not self.part.last:
+            # What later stages' uses of a tied weight gave enters backward as the gradient of one more output, so that
+            # autograd adds it up first, before the uses on this stage: the order of a single process.
+            self._tied = self.held.receive_tied()
+            outputs, values = self.fwd_cache[bwd_chunk_id]
+            self.fwd_cache[bwd_chunk_id] = (*outputs, *(parameter for parameter, _ in self._tied)), values
         with torch.autocast(self.device.type, enabled=False):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.args_recv_info.pop(bwd_chunk_id, None)
@@ -187,18 +198,24 @@ class Held:
         self.parameters = {name: part.tensor(name) for name in order if name in names}
         self.owned = {n: p for n, p in self.parameters.items() if links.holders[n][0] == part.stage}
 
+    def receive_tied(self) -> list[tuple[Tensor, Tensor]]:
+        """The weights that a later stage uses too, each with the gradient of a piece that comes from there."""
+        found = []
+        for name, parameter in self.parameters.items():
+            later = [stage for stage in self._links.holders[name] if stage > self.part.stage]
+            if later:
+                found.append((parameter, self._links.receive(name, parameter, later[0], self.part.stage)))
+        return found
+
     def collect(self, leaf: int) -> None:
-        """Move the gradients that backward left into the tree."""
+        """Move the gradients that backward left into the tree, or on to an earlier stage that uses the weight too."""
         gradients = []
         for name, parameter in self.parameters.items():
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             parameter.grad = None
-            holders = self._links.holders[name]
-            place = holders.index(self.part.stage)
-            if place + 1 < len(holders):
-                gradient += self._links.receive(name, gradient, holders[place + 1], self.part.stage)
-            if place > 0:
-                self._links.send(name, gradient.contiguous(), self.part.stage, holders[place - 1])
+            earlier = [stage for stage in self._links.holders[name] if stage < self.part.stage]
+            if earlier:
+                self._links.send(name, gradient.contiguous(), self.part.stage, earlier[-1])
             else:
                 gradients.append(gradient)
         self.tree.add(leaf, gradients)

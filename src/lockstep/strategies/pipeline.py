@@ -49,6 +49,8 @@ class Pipeline(Strategy):
             )
         if processes < 2:
             raise RunError("strategy.name: pipeline needs two processes or more; use single, or launch.processes=2")
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+            raise RunError(f"strategy.name: pipeline needs torch 2.13 or newer, this is {torch.__version__}")
         ranks, schedule, each = _shape(run, processes)
         if processes % ranks:
             raise RunError(
@@ -57,10 +59,12 @@ class Pipeline(Strategy):
             )
         layers = layer_count(models.load_config(run))
         if ranks * each > layers:
-            raise RunError(
-                f"strategy.options.stages: {ranks} ranks with {each} stage{'s'[: each - 1]} each are {ranks * each} "
-                f"stages, more than the model's {layers} layers; lower it"
+            stages = (
+                f"{ranks} stages are"
+                if each == 1
+                else f"{ranks} ranks with {each} stages each are {ranks * each} stages,"
             )
+            raise RunError(f"strategy.options.stages: {stages} more than the model's {layers} layers; lower it")
         pipelines = processes // ranks
         for pieces in {len(share(run.micro_batches, i, pipelines)) for i in range(pipelines)}:
             fault = _too_few(pieces, ranks, schedule)
@@ -166,6 +170,9 @@ class Pipeline(Strategy):
         """The gradients of this rank's parts, summed over all pieces of all pipelines, by name. Collective."""
         if not self.run.strategy.exact:
             for held in reversed(self.held):  # autograd has added up the pieces
+                for parameter, gradient in held.receive_tied():
+                    gradient += 0 if parameter.grad is None else parameter.grad
+                    parameter.grad = gradient
                 held.collect(0)
         totals = self.across_pipelines()
         found = [dict(zip(held.owned, total, strict=True)) for held, total in zip(self.held, totals, strict=True)]
@@ -202,8 +209,9 @@ class Pipeline(Strategy):
         dist.all_reduce(squares, group=self.pipe)
         norm = squares.sum().sqrt().float()
         if self.observe is not None:
-            owned = [{n: found[n] for n in held.owned} for held, found in zip(self.held, gradients, strict=True)]
-            self.observe(self.gather({n: g for found in owned for n, g in found.items()}) if self.pipeline == 0 else {})
+            owned = {n: found[n] for held, found in zip(self.held, gradients, strict=True) for n in held.owned}
+            whole = self.gather(owned) if self.pipeline == 0 else {}
+            self.observe({name: whole[name] for name in self.order if name in whole})
         if self.run.optim.clip:
             factor = (self.run.optim.clip / (norm + 1e-6)).clamp(max=1.0)
             if factor.device.type != "cpu" or factor < 1.0:
