@@ -143,16 +143,16 @@ def _joined(words: list[str]) -> list[str]:
     file have such keys, and `verify --steps` is its own option."""
     if not words or words[0] not in ("train", "plan", "verify"):
         return words
-    found, rest = [words[0]], list(words[1:])
+    found, options, rest = [], [], list(words[1:])
     while rest:
         word = rest.pop(0)
         if words[0] == "verify" and word.partition("=")[0] == "--steps":  # argparse wants it before what has no name
-            found[1:1] = [word] if "=" in word or not rest else [word, rest.pop(0)]
+            options += [word] if "=" in word or not rest else [word, rest.pop(0)]
             continue
         if word.startswith("--") and word not in ("--debug", "--help") and ("=" in word or rest):
             word = word[2:] if "=" in word else f"{word[2:]}={rest.pop(0)}"
         found.append(word)
-    return found
+    return [words[0], *options, *found]
 
 
 def train(run: Run) -> int:

@@ -149,3 +149,37 @@ def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder
     model.load_state_dict(plain)
     model.save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: what transformers does not split over devices, else the longest list of modules."""
+    kept = set(getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in model.modules() if type(m).__name__ in kept]
+    if not found:
+        lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+        found = max(lists, key=len, default=[])
+    return found
+
+
+def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
+    """The plan that transformers gives for the model's family, in torch's terms; `prefix` is where the base model lies.
+
+    Errors: `RunError` when there is none, or when attention heads cannot be shared by so many ranks.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    config = load_config(run)
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan or set(plan.values()) - set(styles):
+        raise RunError(
+            f"strategy.options.tensor_parallel: transformers has no plan for {config.model_type} that can be used here "
+            "(llama, qwen2, mistral and their like have one); leave the option out"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (getattr(config, name, None) or ranks) % ranks:
+            raise RunError(
+                f"strategy.options.tensor_parallel: {ranks} ranks cannot share the model's {getattr(config, name)} "
+                f"{name}"
+            )
+    return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}

@@ -66,7 +66,7 @@ class FSDP2(Strategy):
         if not isinstance(reshard := options.get("reshard_after_forward", True), bool | int):
             raise RunError(f"strategy.options.reshard_after_forward: {reshard!r} is not true, false or a number")
         if tensor > 1:
-            tensor_plan(run, tensor)
+            models.tensor_plan(run, tensor)
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
@@ -104,11 +104,16 @@ class FSDP2(Strategy):
         source = task.model() if self.world.is_main else None  # the only whole copy of the model, gone when build ends
         self.model = task.model(empty=True).to_empty(device="cpu")  # memory that is not touched is not taken
         self.model.tie_weights()  # type: ignore[operator]
-        exempt = optim.undecayed(self.model)
-        self.apply_shards()
+        self.apply_shards(exempt=optim.undecayed(self.model))
+        self.scatters: list[_TreeScatter] = []
+        for part in self.model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)  # nothing is averaged: the loss is divided once, by all targets
+                part.set_force_sum_reduction_for_comms(True)
+                if self.in_tree_order and self.shards > 1:
+                    self.scatters.append(_TreeScatter(self))
+                    part.set_custom_reduce_scatter(self.scatters[-1])
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        groups = optim.groups(self.model.named_parameters(), exempt, self.run.optim.weight_decay)
-        self.optimizer = optim.of_groups(self.run.optim, groups)
         self.receive(source)
         self.model.train()
 
@@ -126,14 +131,15 @@ class FSDP2(Strategy):
             self.share = Share(self.world.rank // self.tensor, self.world.size // self.tensor, summing(group))
         return mesh
 
-    def apply_shards(self) -> None:
-        """`fully_shard` on every block, then on what is left; the blocks are those transformers keeps together."""
+    def apply_shards(self, exempt: set[str]) -> None:
+        """`fully_shard` on every block, then on what is left; the blocks are those transformers keeps together. Then
+        the optimizer; weight decay leaves the parameters `exempt` alone."""
         options = self.run.strategy.options
         if self.tensor > 1:
             from torch.distributed.tensor.parallel import parallelize_module
 
             prefix = f"{self.model.base_model_prefix}."
-            parallelize_module(self.model, self.mesh["tensor"], tensor_plan(self.run, self.tensor, prefix))
+            parallelize_module(self.model, self.mesh["tensor"], models.tensor_plan(self.run, self.tensor, prefix))
         names = tuple(n for n in ("replicate", "shard") if n in (self.mesh.mesh_dim_names or ()))
         param, reduce = (_DTYPES.get(str(options.get(k))) for k in ("param_dtype", "reduce_dtype"))
         arguments: dict[str, Any] = {
@@ -143,18 +149,15 @@ class FSDP2(Strategy):
             if options.get("cpu_offload")
             else OffloadPolicy(),
         }
-        for block in blocks(self.model):
+        for block in models.blocks(self.model):
             fully_shard(block, mp_policy=MixedPrecisionPolicy(param, reduce), **arguments)
         output = torch.float32 if param or reduce else None  # logits
         fully_shard(self.model, mp_policy=MixedPrecisionPolicy(param, reduce, output), **arguments)
-        self.scatters: list[_TreeScatter] = []
-        for part in self.model.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)  # nothing is averaged: the loss is divided once, by all targets
-                part.set_force_sum_reduction_for_comms(True)
-                if self.in_tree_order and self.shards > 1:
-                    self.scatters.append(_TreeScatter(self))
-                    part.set_custom_reduce_scatter(self.scatters[-1])
+        self.optimizer = self.make_optimizer(exempt)
+
+    def make_optimizer(self, exempt: set[str]) -> torch.optim.Optimizer:
+        groups = optim.groups(self.model.named_parameters(), exempt, self.run.optim.weight_decay)
+        return optim.of_groups(self.run.optim, groups)
 
     def receive(self, source: nn.Module | None) -> None:
         """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
@@ -354,16 +357,6 @@ def parts(tensor: Tensor) -> int:
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: what transformers does not split over devices, else the longest list of modules."""
-    kept = set(getattr(model, "_no_split_modules", None) or ())
-    found = [m for m in model.modules() if type(m).__name__ in kept]
-    if not found:
-        lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-        found = max(lists, key=len, default=[])
-    return found
-
-
 def summing(group: dist.ProcessGroup) -> Any:
     """A sum over the ranks of a group, in place."""
 
@@ -376,27 +369,3 @@ def summing(group: dist.ProcessGroup) -> Any:
 
 def tensor_ranks(run: Run) -> int:
     return int(run.strategy.options.get("tensor_parallel", 1))
-
-
-def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
-    """The plan that transformers gives for the model's family, in torch's terms; `prefix` is where the base model lies.
-
-    Errors: `RunError` when there is none, or when attention heads cannot be shared by so many ranks.
-    """
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    config = models.load_config(run)
-    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    if not plan or set(plan.values()) - set(styles):
-        raise RunError(
-            f"strategy.options.tensor_parallel: transformers has no plan for {config.model_type} that can be used here "
-            "(llama, qwen2, mistral and their like have one); leave the option out"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (getattr(config, name, None) or ranks) % ranks:
-            raise RunError(
-                f"strategy.options.tensor_parallel: {ranks} ranks cannot share the model's {getattr(config, name)} "
-                f"{name}"
-            )
-    return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}
