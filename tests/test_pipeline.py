@@ -290,3 +290,8 @@ def test_what_cannot_work_is_refused_before_anything_is_built(processes: int, ov
 @pytest.mark.parametrize(("processes", "stages"), [(2, ()), (4, ("strategy.options.stages=2",))])
 def test_two_layers_are_enough_for_two_stages(processes: int, stages: tuple[str, ...]) -> None:
     Pipeline.check(tiny("strategy.name=pipeline", *stages), processes)
+
+
+def test_more_pieces_than_examples_leave_blank_ones() -> None:
+    short = ("data.limit=9", "batch_size=8", "micro_batches=8", "steps=4")  # every second step has one example
+    same(of(2, *short, "strategy.name=pipeline"), of(1, *short, "strategy.name=single"))
