@@ -283,8 +283,6 @@ class Pipeline(Strategy):
                     if isinstance(value, Tensor):
                         own[f"optimizer.{key}.{name}"] = value
         found = self.gather(own) if self.pipeline == 0 else {}
-        if not self.world.is_main:
-            return own
         order = {name: i for i, name in enumerate(self.cut.holders)}
 
         def place(key: str) -> tuple[bool, int]:
