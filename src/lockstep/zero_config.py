@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from lockstep.run import Run, RunError
 
 # What the run file says already: DeepSpeed's key -> ours.
@@ -81,10 +83,9 @@ def keeps_bf16_weights(options: Mapping[str, Any]) -> bool:
     return isinstance(section, Mapping) and bool(section.get("enabled"))
 
 
-def check(run: Run, stage: int, options: Mapping[str, Any]) -> None:
+def check(run: Run, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
     """Refuse, before any process starts, what is ours to say, what DeepSpeed does not know and values it does not take.
-    Errors: `RunError`."""
-    key = "strategy.options"
+    `key`: where in the run file the options are. Errors: `RunError`."""
     for name in options:
         if name in _OURS:
             raise RunError(f"{key}.{name}: this is said by the run file's own key {_OURS[name]}")
@@ -93,9 +94,15 @@ def check(run: Run, stage: int, options: Mapping[str, Any]) -> None:
         raise RunError(f"{key}.zero_optimization: {section!r} is not a mapping of DeepSpeed's zero_optimization")
     if "stage" in section:
         raise RunError(f"{key}.zero_optimization.stage: this is said by strategy.name (zero1, zero2, zero3)")
+    if section.get("round_robin_gradients"):
+        raise RunError(
+            f"{key}.zero_optimization.round_robin_gradients: under it DeepSpeed gives the weights back in another order "
+            f"than the parameters' (seen in 0.19.8), so nothing could be saved; leave it out"
+        )
     if keeps_bf16_weights(options) and run.precision != "bf16":
         raise RunError(f"{key}.bf16: the run's precision is {run.precision}; set precision=bf16 too")
     if options:
+        prepare_import("cuda" if run.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
         _ask_deepspeed(config(run, stage, 1_000_000, options), options, key)
 
 
@@ -134,14 +141,16 @@ def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str
         first = error.errors()[0]
         section = next((s for s in ("zero_optimization", *options) if _belongs(first["loc"], content.get(s))), None)
         name = ".".join(str(part) for part in (key, section, *first["loc"]) if part is not None)
-        raise RunError(f"{name}: DeepSpeed says: {first['msg']}, of {first['input']!r}") from None
+        if first["type"] == "extra_forbidden":
+            raise RunError(f"{name}: DeepSpeed has no such option") from None
+        raise RunError(f"{name}: {first['input']!r} will not do, DeepSpeed says: {first['msg']}") from None
     except Exception as error:  # DeepSpeed refuses in many ways
         raise RunError(f"{key}: DeepSpeed says: {' '.join(str(error).split())[:400]}") from error
     for name in options:
         if name not in asked:
             near = difflib.get_close_matches(name, sorted(asked - _OURS.keys()), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise RunError(f"{key}.{name}: DeepSpeed has no such section{hint}")
+            raise RunError(f"{key}.{name}: DeepSpeed has no such option{hint}")
 
 
 def _belongs(location: tuple[int | str, ...], section: Any) -> bool:

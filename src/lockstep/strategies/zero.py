@@ -180,6 +180,8 @@ class Sharded(Strategy):
         for name, parameter in self.named.items():
             weight = self._whole_weight(parameter)
             assert weight.shape == self.shapes[name], f"{name}: {weight.shape}, not {self.shapes[name]}"
+            if self.stage < 3:  # the model's own copy is whole: what is saved is what it computes with
+                assert torch.equal(weight.to(parameter.dtype), parameter.detach()), f"{name}: not the model's weight"
             if self.world.is_main:
                 found[name] = weight.to("cpu", copy=True)
         return found
