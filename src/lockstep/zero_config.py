@@ -96,7 +96,7 @@ def check(run: Run, stage: int, options: Mapping[str, Any], key: str = "strategy
         raise RunError(f"{key}.zero_optimization.stage: this is said by strategy.name (zero1, zero2, zero3)")
     if section.get("round_robin_gradients"):
         raise RunError(
-            f"{key}.zero_optimization.round_robin_gradients: under it DeepSpeed gives the weights back in another order "
+            f"{key}.zero_optimization.round_robin_gradients: under it DeepSpeed gives weights back in another order "
             f"than the parameters' (seen in 0.19.8), so nothing could be saved; leave it out"
         )
     if keeps_bf16_weights(options) and run.precision != "bf16":
