@@ -22,6 +22,8 @@ FLOORS = {
     "data": 2,
     "optim": 2,
     "models": 2,
+    "adapters": 1,
+    "decoding": 2,
     "reduction": 2,
     "zero_config": 2,
     "rows": 3,

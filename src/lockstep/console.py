@@ -70,6 +70,11 @@ class Console:
             left = (self._total - step) * numbers["seconds_per_step"]
             self.say(f"step {step:>6}/{self._total}  {text}  rate {numbers['learning_rate']:.2e}  {clock(left)} left")
 
+    def show(self, step: int, samples: Iterable[str]) -> None:
+        """Texts that the model wrote after `step` updates."""
+        for text in samples:
+            self.say(f"step {step:>6}  sample: " + text.replace("\n", "\n" + " " * 13))
+
     def stop(self) -> None:
         """End the progress bar."""
         if self._bar is not None:

@@ -27,33 +27,58 @@ _OFFSET_POSITIONS = {
 }
 
 
-def check(run: Run) -> None:
-    """Refuse, before any process starts, a model that cannot be built. Errors: `RunError`."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN,
-    )
+# What a task asks for -> the Auto class of transformers, the families it has, and what messages call it.
+HEADS = {
+    "classification": (
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        "sequence classifier",
+    ),
+    "token_classification": (
+        "AutoModelForTokenClassification",
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+        "token classifier",
+    ),
+    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
+    "seq2seq": (
+        "AutoModelForSeq2SeqLM",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+        "encoder-decoder model",
+    ),
+}
+
+
+def check(
+    run: Run, head: str = "classification", tokens: int | None = None, key: str = "data.max_length", **entries: Any
+) -> None:
+    """Refuse, before any process starts, a model that cannot be built, or that has no place for so many `tokens`
+    (default: `data.max_length`), which `key` sets. `entries` of the config are set first. Errors: `RunError`."""
+    from transformers.models.auto import modeling_auto
 
     config = load_config(run)
-    if config.model_type not in KNOWN and not run.model.trust_remote_code:
-        raise RunError(f"model: transformers has no sequence classifier of the type {config.model_type!r}")
+    _, known, called = HEADS[head]
+    if config.model_type not in getattr(modeling_auto, known) and not run.model.trust_remote_code:
+        raise RunError(f"model: transformers has no {called} of the type {config.model_type!r}")
     if run.model.config:
-        _check_buildable(config)
+        for name, value in entries.items():
+            setattr(config, name, value)
+        _check_buildable(config, head)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None:
         fits = positions - (config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0)
-        if run.data.max_length > fits:
+        if (tokens or run.data.max_length) > fits:
             raise RunError(
-                f"data.max_length: {run.data.max_length} tokens, but the model has positions for {fits}; lower it"
+                f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
             )
 
 
-def _check_buildable(config: Any) -> None:
-    """Build the classifier without memory, so that sizes that do not fit each other are told now."""
-    from transformers import AutoModelForSequenceClassification
+def _check_buildable(config: Any, head: str) -> None:
+    """Build the model without memory, so that sizes that do not fit each other are told now."""
+    import transformers
 
     try:
         with torch.device("meta"):
-            AutoModelForSequenceClassification.from_config(config)
+            getattr(transformers, HEADS[head][0]).from_config(config)
     except (ValueError, RuntimeError, AssertionError, TypeError, KeyError, ZeroDivisionError) as error:
         said = " ".join(str(error).split())
         if "meta" in said:  # a model that cannot be built without memory says nothing of its sizes
@@ -110,27 +135,40 @@ def local_or_id(run: Run) -> str:
 def sequence_classifier(run: Run, tokenizer: Any, labels: list[str], empty: bool = False) -> nn.Module:
     """A classifier; weights that the source does not have (the head) are drawn from the seed. `empty`: on the meta
     device."""
-    from transformers import AutoModelForSequenceClassification
+    return build(run, "classification", tokenizer, empty, **named(labels))
+
+
+def named(labels: list[str]) -> dict[str, Any]:
+    """The entries of a config that say what its classes are called."""
+    names = dict(enumerate(labels))
+    return {"num_labels": len(labels), "id2label": names, "label2id": {name: code for code, name in names.items()}}
+
+
+def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: Any) -> nn.Module:
+    """A model of the Auto class that `head` names; weights that the source does not have are drawn from the seed.
+
+    `entries` of the config are set by the task. `empty`: on the meta device, without memory.
+    """
+    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    auto = getattr(transformers, HEADS[head][0])
     config = load_config(run)
-    config.num_labels = len(labels)
-    config.id2label = dict(enumerate(labels))
-    config.label2id = {name: code for code, name in enumerate(labels)}
     config.pad_token_id = tokenizer.pad_token_id
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     seed_libraries(run.seed)
     if run.model.type is not None:
         config.vocab_size = len(tokenizer)
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    for name, value in entries.items():
+        setattr(config, name, value)
     if run.model.type is not None or empty:
         with torch.device("meta" if empty else "cpu"):
-            options |= {"trust_remote_code": run.model.trust_remote_code}
-            model = AutoModelForSequenceClassification.from_config(config, **options)
+            model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
     else:
-        model = AutoModelForSequenceClassification.from_pretrained(
+        model = auto.from_pretrained(
             local_or_id(run),
             config=config,
             revision=run.model.revision,
@@ -147,18 +185,40 @@ def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder
     """Write config, weights and tokenizer so that transformers' `from_pretrained` loads them."""
     plain = {name: tensor.cpu() for name, tensor in weights.items()}
     model.load_state_dict(plain)
+    if getattr(model.config, "use_cache", None) is False:
+        model.config.use_cache = True  # type: ignore[union-attr]  # off in training only
     model.save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)
 
 
+def most_uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """How often one forward uses the weight that it uses most (tied weights, layers that are shared)."""
+    uses: dict[int, int] = {}
+
+    def count(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+
+    hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
+    try:
+        with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
+            model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return max(uses.values(), default=0)
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: what transformers does not split over devices, else the longest list of modules."""
+    """The layers of a model: what transformers does not split over devices, else the items of its outermost lists of
+    like modules (an encoder's and a decoder's layers)."""
     kept = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in kept]
-    if not found:
-        lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-        found = max(lists, key=len, default=[])
-    return found
+    if found:
+        return found
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(item) for item in m}) == 1]
+    inner = {id(below) for outer in lists for item in outer for below in item.modules()}
+    return [item for each in lists if id(each) not in inner for item in each]
 
 
 def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:

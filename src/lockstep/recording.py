@@ -76,7 +76,7 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     strategy.build(task)
     feed = Feed(run, task, strategy.leaves(), world.device)
     numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
-    probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids)
+    probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
     writer = _Writer(run.folder, world, strategy)
     for place, number in enumerate(numbers):
         batch = feed.make(number).to(world.device)

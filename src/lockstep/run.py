@@ -45,7 +45,9 @@ class PluginSection(Section):
 
 class TaskSection(PluginSection):
     name: str = Field(
-        "classification", description="classification, or your.module.Class; its other keys are the task's"
+        "classification",
+        description="classification | language_modeling | translation | token_classification, or your.module.Class; "
+        "its other keys are the task's",
     )
 
 
@@ -87,7 +89,7 @@ class ModelSection(Section):
 
 class TokenizerSection(Section):
     source: str | None = Field(None, description="Hub id or local folder; default: the model's own")
-    train: Literal["bpe", "wordpiece", "wordlevel", "unigram"] | None = Field(
+    train: Literal["bpe", "wordpiece", "wordlevel", "unigram", "character"] | None = Field(
         None, description="train one of this kind on the training texts"
     )
     vocab_size: Positive = Field(8000, description="entries of a trained tokenizer, at most")

@@ -87,6 +87,7 @@ def train(
     log: Callable[[int, str, dict[str, float]], None],
     advance: Callable[[int], None],
     step: int,
+    show: Callable[[int, list[str]], None] = lambda step, samples: None,
 ) -> tuple[int, Counts]:
     """Train from `step` updates done to the run's last, or until asked to stop. Collective.
 
@@ -105,6 +106,7 @@ def train(
         with meter.paused():
             if due(step, run.evaluate.every, False) and step < feed.total:
                 log(step, "validation", evaluate(run, world, task, strategy, task.splits["validation"]))
+                show(step, task.samples(strategy.generate))
             if due(step, run.checkpoint.every, last):
                 checkpoints.save(step, strategy)
         if last:
@@ -118,13 +120,19 @@ def due(step: int, every: int, last: bool) -> bool:
 
 
 def evaluate(
-    run: Run, world: World, task: Task, strategy: Strategy, columns: Columns, rows: np.ndarray | None = None
+    run: Run,
+    world: World,
+    task: Task,
+    strategy: Strategy,
+    columns: Columns,
+    rows: np.ndarray | None = None,
+    texts: bool = True,
 ) -> dict[str, float]:
     """Metrics of a split (or of some of its rows), every example exactly once, on all ranks. Collective.
 
     Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and
     blank batches (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its
-    order cannot matter.
+    order cannot matter. `texts`: with the scores of what the model writes, which take the longest.
     """
     size = run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
     rows = np.arange(len(columns)) if rows is None else rows
@@ -135,7 +143,10 @@ def evaluate(
         mine = turn + strategy.share.rank
         chosen = batches[mine] if mine < len(batches) else order[:0]
         batch = task.collate(columns, chosen, 0).to(world.device)
-        for name, value in task.score(strategy.forward, batch).items():
+        found = task.score(strategy.forward, batch)
+        if texts:
+            found |= task.score_texts(strategy.generate, batch, columns, chosen)
+        for name, value in found.items():
             value = torch.round(value.double() * 2**20) / 2**20
             sums[name] = sums[name] + value if name in sums else value
     sums = {name: strategy.share.sum(value).cpu() for name, value in sorted(sums.items())}

@@ -106,9 +106,13 @@ def work(run: Run, world: World) -> int:
         for sink in (console, *trackers):
             sink.log(step, split, numbers)
 
+    def show(step: int, samples: list[str]) -> None:
+        for sink in (console, *trackers):
+            sink.show(step, samples)
+
     try:
         console.start(feed.total, step)
-        step, counts = train(run, world, task, strategy, feed, checkpoints, log, console.advance, step)
+        step, counts = train(run, world, task, strategy, feed, checkpoints, log, console.advance, step, show)
         console.stop()
         if step < feed.total:
             console.say(f"stopped on request after step {step} of {feed.total}; the same command goes on from there")
@@ -119,6 +123,7 @@ def work(run: Run, world: World) -> int:
             if split in task.splits:
                 scores[split] = evaluate(run, world, task, strategy, task.splits[split])
                 log(step, split, scores[split])
+        show(step, task.samples(strategy.generate))
     finally:
         console.stop()
         for tracker in trackers:

@@ -54,8 +54,8 @@ class Feed:
             examples=len(rows),
             targets=self.task.count_targets(self.columns, rows),
             tokens=int(lengths.sum()),
-            padded=pieces.padded_cost(lengths, groups),
-            padded_by_chance=pieces.random_cost(lengths, self.micro_batches),
+            padded=sum(pieces.padded_cost(side[rows], groups) for side in self.columns.sides),
+            padded_by_chance=sum(pieces.random_cost(side[rows], self.micro_batches) for side in self.columns.sides),
             ids=rows,
         )
 

@@ -48,15 +48,17 @@ def files_of(data: DataSection) -> list[Path]:
     return [file for files in (_local(data) or {}).values() for file in files]
 
 
-def load(data: DataSection, seed: int) -> Source:
-    """Read all splits. Errors: `RunError`."""
+def load(data: DataSection, seed: int, plain: str | None = None) -> Source:
+    """Read all splits. `plain`: a .txt file is text and nothing else, each `line` or the whole `file` an example.
+
+    Errors: `RunError`."""
     _quiet()
     if data.source == BUILTIN:
         source = _builtin(seed)
     elif (local := _local(data)) is not None:
         source = Source(
             data.source or "local files",
-            {split: _read(files, f"data.{split}") for split, files in local.items() if files},
+            {split: _read(files, f"data.{split}", plain) for split, files in local.items() if files},
         )
     else:
         source = _from_hub(data)
@@ -135,7 +137,7 @@ def _expand(value: str | list[str], key: str, root: Path | None = None) -> list[
     return files
 
 
-def _read(files: list[Path], key: str) -> Dataset:
+def _read(files: list[Path], key: str, plain: str | None) -> Dataset:
     import datasets
 
     formats = {_FORMATS[f.suffix][0] for f in files}
@@ -145,7 +147,7 @@ def _read(files: list[Path], key: str) -> Dataset:
         )
     builder, options = _FORMATS[files[0].suffix]
     if builder == "lines":
-        return _read_lines(files, key)
+        return _read_plain(files, key, plain) if plain else _read_lines(files, key)
     try:
         return datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:  # datasets wraps whatever its readers raise
@@ -155,6 +157,23 @@ def _read(files: list[Path], key: str) -> Dataset:
         raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
 
 
+def _text_of(file: Path, key: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{key}: cannot read {file} as UTF-8 text: {error}") from error
+
+
+def _read_plain(files: list[Path], key: str, each: str) -> Dataset:
+    """Texts without labels: each `line` that is not blank, or each whole `file`."""
+    import datasets
+
+    texts = [_text_of(file, key) for file in files]
+    if each == "line":
+        texts = [line for text in texts for line in text.split("\n")]
+    return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
+
+
 def _read_lines(files: list[Path], key: str) -> Dataset:
     """`text;label` a line; the text may hold semicolons, the label may not."""
     import datasets
@@ -162,10 +181,7 @@ def _read_lines(files: list[Path], key: str) -> Dataset:
     texts: list[str] = []
     labels: list[str] = []
     for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would also cut at U+2028 and the like
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"{key}: cannot read {file} as UTF-8 text: {error}") from error
+        lines = _text_of(file, key).split("\n")  # splitlines would also cut at U+2028 and the like
         for number, line in enumerate(lines, 1):
             if line.strip():
                 text, mark, label = line.rpartition(";")

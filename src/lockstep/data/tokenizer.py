@@ -18,6 +18,7 @@ from lockstep.run import Run, RunError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TARGET = "target"  # folder of the targets' tokenizer, where it is another one than the sources'
 _SPECIAL = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -34,18 +35,19 @@ def load(folder: str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def prepare(run: Run, texts: Iterator[list[str]], content: str) -> Path:
+def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool = False) -> Path:
     """The folder of the run's tokenizer, with a padding token. The caller holds the lock. `content` stands for the
-    texts."""
+    texts. `generative`: a trained one ends every text with its end token, and puts nothing before it."""
     if run.tokenizer.train is not None:
-        key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, _causal(run))
+        kind = "generative" if generative else _causal(run)
+        key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
         folder = cache_folder() / "tokenizers" / key
-        return folder if folder.exists() else _save(_train(run, texts), folder)
+        return folder if folder.exists() else _save(_train(run, texts, generative), folder)
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
             "tokenizer: a model from scratch (model.type) needs one; "
-            "give tokenizer.train (bpe, wordpiece, wordlevel, unigram) or tokenizer.source"
+            "give tokenizer.train (bpe, wordpiece, wordlevel, unigram, character) or tokenizer.source"
         )
     tokenizer = _load_source(run, source)
     if tokenizer.pad_token is None:
@@ -56,6 +58,17 @@ def prepare(run: Run, texts: Iterator[list[str]], content: str) -> Path:
     key = digest("tokenizer", 1, hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map))
     folder = cache_folder() / "tokenizers" / key
     return folder if folder.exists() else _save(tokenizer, folder)
+
+
+def pair(source: Path, target: Path) -> Path:
+    """One folder for two tokenizers: the one of targets is in its folder `target`."""
+    folder = source.with_name(digest("pair", source.name, target.name))
+    if not folder.exists():
+        aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        shutil.copytree(source, aside)
+        shutil.copytree(target, aside / TARGET)
+        os.rename(aside, folder)
+    return folder
 
 
 def _load_source(run: Run, source: str) -> Any:
@@ -97,9 +110,9 @@ def _causal(run: Run) -> bool:
     )
 
 
-def _train(run: Run, texts: Iterator[list[str]]) -> Any:
+def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
     """Train a tokenizer; encoders get `[CLS] text [SEP]`, decoders `text [SEP]`, on which they are read."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     kind, size = run.tokenizer.train, run.tokenizer.vocab_size
@@ -129,6 +142,11 @@ def _train(run: Run, texts: Iterator[list[str]]) -> Any:
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
         trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+    elif kind == "character":
+        tokenizer = Tokenizer(models.WordLevel(unk_token=unknown))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=special, show_progress=False)
     else:
         tokenizer = Tokenizer(models.WordLevel(unk_token=unknown))
         tokenizer.normalizer = normalizers.NFKC()
@@ -137,8 +155,9 @@ def _train(run: Run, texts: Iterator[list[str]]) -> Any:
         )
         trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    start = "" if _causal(run) else "[CLS] "
+    start = "" if generative or _causal(run) else "[CLS] "
     pair = f"{start}$A:0 [SEP]:0 $B:1 [SEP]:1"
     ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{start}$A [SEP]", pair=pair, special_tokens=ids)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
+    ends = {"bos_token": _SPECIAL["cls_token"], "eos_token": _SPECIAL["sep_token"]} if generative else {}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL, **ends)

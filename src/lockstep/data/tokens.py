@@ -132,10 +132,15 @@ class Columns:
     def names(self) -> list[str]:
         return list(self._table.column_names)
 
+    @property
+    def sides(self) -> list[np.ndarray]:
+        """Tokens of each example that go through the model, and are padded, on their own: source, then target."""
+        return [self.ragged(name).lengths for name in ("input_ids", "target_ids") if name in self.names]
+
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each example: int32 [examples]."""
-        return self.ragged("input_ids").lengths
+        """Tokens of each example, both sides: int32 [examples]. What a step is cut by."""
+        return np.asarray(sum(self.sides), dtype=np.int32)
 
     def flat(self, name: str) -> np.ndarray:
         """A column of one number an example."""

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lockstep import models, optim
+from lockstep import decoding, models, optim
 from lockstep.batch import StepBatch, StepResult
+from lockstep.decoding import Decoding
 from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
 from lockstep.run import Run, RunError
 from lockstep.strategies.strategy import Share, Strategy
@@ -240,6 +241,15 @@ class FSDP2(Strategy):
         self.root.reshard()
         self.model.train()
         return logits
+
+    def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
+        self.model.eval()
+        self.root.unshard()  # an encoder is called by itself, not through the root
+        with torch.no_grad(), self.autocast():  # every forward gathers weights: all ranks do as many
+            tokens = decoding.by_transformers(self.model, inputs, how, synced=self.world.size > 1)
+        self.root.reshard()
+        self.model.train()
+        return tokens
 
     # -- state -------------------------------------------------------------------------------------------------------
 

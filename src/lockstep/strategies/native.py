@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lockstep import optim
+from lockstep import decoding, models, optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
+from lockstep.decoding import Decoding
 from lockstep.reduction import Node, ReductionTree, clip_, gradient_norm
 from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.strategy import Strategy
@@ -106,6 +107,13 @@ class Native(Strategy):
             logits = self.model(**inputs).logits
         self.model.train()
         return logits
+
+    def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
+        self.model.eval()
+        with torch.no_grad(), self.autocast():
+            tokens = decoding.by_transformers(self.model, inputs, how)
+        self.model.train()
+        return tokens
 
     def state(self) -> dict[str, Tensor]:
         state = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}

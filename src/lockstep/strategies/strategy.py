@@ -17,8 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lockstep import plugins
+from lockstep import decoding, plugins
 from lockstep.batch import StepBatch, StepResult
+from lockstep.decoding import Decoding
 from lockstep.reduction import share
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
@@ -99,6 +100,15 @@ class Strategy(ABC):
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits without a gradient, in evaluation mode."""
+
+    def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
+        """The tokens that the model writes, int64 [B, N]. Every rank gives inputs of its own. Collective."""
+        if how.beams > 1 or how.temperature > 0:
+            raise RunError(
+                f"strategy.name: {self.run.strategy.name} decodes greedily only; set task.beams to 1 and "
+                "task.temperature to 0"
+            )
+        return decoding.by_forward(self.forward, lambda count: self.share.sum(count.float()), inputs, how)
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel
 
 from lockstep.data.tokens import Columns, Prepared
-from lockstep.run import Run
+from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
     from lockstep.batch import MicroBatch, Sums
+    from lockstep.decoding import Decoding
 
 
 class Task(ABC):
@@ -65,6 +66,26 @@ class Task(ABC):
     @abstractmethod
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
         """Sums over the examples of a batch, `examples` among them, that `metrics` is a function of."""
+
+    def score_texts(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        batch: MicroBatch,
+        columns: Columns,
+        rows: np.ndarray,
+    ) -> Sums:
+        """More sums, over the examples at `rows` as texts: what they hold, and what the model writes for them. No rows:
+        a blank batch, the same sums with nothing in them. `generate` is collective: call it as often on every rank."""
+        return {}
+
+    def samples(self, generate: Callable[[Mapping[str, Tensor], Decoding], Tensor]) -> list[str]:
+        """A few texts for a person to read, made after each evaluation; the same on every rank. Collective."""
+        return []
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
+        """What the exported model in `folder` makes of some texts, a line each. Errors: `RunError`."""
+        raise RunError(f"the task {run.task.name} predicts nothing from texts alone")
 
     @abstractmethod
     def metrics(self, sums: Sums) -> dict[str, float]:

@@ -32,6 +32,12 @@ class Jsonl(Tracker):
         self._file.write(json.dumps({"step": step, "split": split, **numbers}) + "\n")
         self._file.flush()
 
+    def show(self, step: int, samples: list[str]) -> None:
+        """`OUTPUT/samples.jsonl`, for reading: lines of steps that are trained again stay."""
+        if samples:
+            with open(self.run.folder / "samples.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "samples": samples}, ensure_ascii=False) + "\n")
+
     def close(self) -> None:
         self._file.close()
 

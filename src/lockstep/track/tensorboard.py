@@ -30,5 +30,9 @@ class TensorBoard(Tracker):
         for name, value in numbers.items():
             self._writer.add_scalar(f"{place}/{name}", value, step)
 
+    def show(self, step: int, samples: list[str]) -> None:
+        for number, text in enumerate(samples):
+            self._writer.add_text(f"eval/sample_{number}", text, step)
+
     def close(self) -> None:
         self._writer.close()

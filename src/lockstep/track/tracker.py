@@ -28,5 +28,8 @@ class Tracker(ABC):
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         """Numbers of a split (`train`, `validation`, `test`) after `step` updates."""
 
+    def show(self, step: int, samples: list[str]) -> None:  # noqa: B027 - not every sink holds texts
+        """Texts that the model wrote after `step` updates."""
+
     def close(self) -> None:  # noqa: B027 - most have nothing to flush
         """Flush and give everything back."""

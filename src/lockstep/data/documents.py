@@ -1,0 +1,131 @@
+"""Texts, prompts with responses, or conversations -> documents of tokens, for causal language models.
+
+In: rows of a data set and a tokenizer. Out: `Document`s in the order of the rows; prompts and what the user says are
+not scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.data.packing import Document, joined, measured
+from lockstep.run import RunError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def of_texts(dataset: Dataset, tokenizer: Any, column: str) -> Iterator[Document]:
+    """A document a row, closed by the end token."""
+    offsets = bool(tokenizer.is_fast)
+    for start in range(0, len(dataset), 1000):
+        texts = dataset[start : start + 1000][column]
+        found = tokenizer(
+            texts, return_attention_mask=False, return_offsets_mapping=offsets, verbose=False, truncation=False
+        )
+        for i, text in enumerate(texts):
+            yield _closed(
+                measured(text, found["input_ids"][i], found["offset_mapping"][i] if offsets else None), tokenizer
+            )
+
+
+def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str) -> Iterator[Document]:
+    """Prompt, response, end token; only what comes after the prompt is scored."""
+    for row in dataset:
+        asked = tokenizer(row[prompt], verbose=False)["input_ids"]
+        while asked and asked[-1] == end_of(tokenizer):
+            asked = asked[:-1]
+        told = tokenizer(
+            row[response], add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast), verbose=False
+        )
+        answer = measured(row[response], told["input_ids"], told.get("offset_mapping"))
+        yield joined([unscored(asked), _closed(answer, tokenizer)])
+
+
+def of_messages(dataset: Dataset, tokenizer: Any, column: str, template: str | None) -> Iterator[Document]:
+    """A conversation in the tokenizer's chat template; only what the assistant says is scored, tokens that reach over
+    into it among it."""
+
+    def text(messages: list[dict], opened: bool) -> str:
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=opened
+        )
+
+    for number, row in enumerate(dataset):
+        messages = [{"role": m["role"], "content": m["content"]} for m in row[column]]
+        try:
+            whole = text(messages, False)
+            spans = []
+            for i, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    before, after = text(messages[:i], True), text(messages[: i + 1], False)
+                    if not whole.startswith(after) or not after.startswith(before):
+                        raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
+                    spans.append((len(before), len(after)))
+        except Exception as error:  # a template is a program of its own
+            said = " ".join(str(error).split())
+            raise RunError(f"task.messages: the chat template cannot be used on row {number}: {said}") from error
+        found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        document = measured(whole, found["input_ids"], found["offset_mapping"])
+        ends = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 1]
+        scored = np.zeros(len(document), dtype=bool)
+        for start, stop in spans:
+            scored |= (ends > start) & (ends <= stop)
+        closed = _closed(replace(document, scored=scored), tokenizer)
+        closed.scored[len(document) :] = bool(scored[-1:].any())  # the end token belongs to the last message
+        yield closed
+
+
+def unscored(ids: list[int]) -> Document:
+    """Tokens that are read and not predicted."""
+    nothing = np.zeros(len(ids), dtype=np.int64)
+    return Document(np.asarray(ids, dtype=np.int32), nothing.astype(bool), nothing, nothing)
+
+
+def end_of(tokenizer: Any) -> int | None:
+    """The token that ends a text, if there is one."""
+    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+
+
+def _closed(document: Document, tokenizer: Any) -> Document:
+    end = end_of(tokenizer)
+    if end is None or (len(document) and document.ids[-1] == end):
+        return document
+    zero = np.zeros(1, dtype=np.int64)
+    return joined([document, Document(np.asarray([end], dtype=np.int32), np.ones(1, dtype=bool), zero, zero)])
+
+
+def check_texts(dataset: Dataset, columns: dict[str, str], split: str, name: str) -> None:
+    """Every column (by its key in the run file) is there and holds a text in every row. Errors: `RunError`."""
+    for key, column in columns.items():
+        if column not in dataset.column_names:
+            raise RunError(
+                f"{key}: the {split} split of {name} has no column {column!r}; it has {', '.join(dataset.column_names)}"
+            )
+        if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string") or any(
+            chunk.null_count for chunk in dataset.data.column(column).chunks
+        ):
+            bad = next((i for i, v in enumerate(dataset[column]) if not isinstance(v, str)), None)
+            if bad is not None:
+                raise RunError(
+                    f"{key}: column {column!r} of the {split} split must hold texts; row {bad} holds "
+                    f"{dataset[bad][column]!r}"
+                )
+
+
+def cut(train: Dataset, fraction: float, seed: int, column: str | None) -> dict[str, Dataset]:
+    """Cut a validation split off the training split: rows drawn with the seed; of a single text, its end."""
+    if len(train) == 1 and column is not None:
+        text = train[0][column]
+        at = int(len(text) * (1 - fraction))
+        parts = {"train": text[:at], "validation": text[at:]}
+        return {split: train.from_dict({column: [part]}) for split, part in parts.items()}
+    order = np.random.default_rng(seed).permutation(len(train))
+    held = round(len(train) * fraction)
+    if held in (0, len(train)):
+        raise RunError(f"data.validation_fraction: {fraction} of {len(train)} examples leaves one of the splits empty")
+    return {"train": train.select(np.sort(order[held:])), "validation": train.select(np.sort(order[:held]))}

@@ -1,0 +1,134 @@
+"""Documents -> blocks of tokens with their targets, in the cache: each token is predicted once, from those before it.
+
+In: documents as tokens, with the text that each token stands for measured. Out: an Arrow file of examples, the columns
+`input_ids` and `targets` (shifted by one), and what an example's targets count: tokens, bytes and words of the text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from lockstep.data.tokens import cache_folder
+
+IGNORED = -100  # as in batch.py, which imports torch
+_NUMBERS = pa.list_(pa.int32())
+SCHEMA = pa.schema(
+    [("input_ids", _NUMBERS), ("targets", _NUMBERS), *((name, pa.int64()) for name in ("count", "bytes", "words"))]
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text as tokens; the arrays have one entry a token."""
+
+    ids: np.ndarray  # int32 [N]
+    scored: np.ndarray  # bool [N]: whether it is to be predicted; a prompt is not
+    bytes: np.ndarray  # int64 [N]: of UTF-8 that it adds to the text
+    words: np.ndarray  # int64 [N]: words of the text that begin with it or inside it
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, start: int, stop: int) -> Document:
+        """Some of its tokens."""
+        span = slice(start, stop)
+        return Document(self.ids[span], self.scored[span], self.bytes[span], self.words[span])
+
+
+def measured(text: str, ids: list[int], offsets: list[tuple[int, int]] | None) -> Document:
+    """The document of a text. `offsets` say which characters each token stands for; None: not known, nothing is
+    measured. What lies between two tokens (white space that a tokenizer drops) belongs to the second."""
+    zeros = np.zeros(len(ids), dtype=np.int64)
+    numbers = np.asarray(ids, dtype=np.int32)
+    if offsets is None or not ids:
+        return Document(numbers, np.ones(len(ids), dtype=bool), zeros, zeros)
+    ends = np.maximum.accumulate(np.asarray(offsets, dtype=np.int64)[:, 1])
+    ends[-1] = len(text)
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    wide = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)  # bytes of UTF-8 a character
+    space = np.fromiter((c.isspace() for c in text), dtype=bool, count=len(text))
+    begins = ~space & np.concatenate([[True], space[:-1]])
+    counted = []
+    for each in (wide, begins):
+        until = np.concatenate([[0], np.cumsum(each)])[ends]  # up to the end of each token
+        counted.append(np.diff(until, prepend=0).astype(np.int64))
+    return Document(numbers, np.ones(len(ids), dtype=bool), *counted)
+
+
+def joined(parts: list[Document]) -> Document:
+    """One document after the other."""
+    names = ("ids", "scored", "bytes", "words")
+    return Document(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def blocks(documents: Iterable[Document], size: int, packed: bool) -> Iterator[Document]:
+    """Parts of `size` + 1 tokens at most, which overlap by one: the last token of a part is the first of the next.
+
+    `packed`: documents follow each other without regard to where they end, so that every part but the last is full.
+    """
+    rest: list[Document] = []
+    length = 0
+    for document in documents:
+        rest, length = (rest, length) if packed else ([], 0)
+        rest.append(document)
+        length += len(document)
+        if length > size or not packed:
+            whole = joined(rest)
+            at = 0
+            while length - at > size + 1 or (length - at > 1 and not packed):
+                yield whole.part(at, at + size + 1)
+                at += size
+            rest, length = [whole.part(at, length)], max(0, length - at)
+    if packed and length > 1:
+        yield joined(rest)
+
+
+def example(part: Document) -> dict[str, np.ndarray | int] | None:
+    """What is stored of a part: inputs and the targets that follow them. None where there is nothing to predict."""
+    scored = part.scored[1:]
+    if not scored.any():
+        return None
+    return {
+        "input_ids": part.ids[:-1],
+        "targets": np.where(scored, part.ids[1:], IGNORED).astype(np.int32),
+        "count": int(scored.sum()),
+        "bytes": int(part.bytes[1:][scored].sum()),
+        "words": int(part.words[1:][scored].sum()),
+    }
+
+
+def write(parts: Iterable[Document], key: str) -> str:
+    """The Arrow file of the examples, made if not yet cached. The caller holds the lock. `key` stands for what they
+    are made of."""
+    path = cache_folder() / "tokens" / f"{key}.arrow"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        found = (row for part in parts if (row := example(part)) is not None)
+        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as stream:
+            while rows := list(islice(found, 10_000)):
+                stream.write_batch(_batch(rows))
+        os.replace(aside, path)
+    return str(path)
+
+
+def examples_in(path: str | Path) -> int:
+    """How many examples a file holds."""
+    with pa.memory_map(str(path)) as mapped:
+        return int(pa.ipc.open_stream(mapped).read_all().num_rows)
+
+
+def _batch(rows: list[dict]) -> pa.RecordBatch:
+    columns = []
+    for name in ("input_ids", "targets"):
+        offsets = np.cumsum([0, *(len(row[name]) for row in rows)], dtype=np.int32)
+        columns.append(pa.ListArray.from_arrays(offsets, np.concatenate([row[name] for row in rows])))
+    columns += [pa.array([row[name] for row in rows], pa.int64()) for name in ("count", "bytes", "words")]
+    return pa.record_batch(columns, schema=SCHEMA)

@@ -1,0 +1,103 @@
+"""Decoding: what a model writes, one token after another.
+
+In: collated inputs and how to decode. Out: the new tokens, int64 [B, N], `pad` after each row's end token.
+By repeated `forward` it works wherever a strategy has one; with transformers' own `generate` (KV cache, beams,
+sampling) where a rank can run the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How to decode."""
+
+    new_tokens: int  # at most
+    pad: int
+    end: int | None  # the token after which nothing follows
+    start: int | None = None  # what a decoder starts with; None: the model goes on with its input
+    beams: int = 1  # 1: greedy, or drawn where there is a temperature
+    temperature: float = 0.0  # 0: the likeliest token
+    seed: int = 0  # of what is drawn
+
+
+def by_forward(
+    forward: Callable[[Mapping[str, Tensor]], Tensor],
+    unfinished: Callable[[Tensor], Tensor],
+    inputs: Mapping[str, Tensor],
+    how: Decoding,
+) -> Tensor:
+    """Greedy decoding where only `forward` is there: the whole text goes through the model for every token.
+
+    Collective: all ranks take the same number of turns, because `unfinished` sums each rank's open rows over the ranks.
+    """
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask", torch.ones_like(ids))
+    rows = torch.arange(len(ids), device=ids.device)
+    lengths = mask.sum(1) if how.start is None else torch.ones_like(rows)  # [B] of what the decoder reads
+    given = ids * mask + how.pad * (1 - mask) if how.start is None else torch.full_like(ids[:, :1], how.start)
+    grown = torch.nn.functional.pad(given, (0, how.new_tokens), value=how.pad)  # [B, T+N]
+    found = torch.full_like(grown[:, : how.new_tokens], how.pad)  # [B, N]
+    done = torch.zeros_like(rows, dtype=torch.bool)
+    for turn in range(how.new_tokens):
+        read = grown[:, : given.shape[1] + turn]
+        if how.start is None:
+            own = (torch.arange(read.shape[1], device=ids.device) < lengths[:, None]).to(ids.dtype)
+            logits = forward({"input_ids": read, "attention_mask": own})
+        else:
+            logits = forward({**inputs, "decoder_input_ids": read})
+        token = logits[rows, lengths - 1].argmax(-1).masked_fill(done, how.pad)
+        found[:, turn] = token
+        grown[rows, lengths] = token
+        lengths = lengths + (~done).long()
+        if how.end is not None:
+            done |= token == how.end
+        if int(unfinished((~done).sum())) == 0:  # the host waits for the device here
+            break
+    return found
+
+
+def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, synced: bool = False) -> Tensor:
+    """The same with `model.generate`. `synced`: collective, all ranks do as many forwards as the slowest (shards)."""
+    options: dict[str, Any] = {
+        "max_new_tokens": how.new_tokens,
+        "num_beams": how.beams,
+        "do_sample": how.temperature > 0,
+        "pad_token_id": how.pad,
+        "eos_token_id": how.end,
+        "use_cache": True,
+        "synced_gpus": synced,
+    }
+    if how.temperature > 0:
+        options |= {"temperature": how.temperature, "top_k": 0}
+    given = {k: v for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
+    if how.start is not None:
+        options["decoder_start_token_id"] = how.start
+        skipped = 1
+    else:
+        given = _to_the_right(given["input_ids"], given.get("attention_mask"), how.pad)
+        skipped = given["input_ids"].shape[1]
+    state = torch.get_rng_state()
+    if how.temperature > 0:
+        torch.manual_seed(how.seed)
+    found = model.generate(**given, **options)[:, skipped:]
+    torch.set_rng_state(state)
+    return torch.nn.functional.pad(found, (0, how.new_tokens - found.shape[1]), value=how.pad)
+
+
+def _to_the_right(ids: Tensor, mask: Tensor | None, pad: int) -> dict[str, Tensor]:
+    """Rows padded on the right -> on the left, where the next token follows the last one."""
+    if mask is None or bool(mask.all()):
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    width = ids.shape[1]
+    place = torch.arange(width, device=ids.device) - (width - mask.sum(1, keepdim=True))  # [B, T], < 0 where padded
+    real = place >= 0
+    moved = ids.gather(1, place.clamp(min=0)).masked_fill(~real, pad)
+    return {"input_ids": moved, "attention_mask": real.to(ids.dtype)}

@@ -1,0 +1,305 @@
+"""Causal language modelling with any model that `AutoModelForCausalLM` knows: each token from those before it.
+
+In: texts (a column, or plain .txt files), prompts with responses, or conversations. Out: loss and perplexity per token,
+per byte and per word of the text, all from sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lockstep.data import documents, packing, source, tokenizer
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.run import Run, RunError
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+
+    from lockstep.batch import MicroBatch, Sums
+    from lockstep.data.packing import Document
+    from lockstep.decoding import Decoding
+
+_DOUBTFUL = 700.0  # math.exp of more overflows
+
+
+class LanguageModelingOptions(BaseModel):
+    """The task's own keys in the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    text: str = Field("text", description="column of the text; a .txt file has this one only")
+    document: Literal["file", "line"] = Field("file", description="what of a .txt file is one text")
+    prompt: str | None = Field(None, description="column of a prompt, which is read and not learned; with response")
+    response: str | None = Field(None, description="column of the response to learn; with prompt")
+    messages: str | None = Field(
+        None, description="column of conversations (lists of role and content); the assistant's words are learned"
+    )
+    chat_template: str | None = Field(None, description="Jinja template of conversations; default: the tokenizer's")
+    block_size: int = Field(256, ge=2, description="tokens an example has, at most")
+    packing: bool | None = Field(
+        None, description="texts follow each other in blocks that are all full; default: true for texts alone"
+    )
+    samples: int = Field(2, ge=0, description="continuations to show after each evaluation")
+    sample_prompt: str | None = Field(None, description="what they continue; default: beginnings of validation texts")
+    sample_tokens: int = Field(64, ge=1, description="tokens of a continuation, at most")
+    temperature: float = Field(0.8, ge=0, description="of continuations; 0: the likeliest token each time")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> LanguageModelingOptions:
+        if (self.prompt is None) != (self.response is None):
+            raise ValueError("give prompt and response, or neither")
+        if self.prompt is not None and self.messages is not None:
+            raise ValueError("give prompt and response, or messages, and not both")
+        if self.chat_template is not None and self.messages is None:
+            raise ValueError("chat_template is for messages; name their column")
+        return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column of texts that it names."""
+        if self.messages is not None:
+            return {}
+        if self.prompt is not None and self.response is not None:
+            return {"task.prompt": self.prompt, "task.response": self.response}
+        return {"task.text": self.text}
+
+    @property
+    def packed(self) -> bool:
+        plain = self.messages is None and self.prompt is None
+        return plain if self.packing is None else self.packing
+
+
+class LanguageModeling(Task):
+    """The next token of a text."""
+
+    Options = LanguageModelingOptions
+    pipeline = "text-generation"
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        options = LanguageModelingOptions.model_validate(run.task.options)
+        data = source.load(run.data, run.seed, plain=options.document)
+        splits = dict(data.splits)
+        for split, dataset in splits.items():
+            _check(dataset, options, split, data.name)
+        single = options.text if list(options.columns) == ["task.text"] else None
+        if "validation" not in splits:
+            splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, single)
+        columns = [options.messages] if options.messages is not None else list(options.columns.values())
+        hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
+        folder = tokenizer.prepare(run, _batches(splits["train"], options), hashes["train"], generative=True)
+        tok = tokenizer.load(str(folder))
+        if options.messages is not None and not (options.chat_template or tok.chat_template):
+            raise RunError("task.messages: the tokenizer has no chat template; give task.chat_template")
+        if options.messages is not None and not tok.is_fast:
+            raise RunError("task.messages: the tokenizer does not tell which characters its tokens stand for")
+        _check_model(run, options)
+        kept = ("text", "prompt", "response", "messages", "chat_template", "block_size")
+        values = {k: v for k, v in options.model_dump().items() if k in kept}
+        files: dict[str, str] = {}
+        for split, dataset in splits.items():
+            key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed)
+            found = _documents(dataset, tok, options)
+            files[split] = packing.write(packing.blocks(found, options.block_size, options.packed), key)
+            if packing.examples_in(files[split]) == 0:
+                Path(files[split]).unlink()
+                raise RunError(
+                    f"task: no token is left to predict in the {split} split of {data.name}: texts of one token, or "
+                    f"prompts that fill all {options.block_size} tokens of task.block_size"
+                )
+        tokens = sorted((split, Path(file).name) for split, file in files.items())
+        facts = {"source": data.name, "texts": {split: len(dataset) for split, dataset in splits.items()}}
+        return Prepared(digest(tokens), files, str(folder), facts)
+
+    # -- in every process --------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        self.options = LanguageModelingOptions.model_validate(run.task.options)
+        self.tokenizer = tokenizer.load(prepared.tokenizer)
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep import models
+
+        return models.build(self.run, "causal", self.tokenizer, empty, **_entries(self.run))
+
+    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+        import torch
+
+        from lockstep.batch import IGNORED, MicroBatch
+
+        blank = len(rows) == 0
+        rows = np.zeros(1, dtype=np.int64) if blank else rows
+        ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, T]
+        targets = torch.from_numpy(columns.ragged("targets").padded(rows, IGNORED)[0])  # [B, T]
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        return MicroBatch(leaf, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        return int(columns.flat("count")[rows].sum())
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs.logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        from torch.nn.functional import cross_entropy
+
+        logits = forward(batch.inputs).float()  # [B, T, V]
+        real = batch.targets >= 0  # [B, T]
+        return {
+            "loss": cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").double(),
+            "examples": real.any(1).sum().double(),
+            "targets": real.sum().double(),
+            "right": ((logits.argmax(-1) == batch.targets) & real).sum().double(),
+        }
+
+    def score_texts(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        batch: MicroBatch,
+        columns: Columns,
+        rows: np.ndarray,
+    ) -> Sums:
+        import torch
+
+        device = batch.targets.device
+        measured = {name: int(columns.flat(name)[rows].sum()) for name in ("bytes", "words")}
+        return {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in measured.items()}
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Perplexity per byte or word is exp of the whole loss over their number, which does not depend on the
+        tokenizer (as in lm-evaluation-harness)."""
+        total, targets = float(sums["loss"]), float(sums["targets"])
+        found = {
+            "loss": total / targets,
+            "perplexity": _exp(total / targets),
+            "accuracy": float(sums["right"]) / targets,
+        }
+        if (size := float(sums.get("bytes", 0.0))) > 0:
+            found |= {"bits_per_byte": total / math.log(2) / size, "byte_perplexity": _exp(total / size)}
+        if (count := float(sums.get("words", 0.0))) > 0:
+            found["word_perplexity"] = _exp(total / count)
+        return found
+
+    def samples(self, generate: Callable[[Mapping[str, Tensor], Decoding], Tensor]) -> list[str]:
+        import torch
+
+        columns = self.splits["validation"]
+        options = self.options
+        if not options.samples:
+            return []
+        if options.sample_prompt is not None:
+            given = self.tokenizer(options.sample_prompt, verbose=False)["input_ids"]
+            given = given[:-1] if given and given[-1] == documents.end_of(self.tokenizer) else given
+            starts = [given] * options.samples
+        else:
+            rows = np.linspace(0, len(columns) - 1, options.samples).astype(int)
+            starts = [self._beginning(columns, int(row)) for row in rows]
+        width = max(len(start) for start in starts)
+        pad = int(self.tokenizer.pad_token_id)
+        ids = torch.tensor([[*start, *[pad] * (width - len(start))] for start in starts])
+        mask = torch.tensor([[1] * len(start) + [0] * (width - len(start)) for start in starts])
+        room = max(1, options.block_size - width)  # a model may have no positions for more
+        how = self._decoding(min(options.sample_tokens, room))
+        tokens = generate({"input_ids": ids, "attention_mask": mask}, how).tolist()
+        texts = [
+            [self.tokenizer.decode(part, skip_special_tokens=True) for part in both]
+            for both in zip(starts, tokens, strict=True)
+        ]
+        return [f"{start} \u27f6 {text}" for start, text in texts]
+
+    def _beginning(self, columns: Columns, row: int) -> list[int]:
+        """What comes before an example's first target, or its first quarter."""
+        ids = columns.ragged("input_ids").row(row).tolist()
+        first = int(np.argmax(columns.ragged("targets").row(row) >= 0)) + 1
+        return ids[: first if first > 1 else max(1, min(len(ids), self.options.block_size) // 4)]
+
+    def _decoding(self, tokens: int) -> Decoding:
+        from lockstep.decoding import Decoding
+
+        end = documents.end_of(self.tokenizer)
+        pad = int(self.tokenizer.pad_token_id)
+        return Decoding(tokens, pad, end, temperature=self.options.temperature, seed=self.run.seed)
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep import models
+
+        models.save(self.model(), weights, self.tokenizer, folder)
+
+
+# -- preparing -------------------------------------------------------------------------------------------------------
+
+
+def _check(dataset: Dataset, options: LanguageModelingOptions, split: str, name: str) -> None:
+    documents.check_texts(dataset, options.columns, split, name)
+    column = options.messages
+    if column is None:
+        return
+    if column not in dataset.column_names:
+        raise RunError(
+            f"task.messages: the {split} split of {name} has no column {column!r}; it has "
+            f"{', '.join(dataset.column_names)}"
+        )
+    for row, messages in enumerate(dataset[column]):
+        good = isinstance(messages, list) and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages
+        )
+        if not good:
+            raise RunError(
+                f"task.messages: column {column!r} of the {split} split must hold lists of role and content; row {row} "
+                f"holds {str(messages)[:80]}"
+            )
+
+
+def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[str]]:
+    """The texts that a tokenizer is trained on."""
+    for start in range(0, len(train), 1000):
+        rows = train[start : start + 1000]
+        if options.messages is not None:
+            yield [message["content"] for messages in rows[options.messages] for message in messages]
+        else:
+            yield [text for column in options.columns.values() for text in rows[column]]
+
+
+def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions) -> Iterator[Document]:
+    if options.messages is not None:
+        found = documents.of_messages(dataset, tok, options.messages, options.chat_template)
+    elif options.prompt is not None and options.response is not None:
+        found = documents.of_prompts(dataset, tok, options.prompt, options.response)
+    else:
+        return documents.of_texts(dataset, tok, options.text)
+    if options.packed:
+        return found
+    return (document.part(0, options.block_size + 1) for document in found)  # a response is not read without its prompt
+
+
+def _check_model(run: Run, options: LanguageModelingOptions) -> None:
+    from lockstep import models
+
+    models.check(run, "causal", options.block_size, "task.block_size", **_entries(run))
+
+
+def _entries(run: Run) -> dict[str, Any]:
+    """Entries of the config: no cache in training, and an encoder's family looks back only."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    from lockstep import models
+
+    encoder = models.load_config(run).model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return {"use_cache": False} | ({"is_decoder": True} if encoder else {})
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, _DOUBTFUL))

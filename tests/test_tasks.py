@@ -1,0 +1,113 @@
+"""Every task under the promise: the same bits on one process or many, scores and samples the same on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import build, digest, run_on
+from task_runs import TASKS, make
+
+from lockstep.data.feed import Feed
+from lockstep.run import Run
+from lockstep.strategies.native import Native
+from lockstep.train import evaluate
+from lockstep.world import World
+
+STEPS = 5
+KINDS = [k for k in sorted(TASKS) if k in ("packed", "documents", "prompts", "messages")]
+
+
+def trained(world: World, run: Run) -> dict[str, Any]:
+    """A few steps, scores and samples."""
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    batches = [feed.make(t) for t in range(STEPS)]
+    results = [strategy.train_step(batch, 5e-3) for batch in batches]
+    counts = [[int((m.targets >= 0).sum()) for m in b.micro_batches] for b in batches]
+    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    found = {
+        "loss": [float(r.loss) for r in results],
+        "norm": [float(r.grad_norm) for r in results],
+        "scores": scores,
+        "samples": task.samples(strategy.generate),
+        "counts": counts,
+        "targets": [b.targets for b in batches],
+        "lengths": [(b.tokens, b.padded) for b in batches],
+        "padded": [
+            sum(sum(v.numel() for k, v in m.inputs.items() if k.endswith("input_ids")) for m in b.micro_batches)
+            for b in batches
+        ],
+    }
+    state = strategy.state()
+    strategy.close()
+    return found | {"digest": digest(state) if world.is_main else None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tasks")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for kind in KINDS:
+        run = make(folder, kind, "strategy.name=single")
+        found[kind] = run_on(1, trained, run, run=run)[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2)])
+def test_the_same_bits_on_any_number_of_processes(kind: str, name: str, ranks: int, folder: Path, alone: dict) -> None:
+    run = make(folder, kind, f"strategy.name={name}")
+    first, *others = run_on(ranks, trained, run, run=run)
+    for key in ("digest", "loss", "norm", "scores", "samples", "targets"):
+        assert first[key] == alone[kind][key], key
+    for other in others:
+        for key in ("loss", "norm", "scores", "samples", "targets"):
+            assert other[key] == first[key], key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_targets_are_counted_without_looking_at_the_micro_batches(kind: str, alone: dict) -> None:
+    for counts, targets in zip(alone[kind]["counts"], alone[kind]["targets"], strict=True):
+        assert sum(counts) == targets
+    if kind != "packed":
+        assert any(len(set(counts)) > 1 for counts in alone[kind]["counts"])  # unequal, or this tests nothing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_reported_as_it_is(kind: str, alone: dict) -> None:
+    full = slice(0, 3)  # the first epoch's last step has blank pieces, which are not reported
+    assert alone[kind]["padded"][full] == [padded for _, padded in alone[kind]["lengths"]][full]
+
+
+class MeanOfMeans(Native):
+    """The classic mistake: every piece divided by its own targets, and the mean taken of those."""
+
+    check = classmethod(lambda cls, run, processes: None)
+
+    def reduce(self) -> list[torch.Tensor]:
+        return self.tree.root
+
+    def backward(self, micro: Any, targets: int, last: bool) -> torch.Tensor:
+        return super().backward(micro, max(1, int((micro.targets >= 0).sum())) * self.run.micro_batches, last)
+
+
+def mean_of_means(world: World, run: Run) -> float:
+    task, _ = build(run, world)
+    strategy = MeanOfMeans(run, world)
+    strategy.build(task)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    return float(strategy.train_step(feed.make(0), 5e-3).grad_norm)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "packed"])
+def test_the_control_a_mean_of_micro_batch_means_is_another_gradient(kind: str, folder: Path, alone: dict) -> None:
+    run = make(folder, kind, "strategy.name=single")
+    wrong = run_on(1, mean_of_means, run, run=run)[0]
+    assert abs(wrong / alone[kind]["norm"][0] - 1) > 1e-4  # and not 0.0, as above
