@@ -1,170 +1,42 @@
 """The command as a user runs it, in processes of its own: to the end, stopped, killed, and started in other ways."""
 
-import hashlib
-import json
 import os
 import random
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from harness import TINY, lockstep_environment
+from command import (
+    LOCKSTEP,
+    STEPS,
+    TORCHRUN,
+    bits,
+    each_step_once,
+    ended,
+    finish,
+    lines,
+    processes_in,
+    ranks_of,
+    saved,
+    start,
+    step_of,
+    train,
+    until,
+    write,
+)
 
-from lockstep.cli import main
 from lockstep.run import load
 from lockstep.worker import tell_failure
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
-
-STEPS = 60
-RUN = TINY | {
-    "steps": STEPS,
-    "launch": {"device": "cpu", "threads": 1, "processes": 2},
-    "checkpoint": {"every": 10, "keep": 2},
-    "evaluate": {"every": 20},
-    "track": {"every": 1},
-}
-LOCKSTEP = [sys.executable, "-m", "lockstep"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"]
-
-
-@pytest.fixture(autouse=True)
-def nobody_is_left(tmp_path: Path) -> Iterator[None]:
-    """Whatever the test did, no process of its folder outlives it."""
-    yield
-    try:
-        until(lambda: not processes_in(tmp_path), "every process of the job to end", seconds=30)
-    finally:
-        for pid in processes_in(tmp_path):
-            os.kill(pid, signal.SIGKILL)
-
-
-def write(folder: Path, **values: object) -> Path:
-    """A run file in `folder`, whose results go to `folder/out`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(RUN | {"output": "out"} | values))
-    return path
-
-
-def start(command: list[str], folder: Path, cache: Path, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=lockstep_environment(cache) | {"GLOO_SOCKET_IFNAME": "lo"} | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error."""
-    try:
-        out, err = process.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, out, err
-
-
-def train(folder: Path, cache: Path, *overrides: str, **variables: str) -> tuple[int, str, str]:
-    return ended(start([*LOCKSTEP, "train", "run.yaml", *overrides], folder, cache, **variables))
-
-
-def finish(folder: Path, cache: Path, *overrides: str) -> str:
-    """Run to the end. Returns standard output."""
-    status, out, err = train(folder, cache, *overrides)
-    assert status == 0, err
-    return out
-
-
-def until(
-    true: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None, seconds: float = 120
-) -> None:
-    """Wait for something to become true. The limit is only there so that a failure ends."""
-    limit = time.monotonic() + seconds
-    while not true():
-        if process is not None and process.poll() is not None:
-            raise AssertionError(f"ended while waiting for {what}: {process.communicate()}")
-        assert time.monotonic() < limit, f"waited in vain for {what}"
-        time.sleep(0.02)
-
-
-def lines(folder: Path) -> list[dict]:
-    """metrics.jsonl, without the half line that a kill may leave."""
-    path = folder / "out" / "metrics.jsonl"
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
-
-
-def step_of(folder: Path) -> int:
-    return max((line["step"] for line in lines(folder)), default=0)
-
-
-def saved(folder: Path) -> int:
-    """The step of the newest checkpoint."""
-    return max((int(p.name[5:]) for p in (folder / "out" / "checkpoints").glob("step-*")), default=0)
-
-
-def bits(folder: Path) -> dict[str, str]:
-    """SHA-256 of the final weights, as exported, and of weights and optimizer in the last checkpoint."""
-    manifest = json.loads((folder / f"out/checkpoints/step-{STEPS:06d}/manifest.json").read_text())
-    exported = hashlib.sha256((folder / "out/export/model.safetensors").read_bytes()).hexdigest()
-    return manifest["hashes"] | {"export": exported}
-
-
-def processes_in(folder: Path) -> dict[int, int]:
-    """pid -> parent's pid of all live processes whose working directory is `folder`."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    found[int(entry.name)] = int(parent)
-        except OSError:
-            continue
-    return found
-
-
-def ranks_of(process: subprocess.Popen[str], folder: Path) -> list[int]:
-    """pids of the ranks: children of the launcher's fork server."""
-    parents = processes_in(folder)
-    return sorted(pid for pid, parent in parents.items() if parents.get(parent) == process.pid)
-
-
-def each_step_once(folder: Path, untouched: Path) -> None:
-    """metrics.jsonl of a job that was interrupted holds what an untouched one's does, but for speeds."""
-
-    def plain(line: dict) -> dict:
-        return {k: v for k, v in line.items() if "per_s" not in k}
-
-    assert [plain(line) for line in lines(folder)] == [plain(line) for line in lines(untouched)]
-
-
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A job of two processes that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("untouched")
-    write(folder)
-    finish(folder, cache)
-    return folder
-
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
+    pytest.mark.usefixtures("nobody_is_left"),
+]
 
 # -- an untouched run ------------------------------------------------------------------------------------------------
 
@@ -406,68 +278,3 @@ def test_killed_between_the_last_step_and_the_export(
     assert f"resuming after step {STEPS}" in finish(tmp_path, cache, "launch.processes=1")
     assert bits(tmp_path) == bits(untouched)
     each_step_once(tmp_path, untouched)
-
-
-# -- commands that start nothing -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path)
-    return tmp_path
-
-
-def test_plan_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "run.yaml"]) == 0
-    said = capsys.readouterr().out
-    assert "2, each with 4 of 8 micro-batches" in said
-    assert "-m lockstep train out/run.yaml" in said
-    assert {p.name for p in here.iterdir()} == {"run.yaml"}
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run.yaml", "steps=7", "launch.processes=3"],
-        ["run.yaml", "--steps=7", "--launch.processes=3"],
-        ["run.yaml", "--steps", "7", "--launch.processes", "3"],
-        ["--steps", "7", "run.yaml", "launch.processes=3"],
-        ["steps=7", "--launch.processes", "3", "run.yaml"],
-    ],
-)
-def test_overrides_in_every_spelling_and_order(
-    words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words]) == 0
-    said = capsys.readouterr().out
-    assert "7 steps" in said
-    assert "3, each with 2 or 3 of 8" in said
-
-
-def test_plan_without_a_file_is_the_quick_start(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--epochs", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "outputs/quickstart" in said
-    assert "2 epochs" in said
-
-
-def test_list_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    said = capsys.readouterr().out
-    for name in ("classification", "single", "allreduce", "ddp", "local", "tcp", "jsonl"):
-        assert name in said
-    assert main(["schema"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {"data", "model", "optim"} <= found["properties"].keys()
-
-
-def test_no_command_is_help_and_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "COMMAND" in capsys.readouterr().out
-    assert main(["--version"]) == 0
-
-
-def test_report_of_no_run_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"lockstep: {tmp_path} is not the output folder")

@@ -23,6 +23,7 @@ FLOORS = {
     "optim": 2,
     "models": 2,
     "adapters": 1,
+    "bleu": 2,
     "decoding": 2,
     "reduction": 2,
     "zero_config": 2,
@@ -121,7 +122,7 @@ def test_a_file_can_be_held_in_the_head(file: str) -> None:
     assert len((ROOT / file).read_text().splitlines()) <= 400
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan"], ["schema"], ["list"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["plan"], ["schema"]])
 def test_these_commands_import_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys; from lockstep.cli import main\n"

@@ -12,6 +12,7 @@ from lockstep.data.feed import Feed
 from lockstep.optim import learning_rate
 from lockstep.run import Run
 from lockstep.strategies.native import Native
+from lockstep.train import evaluate
 from lockstep.world import World
 
 NAMES = plugins.names("strategies")
@@ -40,11 +41,12 @@ def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
 
 def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     """The same on every rank, checked; rank 0's."""
-    run = tiny(f"strategy.name={name}", *overrides)
+    stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
+    run = tiny(f"strategy.name={name}", *stages, *overrides)
     first, *others = run_on(ranks, steps_of, run, run=run)
     for other in others:
         assert {k: other[k] for k in ("loss", "norm")} == {k: first[k] for k in ("loss", "norm")}
-        assert not other["weights"] or other["digest"] == first["digest"]  # a sharded state is whole on rank 0 only
+        assert all(torch.equal(w, first["weights"][k]) for k, w in other["weights"].items())  # whole on rank 0 only
     assert first["clear"]
     return first
 
@@ -55,7 +57,8 @@ def single() -> dict[str, dict[str, Any]]:
 
 
 def worlds(name: str) -> list[int]:
-    return [1] if name == "single" else [1, 2, 3, 4]
+    """The numbers of processes a strategy is tried at; a pipeline's model has two layers, for two stages."""
+    return {"single": [1], "pipeline": [2, 4]}.get(name, [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -67,9 +70,18 @@ def test_exact_means_the_bits_of_single(name: str, ranks: int, precision: str, s
     assert found["norm"] == single[precision]["norm"]
 
 
-def test_precisions_are_what_they_say(single: dict) -> None:
+def test_the_control_bf16_has_other_bits(single: dict) -> None:
     assert single["fp32"]["digest"] != single["bf16"]["digest"]
-    assert single["bf16"]["dtypes"] == {"torch.float32"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_precisions_are_what_they_say(name: str, single: dict) -> None:
+    """bf16 means autocast: losses of bf16, and weights and moments of float32."""
+    found = of(name, worlds(name)[-1], "precision=bf16")
+    assert found["dtypes"] == {"torch.float32"}
+    near = 0 if name in EXACT else 2e-4  # AdamW's drift
+    assert found["loss"] == pytest.approx(single["bf16"]["loss"], rel=near)
+    assert found["loss"] != pytest.approx(single["fp32"]["loss"], rel=near)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [(n, r) for n in NAMES for r in worlds(n) if r > 1])
@@ -180,6 +192,32 @@ def test_state_holds_all_that_matters(name: str) -> None:
     run = tiny(f"strategy.name={name}")
     for straight, again in run_on(1 if name == "single" else 2, restored, run, run=run):
         assert straight == again
+
+
+def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
+    """Scores and the export after two steps."""
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    for t in range(2):
+        strategy.train_step(feed.make(t), 1e-3)
+    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    weights = strategy.export()
+    strategy.close()
+    assert (weights is not None) == world.is_main
+    return scores, digest(weights) if weights is not None else None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_ranks_score_the_same_and_the_first_exports(name: str) -> None:
+    alone = tiny("strategy.name=single")
+    run = tiny(f"strategy.name={name}")
+    (scores, exported), *others = run_on(1 if name == "single" else 2, judged, run, run=run)
+    assert all(other == (scores, None) for other in others)
+    expected = run_on(1, judged, alone, run=alone)[0]
+    if name in EXACT:
+        assert (scores, exported) == expected
+    else:
+        assert scores["loss"] == pytest.approx(expected[0]["loss"], rel=1e-5)
 
 
 def densely(world: World, run: Run) -> dict[str, Any]:

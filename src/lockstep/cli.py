@@ -248,7 +248,7 @@ def _plan(run: Run) -> int:
             "micro-batches a step",
             "command": shlex.join(plan.command),
             "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
-            "strategy": f"{run.strategy.name}{', exact' if run.strategy.exact else ''}",
+            "strategy": f"{run.strategy.name}{', exact where it can be' if run.strategy.exact else ''}",
             "length": f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs",
             "output": str(run.folder),
         }
@@ -265,7 +265,21 @@ def _list() -> int:
     from lockstep.console import Console
 
     console = Console(True)
-    for kind in ("tasks", "strategies", "launchers", "track"):
+    rows = []
+    for name in plugins.names("strategies"):
+        strategy: Any = plugins.find("strategies", name)
+        summary = (sys.modules[strategy.__module__].__doc__ or "").strip().partition("\n")[0]
+        lacking = strategy.lacking()
+        rows.append(
+            [
+                name,
+                summary,
+                "same bits" if strategy.exact else "rounding",
+                "yes" if not lacking else f"no: pip install 'lockstep-train[{lacking[0]}]'",
+            ]
+        )
+    console.table("strategies", ["name", "what it is", "against single", "runs here"], rows)
+    for kind in ("tasks", "launchers", "track"):
         console.facts({kind: ", ".join(plugins.names(kind))})
     return 0
 

@@ -83,12 +83,12 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
         result = strategy.train_step(batch, optim.learning_rate(run.optim, number, feed.total))
         writer.step(place, number, batch, float(result.loss), float(result.grad_norm))
     strategy.observe = None
+    dtypes = writer.dtypes()
+    writer.gradients.clear()
     seconds, held = _cost(run, world, strategy, feed, int(timed), before)
     rate = run.batch_size / seconds if seconds else None
     bits, rounding = strategy_class.gives_bits(run), strategy_class.rounding(run)
-    found = Recording(
-        run.strategy.name, world.size, bits, rounding, probe, writer.steps, writer.dtypes(), seconds, rate, held
-    )
+    found = Recording(run.strategy.name, world.size, bits, rounding, probe, writer.steps, dtypes, seconds, rate, held)
     strategy.close()
     if world.is_main:
         (run.folder / "recording.json").write_text(json.dumps(asdict(found), indent=1))

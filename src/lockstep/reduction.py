@@ -201,8 +201,8 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float | None) -> None:
-    """Scale gradients whose whole has the norm `norm` down to the norm `limit` (none: never), in place, with the factor of
-    `torch.nn.utils.clip_grad_norm_`."""
+    """Scale gradients whose whole has the norm `norm` down to the norm `limit` (none: never), in place, with the factor
+    of `torch.nn.utils.clip_grad_norm_`."""
     if limit:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         if factor.device.type != "cpu" or factor < 1.0:  # on CUDA the multiplication is cheaper than knowing

@@ -134,7 +134,7 @@ def work(run: Run, world: World) -> int:
         assert weights is not None
         write_export(run, task, weights, scores, feed.total)
         write_report(run.folder)
-        closing(console, run, task, scores, counts)
+        closing(console, run, task, scores, counts, strategy_class.gives_bits(run))
     # The upload is rank 0's alone and may take long: no other rank waits for it in a collective.
     if world.is_main and run.hub.push_to:
         console.say(f"pushed to {publish(run.folder / 'export', run.hub.push_to, run.hub.private)}")
@@ -167,14 +167,23 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
         "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} "
         "tokens",
         "model": f"{run.model.source or f'{run.model.type} from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
-        f"parameters, {run.precision}",
-        "processes": f"{world.size} ({run.strategy.name}{', exact' if run.strategy.exact else ''}) on {device}",
+        f"parameters; {precisions(run, strategy)}",
+        "processes": f"{world.size} ({run.strategy.name}, "
+        f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
         "steps",
     }
 
 
-def closing(console: Console, run: Run, task: Task, scores: dict[str, dict[str, float]], counts: Counts) -> None:
+def precisions(run: Run, strategy: Strategy) -> str:
+    """What numbers are computed and kept in, as it is and not as it was asked for."""
+    kept = sorted({str(p.dtype).removeprefix("torch.") for p in strategy.model.parameters()})
+    return f"computed in {run.precision}, weights kept in {' and '.join(kept)}"
+
+
+def closing(
+    console: Console, run: Run, task: Task, scores: dict[str, dict[str, float]], counts: Counts, exact: bool
+) -> None:
     """The closing table, where the results are, and what to try next."""
     best = {split: task.best_possible(split) for split in scores}
     rows = []
@@ -205,8 +214,8 @@ def closing(console: Console, run: Run, task: Task, scores: dict[str, dict[str, 
             "weights": f"sha256 {weights}",
             "results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl",
             "next": f"{again}: the same weights on another number of processes"
-            if run.strategy.exact
-            else "strategy.exact=true: the same weights on any number of processes",
+            if exact
+            else "lockstep verify: whether this is the same training as on one process",
         }
     )
 

@@ -106,6 +106,8 @@ class FSDP2(Strategy):
         self.model = task.model(empty=True).to_empty(device="cpu")  # memory that is not touched is not taken
         self.model.tie_weights()  # type: ignore[operator]
         self.apply_shards(exempt=optim.undecayed(self.model))
+        for block in models.blocks(self.model) if self.in_tree_order else ():
+            models.past_engine(block)
         self.scatters: list[_TreeScatter] = []
         for part in self.model.modules():
             if isinstance(part, FSDPModule):
@@ -209,6 +211,7 @@ class FSDP2(Strategy):
         elif self.shards == 1:
             for parameter, gradient in zip(self.parameters, self.tree.root, strict=True):
                 local(parameter.grad).copy_(gradient)
+            self.tree = ReductionTree(0)  # lets go of its sums
 
     @property
     def parameters(self) -> list[nn.Parameter]:

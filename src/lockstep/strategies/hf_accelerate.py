@@ -19,7 +19,7 @@ from lockstep.batch import MicroBatch
 from lockstep.run import Run, RunError
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.hooked import Hooked
-from lockstep.strategies.strategy import Strategy, require
+from lockstep.strategies.strategy import Strategy
 from lockstep.strategies.zero import Sharded
 from lockstep.world import World
 
@@ -38,7 +38,7 @@ class HFAccelerate(Hooked):
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
-        require(cls.needs, "strategy.name: hf_accelerate")
+        cls.require("strategy.name: hf_accelerate")
         from accelerate import DistributedDataParallelKwargs
 
         known = {field.name for field in dataclasses.fields(DistributedDataParallelKwargs)}
@@ -80,7 +80,7 @@ class _AcceleratedFSDP2(FSDP2):
     def check(cls, run: Run, processes: int) -> None:
         key = "strategy.options.fsdp"
         section = _only(run, "fsdp")
-        require(cls.needs, key)
+        cls.require(key)
         from accelerate import FullyShardedDataParallelPlugin
 
         known = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
@@ -138,7 +138,7 @@ class _AcceleratedZero(Sharded):
     def check(cls, run: Run, processes: int) -> None:
         key = "strategy.options.deepspeed"
         section = _only(run, "deepspeed")
-        require(cls.needs, key)
+        cls.require(key)
         if section.get("zero_stage") not in (1, 2, 3):
             raise RunError(f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
         zero_config.check(run, section["zero_stage"], {k: v for k, v in section.items() if k != "zero_stage"}, key)

@@ -18,7 +18,6 @@ from lockstep.batch import MicroBatch
 from lockstep.run import Run, RunError
 from lockstep.strategies.hf_accelerate import prepared, release
 from lockstep.strategies.hooked import Hooked
-from lockstep.strategies.strategy import require
 
 # TrainingArguments that say how a step is computed and that no key of the run file says already.
 _KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "gradient_checkpointing"}
@@ -34,7 +33,7 @@ class HFTrainer(Hooked):
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
-        require(cls.needs, "strategy.name: hf_trainer")
+        cls.require("strategy.name: hf_trainer")
         from transformers import TrainingArguments
 
         every = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -69,10 +68,23 @@ class HFTrainer(Hooked):
             )
         engine: Any = self.trainer.accelerator
         assert engine.num_processes == self.world.size, f"Trainer sees {engine.num_processes} processes"
+        engine.ddp_handler = self.handler(arguments)
         model, self.optimizer = prepared(engine, self.model, self.optimizer)
         self.trainer.model_wrapped, self.trainer.optimizer = model, self.optimizer
         self.primed = not (arguments.ddp_static_graph and self.world.size > 1)
         return model
+
+    def handler(self, arguments: Any) -> Any:
+        """What Trainer gives to DistributedDataParallel, and gradients that live in its buckets."""
+        from accelerate import DistributedDataParallelKwargs
+
+        given = {"bucket_cap_mb": arguments.ddp_bucket_cap_mb, "static_graph": arguments.ddp_static_graph}
+        return DistributedDataParallelKwargs(
+            find_unused_parameters=bool(arguments.ddp_find_unused_parameters),
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            **{name: value for name, value in given.items() if value is not None},
+        )
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
         """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor that `run_piece` was given."""

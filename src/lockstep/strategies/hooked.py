@@ -93,9 +93,9 @@ class Hooked(Native):
             rows = self.sum_rows(self.with_last_leaf(list(self.rows), [gradients[i] for i in self.rows]))
             for i, tensor in rows.items():
                 gradients[i] = tensor
+            # Into DDP's own buckets, which it keeps anyway: one gradient in memory and not two.
             for positions, tensors in zip(self.bucket_positions, self.exchange.finish(), strict=True):
-                for i, tensor in zip(positions, tensors, strict=True):
-                    gradients[i] = tensor
+                torch._foreach_copy_([gradients[i] for i in positions], tensors)
         return gradients
 
     def prime(self, micro: MicroBatch) -> None:

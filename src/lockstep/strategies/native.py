@@ -38,17 +38,26 @@ class Native(Strategy):
         sparse = row_sparse(self.model, self.world.device) if self.run.strategy.exact else set()
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
         self.optimizer = optim.build(self.run.optim, self.model)
+        # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
+        # saw its bf16 copy being made: then it is made anew for every piece, and the order is the same for all.
+        exact_bf16 = self.run.strategy.exact and self.run.precision == "bf16"
+        self.fresh_casts: bool | None = None if exact_bf16 else False
         self.model.train()
         self.wrapped = self.model
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.tree = ReductionTree(batch.leaves)
+        if self.fresh_casts is None:
+            self.fresh_casts = models.most_uses(self.model, batch.micro_batches[0].blank().inputs) > 2
         losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
         with self.autocast():  # around the whole step: weights are cast to bf16 once, not once a piece
             for micro in batch.micro_batches:
+                if self.fresh_casts:
+                    torch.clear_autocast_cache()
                 seed_everything(self.run.seed, batch.step, micro.leaf)  # dropout depends on the piece, not on the rank
                 losses[micro.leaf] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
         gradients = self.reduce()
+        self.tree = ReductionTree(0)  # lets go of partial sums
         norm = self.update(gradients, learning_rate)
         return StepResult(self.world.sum(losses).sum() / batch.targets, norm)
 

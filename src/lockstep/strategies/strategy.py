@@ -61,6 +61,19 @@ class Strategy(ABC):
         """Refuse what cannot work, before any process starts. Errors: `RunError`."""
 
     @classmethod
+    def lacking(cls) -> list[str]:
+        """Packages that it needs and that are not installed. Nothing is imported."""
+        return [package for package in cls.needs if importlib.util.find_spec(package) is None]
+
+    @classmethod
+    def require(cls, key: str) -> None:
+        """Errors: `RunError`, with the command that installs it, when a package is missing."""
+        if lacking := cls.lacking():
+            raise RunError(
+                f"{key} needs {lacking[0]}, which is not installed: pip install 'lockstep-train[{lacking[0]}]'"
+            )
+
+    @classmethod
     def variant(cls, run: Run) -> type[Strategy]:
         """The class that does the work under these options, where one name stands for several engines."""
         return cls
@@ -131,10 +144,3 @@ def of(run: Run) -> type[Strategy]:
     """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
     found: type[Strategy] = plugins.find("strategies", run.strategy.name)
     return found.variant(run)
-
-
-def require(packages: Iterable[str], key: str) -> None:
-    """Errors: `RunError`, with the command that installs it, when a package is not there. Nothing is imported."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise RunError(f"{key} needs {package}, which is not installed: pip install 'lockstep-train[{package}]'")

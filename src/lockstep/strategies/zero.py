@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep import optim, zero_config
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.run import Run
-from lockstep.strategies.strategy import Strategy, require
+from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
 
@@ -299,7 +299,7 @@ class Zero(Sharded):
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
-        require(cls.needs, f"strategy.name: zero{cls.stage}")
+        cls.require(f"strategy.name: zero{cls.stage}")
         zero_config.check(run, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:

@@ -1,0 +1,126 @@
+"""What every rank holds, measured on live tensors against the formulas of the ZeRO paper (arXiv:1910.02054)."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import build, run_on, tiny
+
+from lockstep import plugins
+from lockstep.data.feed import Feed
+from lockstep.memory import measured, tensor_bytes
+from lockstep.run import Run
+from lockstep.world import World
+
+# Large enough that batches, buffers and buckets are small beside it.
+MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}
+BUCKETS = {"zero_optimization": {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}}
+PREFETCH = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+
+
+def held(world: World, run: Run) -> dict[str, int]:
+    before = tensor_bytes()
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    strategy.train_step(feed.make(0), 1e-3)
+    between: list[int] = []
+
+    def sample(*_: Any) -> None:
+        between.append(tensor_bytes() - before)
+
+    hook = strategy.model.register_forward_pre_hook(sample)
+    batch = feed.make(1)
+    with measured(before) as found:
+        strategy.train_step(batch, 1e-3)
+    hook.remove()
+    own = sum(p.numel() for p in strategy.model.parameters())
+    count = strategy.parameter_count
+    strategy.close()
+    return {
+        "update": found.at_update,
+        "between": max(between, default=0),
+        "rest": found.at_rest,
+        "own": own,
+        "all": count,
+    }
+
+
+def of(name: str, ranks: int, **options: Any) -> list[dict[str, int]]:
+    strategy = {"name": name, "exact": options.pop("exact", True), "options": options.pop("options", {})}
+    run = tiny(model=MODEL, strategy=strategy, **options)
+    return run_on(ranks, held, run, run=run)
+
+
+def near(bytes_held: int, formula: float) -> bool:
+    return abs(bytes_held / formula - 1) <= 0.05
+
+
+# Bytes a parameter at the update, n ranks: weights + gradients + AdamW's two moments, all float32. DeepSpeed keeps a
+# float32 copy of its part of the weights besides, and makes one of its part of the gradients for the update, as if they
+# were bf16.
+AT_UPDATE = {
+    "single": lambda n: 4 + 4 + 8,
+    "allreduce": lambda n: 4 + 4 + 8,
+    "ddp": lambda n: 4 + 4 + 8,
+    "hf_accelerate": lambda n: 4 + 4 + 8,
+    "hf_trainer": lambda n: 4 + 4 + 8,
+    "fsdp2": lambda n: (4 + 4 + 8) / n,
+    "zero1": lambda n: 4 + (4 + 8 + 4 + 4) / n,
+    "zero2": lambda n: 4 + (4 + 8 + 4 + 4) / n,
+    "zero3": lambda n: (4 + 4 + 8 + 4 + 4) / n,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, n) for name in AT_UPDATE for n in (1, 2, 4) if n == 1 or name != "single"]
+)
+def test_what_is_held_at_the_update(name: str, ranks: int) -> None:
+    options: dict[str, Any] = {}
+    if name.startswith("zero"):
+        extra = PREFETCH if name == "zero3" else {}
+        options = {"zero_optimization": BUCKETS["zero_optimization"] | extra}
+    for rank in of(name, ranks, options=options):
+        formula = AT_UPDATE[name](ranks) * rank["all"]
+        assert near(rank["update"], formula), f"{rank['update'] / rank['all']:.2f} bytes a parameter"
+
+
+def test_every_strategy_is_measured() -> None:
+    assert set(AT_UPDATE) | {"pipeline"} == set(plugins.names("strategies"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
+    found = of("pipeline", ranks)
+    for rank in found:
+        assert near(rank["update"], 16 * rank["own"])
+    assert sum(rank["own"] for rank in found) == found[0]["all"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
+    options = {"options": BUCKETS}
+    for stage, formula in ((1, 4 + 4 + 12 / ranks), (2, 4 + 4 / ranks + 12 / ranks)):
+        for rank in of(f"zero{stage}", ranks, **options):
+            assert near(rank["between"], formula * rank["all"]), f"{rank['between'] / rank['all']:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "formula", "factor"),
+    [(1, lambda n: 2 + 2 + 12 / n, 1.6), (2, lambda n: 2 + (2 + 12) / n, 16 / 9), (3, lambda n: (2 + 2 + 12) / n, 2.0)],
+)
+def test_with_bf16_weights_the_factors_are_those_of_the_paper(stage: int, formula: Any, factor: float) -> None:
+    """16 bytes a parameter at one rank; at two ranks 1.6, 1.78 and 2 times fewer."""
+    section = BUCKETS["zero_optimization"] | (PREFETCH if stage == 3 else {})
+    options = {"bf16": {"enabled": True}, "zero_optimization": section}
+    for rank in of(f"zero{stage}", 2, precision="bf16", options=options):
+        assert near(rank["between"], formula(2) * rank["all"]), f"{rank['between'] / rank['all']:.2f} bytes a parameter"
+        assert 16 / formula(2) == pytest.approx(factor)
+
+
+def test_the_measure_counts_a_storage_once() -> None:
+    before = tensor_bytes()
+    tensor = torch.zeros(1000)
+    views = [tensor[:500], tensor.view(10, 100)]
+    assert tensor_bytes() - before == 4000
+    del tensor, views
+    assert tensor_bytes() == before
