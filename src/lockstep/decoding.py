@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ def by_forward(
 ) -> Tensor:
     """Greedy decoding where only `forward` is there: the whole text goes through the model for every token.
 
-    Collective: all ranks take the same number of turns, because `unfinished` sums each rank's open rows over the ranks.
+    Collective: all ranks take the same number of turns, because `unfinished` sums each rank's open rows over the ranks;
+    who has written all it may goes on computing, for the others' sake.
     """
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))
@@ -46,19 +48,19 @@ def by_forward(
     grown = torch.nn.functional.pad(given, (0, how.new_tokens), value=how.pad)  # [B, T+N]
     found = torch.full_like(grown[:, : how.new_tokens], how.pad)  # [B, N]
     done = torch.zeros_like(rows, dtype=torch.bool)
-    for turn in range(how.new_tokens):
-        read = grown[:, : given.shape[1] + turn]
+    for turn in count():
+        read = grown[:, : min(given.shape[1] + turn, grown.shape[1] - 1)]
         if how.start is None:
             own = (torch.arange(read.shape[1], device=ids.device) < lengths[:, None]).to(ids.dtype)
             logits = forward({"input_ids": read, "attention_mask": own})
         else:
             logits = forward({**inputs, "decoder_input_ids": read})
-        token = logits[rows, lengths - 1].argmax(-1).masked_fill(done, how.pad)
-        found[:, turn] = token
-        grown[rows, lengths] = token
-        lengths = lengths + (~done).long()
-        if how.end is not None:
-            done |= token == how.end
+        if turn < how.new_tokens:
+            token = logits[rows, lengths - 1].argmax(-1).masked_fill(done, how.pad)
+            found[:, turn] = token
+            grown[rows, lengths] = token
+            lengths = lengths + (~done).long()
+            done |= (token == how.end) | (turn + 1 == how.new_tokens)
         if int(unfinished((~done).sum())) == 0:  # the host waits for the device here
             break
     return found

@@ -146,6 +146,10 @@ class Columns:
         """A column of one number an example."""
         return self._table.column(name).to_numpy()
 
+    def texts(self, name: str, rows: np.ndarray) -> list[str]:
+        """A column of texts, at some rows."""
+        return self._table.column(name).take(pa.array(rows)).to_pylist() if len(rows) else []
+
     def ragged(self, name: str) -> Ragged:
         """A column of a list of numbers an example."""
         if name not in self._cache:

@@ -1,0 +1,286 @@
+"""Translation with any model that `AutoModelForSeq2SeqLM` knows, pretrained or from scratch with its own tokenizers.
+
+In: pairs of texts: a `translation` column as the Hub has it, or two columns. Out: loss and perplexity per target token,
+BLEU and chrF of what the model writes, all from sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep import bleu
+from lockstep.data import documents, source, tokenizer
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.run import Run, RunError
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+
+    from lockstep.batch import MicroBatch, Sums
+    from lockstep.decoding import Decoding
+
+PAIR = "translation"  # the Hub's column of {language: text}
+
+
+class TranslationOptions(BaseModel):
+    """The task's own keys in the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    source: str = Field("source", description="column of the source text, or its language in a translation column")
+    target: str = Field("target", description="column of the target text, or its language in a translation column")
+    prefix: str = Field("", description="put before every source text, as T5 wants it")
+    tokenizers: Literal["shared", "separate"] = Field(
+        "shared", description="trained ones: one for both languages, or one each (marian)"
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
+    bleu: bool = Field(True, description="write translations at each evaluation, and score them by BLEU and chrF")
+    bleu_tokenizer: str = Field("13a", description="sacrebleu's tokenizer: 13a, intl, zh, ja-mecab, char, ...")
+    beams: int = Field(1, ge=1, description="of the search that writes translations; 1: greedy")
+    samples: int = Field(3, ge=0, description="translations to show after each evaluation")
+
+
+class Translation(Task):
+    """One text for another."""
+
+    Options = TranslationOptions
+    pipeline = "translation"
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        options = TranslationOptions.model_validate(run.task.options)
+        if options.bleu:
+            bleu.check(options.bleu_tokenizer)
+        data = source.load(run.data, run.seed)
+        splits = {split: _pairs(dataset, options, split, data.name) for split, dataset in data.splits.items()}
+        if "validation" not in splits:
+            splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, None)
+        hashes = {split: content(dataset, ["source", "target"]) for split, dataset in splits.items()}
+        folder = _tokenizers(run, splits["train"], hashes["train"], options)
+        _check_model(run, options)
+        files = {}
+        for split, dataset in splits.items():
+            key = digest("translation", VERSION, hashes[split], folder.name, run.data.max_length, options.prefix, split)
+            files[split] = _encode(run, dataset, folder, options, key, split)
+        tokens = sorted((split, Path(file).name) for split, file in files.items())
+        return Prepared(digest(tokens), files, str(folder), {"source": data.name})
+
+    # -- in every process --------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        self.options = TranslationOptions.model_validate(run.task.options)
+        self.tokenizer = tokenizer.load(prepared.tokenizer)
+        self.target_tokenizer = _target_tokenizer(Path(prepared.tokenizer), self.tokenizer)
+        self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
+        self.overlap = bleu.Overlap(self.options.bleu_tokenizer) if self.options.bleu else None
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep import models
+
+        return models.build(self.run, "seq2seq", self.tokenizer, empty, **self.entries)
+
+    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+        """Teacher forcing: the decoder reads its start token and then the targets, one behind."""
+        import torch
+
+        from lockstep.batch import IGNORED, MicroBatch
+
+        blank = len(rows) == 0
+        rows = np.zeros(1, dtype=np.int64) if blank else rows
+        ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, S]
+        wanted, real = columns.ragged("target_ids").padded(rows, int(self.target_tokenizer.pad_token_id))  # [B, T]
+        read = np.roll(wanted, 1, axis=1)
+        read[:, 0] = self.entries["decoder_start_token_id"]
+        targets = torch.from_numpy(np.where(real == 1, wanted, IGNORED))
+        inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": read}
+        return MicroBatch(
+            leaf,
+            {name: torch.from_numpy(values) for name, values in inputs.items()},
+            torch.full_like(targets, IGNORED) if blank else targets,
+        )
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        return int(columns.ragged("target_ids").lengths[rows].sum())
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        return _cross_entropy(outputs.logits, targets, self.options.label_smoothing)
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        logits = forward(batch.inputs)  # [B, T, V]
+        real = batch.targets >= 0  # [B, T]
+        return {
+            "loss": _cross_entropy(logits, batch.targets, 0.0).double(),
+            "examples": real.any(1).sum().double(),
+            "targets": real.sum().double(),
+            "right": ((logits.argmax(-1) == batch.targets) & real).sum().double(),
+        }
+
+    def score_texts(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        batch: MicroBatch,
+        columns: Columns,
+        rows: np.ndarray,
+    ) -> Sums:
+        import torch
+
+        if self.overlap is None:
+            return {}
+        written = self._written(generate(_asked(batch), self._decoding()))[: len(rows)]
+        found = self.overlap.sums(written, columns.texts("reference", rows))
+        return {name: torch.from_numpy(counts).to(batch.targets.device).double() for name, counts in found.items()}
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        loss = float(sums["loss"]) / float(sums["targets"])
+        accuracy = float(sums["right"]) / float(sums["targets"])
+        found = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
+        return found | (self.overlap.scores(sums) if self.overlap is not None else {})
+
+    def samples(self, generate: Callable[[Mapping[str, Tensor], Decoding], Tensor]) -> list[str]:
+        columns = self.splits["validation"]
+        rows = np.unique(np.linspace(0, len(columns) - 1, self.options.samples).astype(np.int64))
+        if len(rows) == 0:
+            return []
+        batch = self.collate(columns, rows, 0)
+        written = self._written(generate(_asked(batch), self._decoding()))
+        asked = self.tokenizer.batch_decode(batch.inputs["input_ids"].tolist(), skip_special_tokens=True)
+        wanted = columns.texts("reference", rows)
+        return [f"{a.strip()} ⟶ {w} (reference: {r})" for a, w, r in zip(asked, written, wanted, strict=True)]
+
+    def _decoding(self) -> Decoding:
+        from lockstep.decoding import Decoding
+
+        pad, end = int(self.target_tokenizer.pad_token_id), documents.end_of(self.target_tokenizer)
+        start = int(self.entries["decoder_start_token_id"])
+        return Decoding(self.run.data.max_length, pad, end, start, self.options.beams)
+
+    def _written(self, tokens: Tensor) -> list[str]:
+        found = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
+        return [text.strip() for text in found]
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep import models
+
+        models.save(self.model(), weights, self.tokenizer, folder)
+        if self.target_tokenizer is not self.tokenizer:
+            self.target_tokenizer.save_pretrained(folder / tokenizer.TARGET)
+
+
+def _asked(batch: MicroBatch) -> dict[str, Tensor]:
+    """What is to be translated, without what the decoder would read."""
+    return {name: tensor for name, tensor in batch.inputs.items() if not name.startswith("decoder")}
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """The sum over targets that are not IGNORED."""
+    from torch.nn.functional import cross_entropy
+
+    flat = logits.float().flatten(0, 1)
+    return cross_entropy(flat, targets.flatten(), reduction="sum", label_smoothing=smoothing)
+
+
+# -- preparing -------------------------------------------------------------------------------------------------------
+
+
+def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str) -> Dataset:
+    """The two sides as columns `source` and `target`. Errors: `RunError`."""
+    sides = {"source": options.source, "target": options.target}
+    if PAIR in dataset.column_names and not {options.source, options.target} <= set(dataset.column_names):
+        dataset = dataset.select_columns([PAIR]).flatten()
+        languages = [column.removeprefix(f"{PAIR}.") for column in dataset.column_names]
+        for key, language in sides.items():
+            if language not in languages:
+                raise RunError(
+                    f"task.{key}: the {split} split of {name} has no language {language!r}; it has "
+                    f"{', '.join(languages)}"
+                )
+        sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
+    documents.check_texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name)
+    if options.source == options.target:
+        raise RunError(f"task.target: {options.target!r} is the source already")
+    wanted = dataset.select_columns(list(sides.values()))
+    return wanted.rename_columns({column: key for key, column in sides.items() if column != key})
+
+
+def _tokenizers(run: Run, train: Dataset, hashed: str, options: TranslationOptions) -> Path:
+    def batches(*columns: str) -> Iterator[list[str]]:
+        for start in range(0, len(train), 1000):
+            rows = train[start : start + 1000]
+            yield [text for column in columns for text in rows[column]]
+
+    if options.tokenizers == "shared":
+        return tokenizer.prepare(run, batches("source", "target"), hashed, generative=True)
+    if run.tokenizer.train is None:
+        raise RunError("task.tokenizers: separate ones are trained; set tokenizer.train, or leave this out")
+    both = [tokenizer.prepare(run, batches(side), f"{hashed} {side}", generative=True) for side in ("source", "target")]
+    return tokenizer.pair(*both)
+
+
+def _target_tokenizer(folder: Path, shared: Any) -> Any:
+    return tokenizer.load(str(folder / tokenizer.TARGET)) if (folder / tokenizer.TARGET).is_dir() else shared
+
+
+def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
+    """Entries of the config: where a decoder starts, and the vocabularies of a model from scratch."""
+    from lockstep import models
+
+    config = models.load_config(run)
+    known = config.to_dict()
+    if run.model.type is None:
+        start = known.get("decoder_start_token_id")
+        start = start if start is not None else known.get("bos_token_id")
+        return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
+    # BART begins with its end token; Marian, T5 and the others with padding
+    start = documents.end_of(targets) if config.model_type in ("bart", "mbart") else targets.pad_token_id
+    entries = {"use_cache": False, "decoder_start_token_id": start, "forced_eos_token_id": None}
+    if "decoder_vocab_size" in known:
+        separate = targets is not sources
+        entries |= {"decoder_vocab_size": len(targets), "share_encoder_decoder_embeddings": not separate}
+    return entries
+
+
+def _check_model(run: Run, options: TranslationOptions) -> None:
+    from lockstep import models
+
+    models.check(run, "seq2seq", use_cache=False)
+    if options.tokenizers == "separate" and "decoder_vocab_size" not in models.load_config(run).to_dict():
+        raise RunError(
+            f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both languages; use "
+            "shared ones, or model.type: marian"
+        )
+
+
+def _encode(run: Run, dataset: Dataset, folder: Path, options: TranslationOptions, key: str, split: str) -> str:
+    import datasets
+
+    sources: Any = tokenizer.load(str(folder))
+    targets = _target_tokenizer(folder, sources)
+    numbers = datasets.List(datasets.Value("int32"))
+    features = datasets.Features({"input_ids": numbers, "target_ids": numbers})
+    scored = split != "train"  # only what is evaluated needs its references
+    if scored:
+        features["reference"] = datasets.Value("string")
+    limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
+
+    def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
+        """A target without any token could not be learned: it has its end token at least."""
+        end = documents.end_of(known)
+        return [row or [end if end is not None else known.pad_token_id] for row in rows]
+
+    def encoder(rows: dict[str, list]) -> dict[str, list]:
+        asked = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
+        told = targets(text_target=rows["target"], **limit)["input_ids"]
+        found = {"input_ids": closed(asked, sources), "target_ids": closed(told, targets)}
+        return found | ({"reference": rows["target"]} if scored else {})
+
+    return encode(dataset, encoder, features, key)

@@ -1,0 +1,297 @@
+"""Translation: the shift, the smoothing, BLEU and chrF from sums, decoding, tokenizers and what is exported."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import build, run_on
+from task_runs import MARIAN, make, sentence, write
+
+from lockstep import plugins
+from lockstep.batch import IGNORED
+from lockstep.bleu import SIZES, Overlap
+from lockstep.cli import main
+from lockstep.data.prepare import prepare
+from lockstep.decoding import Decoding, by_forward, by_transformers
+from lockstep.run import Run, RunError
+from lockstep.tasks.translation import Translation
+from lockstep.train import evaluate
+from lockstep.world import World
+
+pytest.importorskip("sacrebleu")
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+
+def task_of(run: Run) -> Translation:
+    return Translation(run, prepare(run, Translation))
+
+
+def rows_in(folder: Path, split: str) -> list[dict[str, str]]:
+    lines = (folder / "translation" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["translation"] for line in lines]
+
+
+def test_the_decoder_reads_its_targets_one_behind(tmp_path: Path) -> None:
+    task = task_of(make(tmp_path, "translation"))
+    columns = task.splits["train"]
+    batch = task.collate(columns, np.arange(7), 0)
+    read, targets = batch.inputs["decoder_input_ids"], batch.targets
+    start = task.entries["decoder_start_token_id"]
+    for i, row in enumerate(rows_in(tmp_path, "train")[:7]):
+        wanted = task.tokenizer(row["de"])["input_ids"]
+        assert wanted[-1] == task.tokenizer.sep_token_id
+        assert targets[i].tolist() == wanted + [IGNORED] * (targets.shape[1] - len(wanted))
+        assert read[i, : len(wanted)].tolist() == [start, *wanted[:-1]]
+    assert task.count_targets(columns, np.arange(7)) == int((targets != IGNORED).sum())
+    from transformers.models.marian.modeling_marian import shift_tokens_right
+
+    assert torch.equal(read, shift_tokens_right(targets, task.tokenizer.pad_token_id, start))
+
+
+def test_a_step_is_cut_by_both_sides(tmp_path: Path) -> None:
+    columns = task_of(make(tmp_path, "translation")).splits["train"]
+    source, target = (columns.ragged(name).lengths for name in ("input_ids", "target_ids"))
+    assert (columns.lengths == source + target).all()
+    assert (source != target).any()
+
+
+def test_label_smoothing_is_the_definition_and_padding_has_no_part(tmp_path: Path) -> None:
+    task = task_of(make(tmp_path, "translation", "task.label_smoothing=0.1"))
+    batch = task.collate(task.splits["train"], np.arange(5), 0)
+    with torch.no_grad():
+        outputs = task.model().eval()(**batch.inputs)
+    logs = outputs.logits.double().log_softmax(-1)
+    total = 0.0
+    for b, t in (batch.targets != IGNORED).nonzero().tolist():
+        total -= 0.9 * float(logs[b, t, batch.targets[b, t]]) + 0.1 * float(logs[b, t].mean())
+    assert float(task.loss_sum(outputs, batch.targets)) == pytest.approx(total, rel=1e-5)
+    plain = task.score(lambda inputs: outputs.logits, batch)["loss"]
+    assert float(plain) < total - 1e-3  # what is reported is not smoothed
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_scores_of_sums_are_sacrebleu_s_of_the_corpus(parts: int) -> None:
+    draw = random.Random(parts)
+    references = [sentence(draw) for _ in range(41)] + ["", "Ein Mann, der \u201etanzt\u201c."]
+    written = [" ".join(w for w in r.split() if draw.random() < 0.8) + draw.choice(["", " .", "!"]) for r in references]
+    overlap = Overlap("13a")
+    sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
+    for part in range(parts):
+        for name, counts in overlap.sums(written[part::parts], references[part::parts]).items():
+            sums[name] += torch.from_numpy(counts)
+    found = overlap.scores(sums)
+    assert found["bleu"] == BLEU().corpus_score(written, [references]).score  # ==, not nearly
+    assert found["chrf"] == CHRF().corpus_score(written, [references]).score
+    assert 20 < found["bleu"] < 95
+
+
+def gathered(world: World, run: Run) -> tuple[dict[str, float], list[tuple[int, str]]]:
+    """Scores, and what this rank wrote for which row."""
+    task, strategy = build(run, world)
+    assert isinstance(task, Translation)
+    assert task.overlap is not None
+    seen: list[tuple[int, str]] = []
+    plain, rows_of_texts = task.overlap.sums, task.score_texts
+
+    def score_texts(generate: Any, batch: Any, columns: Any, rows: np.ndarray) -> Any:
+        def sums(written: list[str], references: list[str]) -> Any:
+            seen.extend(zip(rows.tolist(), written, strict=True))
+            return plain(written, references)
+
+        task.overlap.sums = sums  # type: ignore[method-assign, union-attr]
+        return rows_of_texts(generate, batch, columns, rows)
+
+    task.score_texts = score_texts  # type: ignore[method-assign]
+    return evaluate(run, world, task, strategy, task.splits["validation"]), seen
+
+
+def teach(folder: Path, name: str, *overrides: str) -> Run:
+    """A run whose evaluation batches are more than one a rank, and not equally many."""
+    return make(folder, "translation", f"strategy.name={name}", "evaluate.batch_size=4", *overrides)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("pipeline", 2), ("zero2", 2)])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
+    name: str, ranks: int, beams: int, tmp_path: Path
+) -> None:
+    if name not in plugins.names("strategies") or (name in ("pipeline", "zero2") and beams > 1):
+        pytest.skip("decodes greedily only, see below")
+    if name == "zero2":
+        pytest.importorskip("deepspeed")
+    stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
+    run = teach(tmp_path, name, f"task.beams={beams}", *stages)
+    found = run_on(ranks, gathered, run, run=run)
+    alone = teach(tmp_path, "single", f"task.beams={beams}")
+    (scores, said), *_ = run_on(1, gathered, alone, run=alone)
+    assert all(result[0] == found[0][0] for result in found)
+    assert found[0][0]["bleu"] == scores["bleu"]
+    assert found[0][0]["chrf"] == scores["chrf"]
+    if name != "pipeline":  # whose stages all see the same rows
+        assert sorted(pair for _, part in found for pair in part) == sorted(said)
+    references = [row["de"] for row in rows_in(tmp_path, "validation")]
+    written = [text for _, text in sorted(said)]
+    assert len(written) == len(references)
+    assert scores["bleu"] == BLEU().corpus_score(written, [references]).score
+
+
+def test_beams_that_a_strategy_cannot_search_with_are_refused(tmp_path: Path) -> None:
+    run = teach(tmp_path, "pipeline", "task.beams=2", "strategy.options.stages=2")
+    with pytest.raises(AssertionError, match="decodes greedily only"):
+        run_on(2, gathered, run, run=run)
+
+
+def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
+    task = task_of(make(tmp_path, "translation"))
+    model = task.model().eval()
+    batch = task.collate(task.splits["validation"], np.arange(6), 0)
+    how = Decoding(9, task.tokenizer.pad_token_id, task.tokenizer.eos_token_id, task.entries["decoder_start_token_id"])
+    inputs = {k: v for k, v in batch.inputs.items() if k != "decoder_input_ids"}
+    turns = []
+
+    def forward(asked: Any) -> torch.Tensor:
+        turns.append(asked["decoder_input_ids"].shape[1])
+        return model(**asked).logits
+
+    with torch.no_grad():
+        found = by_forward(forward, lambda count: count, inputs, how)
+        assert torch.equal(found, by_transformers(model, inputs, how))
+        turns.clear()
+        others = iter([1] * 11 + [0])  # another rank, which may write more, goes on for two turns
+        assert torch.equal(by_forward(forward, lambda count: count + next(others), inputs, how), found)
+    assert len(turns) == 12
+
+
+@pytest.mark.parametrize("kind", ["wordlevel", "bpe", "unigram"])
+@pytest.mark.parametrize("tokenizers", ["shared", "separate"])
+def test_training_and_what_is_exported(kind: str, tokenizers: str, tmp_path: Path) -> None:
+    run = make(
+        tmp_path,
+        "translation",
+        f"tokenizer.train={kind}",
+        f"task.tokenizers={tokenizers}",
+        "steps=30",
+        "micro_batches=2",
+        "launch.processes=1",
+        "strategy.name=single",
+        "optim.learning_rate=1e-2",
+        "evaluate.every=15",
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(run.dump())
+    assert main(["train", str(path)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    first, last = (line for line in lines if line["split"] == "validation")
+    assert last["loss"] < first["loss"]
+    assert {"perplexity", "bleu", "chrf"} <= set(last)
+    samples = json.loads((tmp_path / "out" / "samples.jsonl").read_text().splitlines()[-1])["samples"]
+    assert len(samples) == 3
+    assert all("reference: " in text for text in samples)
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    export = tmp_path / "out" / "export"
+    model, known = AutoModelForSeq2SeqLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    targets = AutoTokenizer.from_pretrained(export / "target") if tokenizers == "separate" else known
+    assert (export / "target").is_dir() == (tokenizers == "separate")
+    asked = known("the dog sees a cat .", return_tensors="pt")
+    tokens = model.generate(input_ids=asked["input_ids"], max_new_tokens=20)
+    task = task_of(run)
+    how = task._decoding()
+    ours = by_transformers(model, {"input_ids": asked["input_ids"]}, how)[0]
+    length = tokens.shape[1] - 1
+    assert tokens[0, 1:].tolist() == ours[:length].tolist()  # with transformers' defaults, from what was exported
+    assert isinstance(targets.decode(tokens[0], skip_special_tokens=True), str)
+    assert model.config.use_cache
+
+
+def test_two_plain_columns(tmp_path: Path) -> None:
+    rows = [{"a": "one two", "b": "eins zwei"}, {"a": "three", "b": ""}] * 20
+    path = tmp_path / "pairs.jsonl"
+    write(path, rows)
+    columns = ("task.source=a", "task.target=b", "task.prefix='to b: '")
+    task = task_of(
+        make(tmp_path, "translation", *columns, f"data={json.dumps({'source': str(path), 'max_length': 32})}")
+    )
+    held = task.splits["validation"]  # three or four of them, cut off
+    assert set(held.texts("reference", np.arange(4))) <= {"eins zwei", ""}
+    assert "to b: " in task.tokenizer.decode(held.ragged("input_ids").row(0))
+    assert min(held.ragged("target_ids").lengths) >= 1  # an empty target has its end token
+
+
+BAD: dict[str, tuple[list[str], list[str]]] = {
+    "no such language": (["task.target=fr"], ["task.target", "'fr'", "it has en, de"]),
+    "twice the same": (["task.target=en"], ["task.target", "source already"]),
+    "smoothing of all": (["task.label_smoothing=1"], ["task.label_smoothing"]),
+    "no such tokenizer of sacrebleu": (["task.bleu_tokenizer=14a"], ["task.bleu_tokenizer", "'14a'", "13a"]),
+    "a model that has no encoder": (["model={type: gpt2}"], ["no encoder-decoder model", "gpt2"]),
+    "separate ones for bart": (
+        ["task.tokenizers=separate", "model={type: bart, config: {max_position_embeddings: 64}}"],
+        ["task.tokenizers", "bart", "marian"],
+    ),
+    "separate ones that are not trained": (
+        ["task.tokenizers=separate", "tokenizer={source: somewhere}"],
+        ["task.tokenizers", "tokenizer.train"],
+    ),
+    "too long": (["data.max_length=65"], ["data.max_length", "positions for 64"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> None:
+    overrides, wanted = BAD[case]
+    with pytest.raises(RunError) as caught:
+        task_of(make(tmp_path, "translation", *overrides))
+    for part in wanted:
+        assert part in str(caught.value)
+
+
+def test_without_sacrebleu_it_says_how_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RunError, match="lockstep-train\\[translation\\]"):
+        Translation.prepare(make(tmp_path, "translation"))
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    config = {
+        "bart": {k: v for k, v in MARIAN["config"].items() if k != "dropout"},
+        "t5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+    }[family]
+    run = make(tmp_path, "translation", f"model={json.dumps({'type': family, 'config': config})}")
+    task = task_of(run)
+    model = task.model()
+    batch = task.collate(task.splits["train"], np.arange(4), 0)
+    start = task.tokenizer.eos_token_id if family == "bart" else task.tokenizer.pad_token_id
+    assert batch.inputs["decoder_input_ids"][:, 0].tolist() == [start] * 4
+    loss = task.loss_sum(model(**batch.inputs), batch.targets)
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_multi30k_is_read_as_it_is(shared: Path) -> None:
+    from lockstep.run import load
+
+    folder = shared / "multi30k"
+    values = {
+        "task": {"name": "translation", "source": "en", "target": "de"},
+        "data": {"source": str(folder), "test": "test_2016_flickr.jsonl", "limit": 2000},
+        "model": MARIAN | {"config": MARIAN["config"] | {"max_position_embeddings": 128}},
+        "tokenizer": {"train": "bpe", "vocab_size": 2000},
+    }
+    task = task_of(load(None, [], values))
+    assert {split: len(columns) for split, columns in task.splits.items()} == {
+        "train": 2000,
+        "validation": 1014,
+        "test": 1000,
+    }
+    row = json.loads((folder / "test_2016_flickr.jsonl").read_text(encoding="utf-8").splitlines()[3])["translation"]
+    test = task.splits["test"]
+    assert test.texts("reference", np.array([3])) == [row["de"]]
+    assert task.tokenizer.decode(test.ragged("input_ids").row(3), skip_special_tokens=True).strip() == row["en"]
