@@ -22,6 +22,8 @@ CONTENDERS = {
     "lockstep": ["lockstep_train.py"],
     "lockstep, inexact": ["lockstep_train.py", "--inexact"],
     "lockstep, allreduce": ["lockstep_train.py", "--strategy", "allreduce"],
+    "lockstep, hf_trainer": ["lockstep_train.py", "--strategy", "hf_trainer"],
+    "lockstep, hf_accelerate": ["lockstep_train.py", "--strategy", "hf_accelerate"],
     "HF Trainer as it comes": ["trainer.py"],
     "HF Trainer tuned": ["trainer_tuned.py"],
     "Accelerate loop": ["accelerate_loop.py"],

@@ -6,6 +6,7 @@ In: arguments. Out: an exit status: 0 done, 1 failed, 2 bad usage or run file, 7
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -235,17 +236,16 @@ def _plan(run: Run) -> int:
     launcher: Launcher = _find("launch.name", "launchers", run.launch.name)()
     plan = launcher.plan(run)
     console = Console(True)
-    shares = sorted(
-        {
-            len(range(r * run.micro_batches // plan.processes, (r + 1) * run.micro_batches // plan.processes))
-            for r in range(plan.processes)
-        }
-    )
+    counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
+    bounds = sorted(counts)
+    shares = sorted({b - a for a, b in itertools.pairwise(bounds)})
+    each = f"each with {' or '.join(map(str, shares))} of {run.micro_batches} micro-batches a step"
+    if run.strategy.name == "pipeline" or "tensor_parallel" in run.strategy.options:
+        each = f"{run.micro_batches} micro-batches a step, some processes working on the same ones"
     console.facts(
         {
             "launcher": run.launch.name,
-            "processes": f"{plan.processes}, each with {' or '.join(map(str, shares))} of {run.micro_batches} "
-            "micro-batches a step",
+            "processes": f"{plan.processes}, {each}",
             "command": shlex.join(plan.command),
             "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
             "strategy": f"{run.strategy.name}{', exact where it can be' if run.strategy.exact else ''}",

@@ -82,9 +82,6 @@ def work(run: Run, world: World) -> int:
     strategy = strategy_class(run, world)
     prepared = prepare(run, task_class)
     world.join()
-    if world.device.type == "cuda" and run.strategy.exact:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition for reproducible results
-        torch.use_deterministic_algorithms(True)
     console = Console(world.is_main)
     if finished_already(run, world, prepared):
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")

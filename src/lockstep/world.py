@@ -46,6 +46,7 @@ class World:
         self._init_method = init_method
         self._timeout = timedelta(seconds=run.launch.timeout_s)
         self._control: dist.ProcessGroup | None = None
+        self._deterministic = self.device.type == "cuda" and run.strategy.exact
         self._stop = False
         self._asking: tuple[dist.Work, Tensor] | None = None
 
@@ -59,6 +60,9 @@ class World:
         torch.set_num_threads(self.threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        if self._deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition for reproducible results
+            torch.use_deterministic_algorithms(True)
         if self.size > 1:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             arguments: dict[str, Any] = {"device_id": self.device} if self.device.type == "cuda" else {}

@@ -64,8 +64,15 @@ class FSDP2(Strategy):
         for key in ("param_dtype", "reduce_dtype"):
             if key in options and options[key] not in _DTYPES:
                 raise RunError(f"strategy.options.{key}: {options[key]!r} is not one of {', '.join(_DTYPES)}")
-        if not isinstance(reshard := options.get("reshard_after_forward", True), bool | int):
-            raise RunError(f"strategy.options.reshard_after_forward: {reshard!r} is not true, false or a number")
+        reshard, offload = options.get("reshard_after_forward", True), options.get("cpu_offload", False)
+        shards = processes // (replicate * tensor)
+        if not isinstance(reshard, bool) and (not isinstance(reshard, int) or reshard < 1 or shards % reshard):
+            raise RunError(
+                f"strategy.options.reshard_after_forward: {reshard!r} is not true, false, or a number of ranks that "
+                f"divides the {shards} that share the model"
+            )
+        if not isinstance(offload, bool):
+            raise RunError(f"strategy.options.cpu_offload: {offload!r} is not true or false")
         if tensor > 1:
             models.tensor_plan(run, tensor)
 

@@ -98,7 +98,8 @@ class _AcceleratedFSDP2(FSDP2):
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
-        return run.strategy.exact and run.precision == "fp32"  # in bf16 Accelerate gathers bf16 weights
+        own = "mixed_precision_policy" in run.strategy.options["fsdp"]
+        return run.strategy.exact and run.precision == "fp32" and not own  # in bf16 Accelerate gathers bf16 weights
 
     @classmethod
     def rounding(cls, run: Run) -> float:

@@ -24,12 +24,19 @@ _KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph",
 _KNOWN |= {"gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32"}
 _KNOWN |= {"torch_empty_cache_steps", "use_liger_kernel", "liger_kernel_config"}
 
+# Of these, the ones that compute in another way than the other strategies do.
+_OTHER_KERNELS = {"torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "use_liger_kernel"}
+
 
 class HFTrainer(Hooked):
     """`strategy.options` are TrainingArguments about how a step is computed (`ddp_bucket_cap_mb`,
     `gradient_checkpointing`, `torch_compile`, ...)."""
 
     needs = ("accelerate",)
+
+    @classmethod
+    def gives_bits(cls, run: Run) -> bool:
+        return run.strategy.exact and not _OTHER_KERNELS & set(run.strategy.options)
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

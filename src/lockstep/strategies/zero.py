@@ -32,6 +32,12 @@ class Sharded(Strategy):
     needs = ("deepspeed",)
     stage: int  # of ZeRO
 
+    @classmethod
+    def rounding(cls, run: Run) -> float:
+        if zero_config.keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options)):
+            return 0.1
+        return 1e-4 if run.precision == "fp32" else 1e-3
+
     @abstractmethod
     def start_engine(self) -> Any:
         """A `deepspeed.DeepSpeedEngine` around `self.model` and `self.optimizer`, of `self.config`."""
