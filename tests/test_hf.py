@@ -118,6 +118,14 @@ def test_fsdp2_through_accelerate_keeps_the_bits(options: dict) -> None:
     assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(run_on(1, by_lockstep, single, run=single)[0])
 
 
+def test_fsdp2_through_accelerate_takes_models_whose_embeddings_are_a_block() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    bert = {"model": {"type": "bert", "config": sizes}, "tokenizer": {"train": "wordpiece", "vocab_size": 400}}
+    run = tiny(*CONSTANT, strategy={"name": "hf_accelerate", "options": {"fsdp": {}}}, **bert)
+    single = tiny("strategy.name=single", *CONSTANT, **bert)
+    assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(run_on(1, by_lockstep, single, run=single)[0])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:
