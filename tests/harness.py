@@ -26,7 +26,7 @@ from lockstep.tasks.task import Task
 from lockstep.world import World
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["lockstep.worker", "transformers.models.gpt2.modeling_gpt2", "tokenizers"])
+_context.set_forkserver_preload(["lockstep.worker", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "engines"])
 
 TINY = {
     "name": "tiny",

@@ -110,9 +110,10 @@ class _AcceleratedFSDP2(FSDP2):
         from accelerate.utils import DistributedType
 
         section = dict(self.run.strategy.options["fsdp"])
-        section.setdefault(
-            "transformer_cls_names_to_wrap", sorted({type(b).__name__ for b in models.blocks(self.model)})
-        )
+        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        # Accelerate 1.15 shards this one by itself, and would shard it twice inside of a block
+        inner = [b for b in models.blocks(self.model) if embedding not in b.modules()]
+        section.setdefault("transformer_cls_names_to_wrap", sorted({type(b).__name__ for b in inner}))
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **section
         )
