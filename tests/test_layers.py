@@ -48,6 +48,8 @@ FLOORS = {
     "train": 7,
     "memory": 2,
     "recording": 8,
+    "watch": 2,
+    "evaluate": 8,
     "verify": 9,
     "worker": 8,
     "launchers": 9,

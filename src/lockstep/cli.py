@@ -73,6 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
     check.add_argument("--debug", action="store_true", help="show tracebacks")
     report = commands.add_parser("report", help="write OUTPUT/report.html again")
     report.add_argument("output", nargs="+")
+    score = commands.add_parser("evaluate", help="metrics of the exported model of OUTPUT")
+    score.add_argument("output")
+    score.add_argument("--split", help="train, validation or test; default: the last two")
+    ask = commands.add_parser("predict", help="what the exported model of OUTPUT makes of a text")
+    ask.add_argument("output")
+    ask.add_argument("texts", nargs="*", metavar="TEXT", help="default: the lines of standard input")
     push = commands.add_parser("push", help="upload OUTPUT/export to the Hub (token from HF_TOKEN)")
     push.add_argument("output")
     push.add_argument("repository", metavar="USER/REPO")
@@ -116,6 +122,13 @@ def _dispatch(known: argparse.Namespace, rest: list[str]) -> int:
         return _list()
     if known.command == "report":
         return _report(known.output)
+    if known.command in ("evaluate", "predict"):
+        from lockstep import evaluate
+
+        output = Path(known.output)
+        if known.command == "predict":
+            return evaluate.predict(output, known.texts)
+        return evaluate.evaluate(output, known.split)
     if known.command == "push":
         from lockstep.hub import publish
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
+from lockstep import adapters
 from lockstep.run import Run, RunError
 from lockstep.world import seed_libraries
 
@@ -56,14 +58,15 @@ def check(
     (default: `data.max_length`), which `key` sets. `entries` of the config are set first. Errors: `RunError`."""
     from transformers.models.auto import modeling_auto
 
+    adapters.check(run)
     config = load_config(run)
     _, known, called = HEADS[head]
     if config.model_type not in getattr(modeling_auto, known) and not run.model.trust_remote_code:
         raise RunError(f"model: transformers has no {called} of the type {config.model_type!r}")
-    if run.model.config:
+    if run.model.config or run.model.adapter:
         for name, value in entries.items():
             setattr(config, name, value)
-        _check_buildable(config, head)
+        _check_buildable(run, config, head)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None:
         fits = positions - (config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0)
@@ -73,13 +76,15 @@ def check(
             )
 
 
-def _check_buildable(config: Any, head: str) -> None:
+def _check_buildable(run: Run, config: Any, head: str) -> None:
     """Build the model without memory, so that sizes that do not fit each other are told now."""
     import transformers
 
     try:
         with torch.device("meta"):
-            getattr(transformers, HEADS[head][0]).from_config(config)
+            model = getattr(transformers, HEADS[head][0]).from_config(config)
+            if run.model.adapter:
+                adapters.wrap(run, model, head)
     except (ValueError, RuntimeError, AssertionError, TypeError, KeyError, ZeroDivisionError) as error:
         said = " ".join(str(error).split())
         if "meta" in said:  # a model that cannot be built without memory says nothing of its sizes
@@ -151,7 +156,6 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     `entries` of the config are set by the task. `empty`: on the meta device, without memory.
     """
     import transformers
-    from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -177,19 +181,45 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
             ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
             **options,
         )
+    if run.model.adapter:
+        with torch.device("meta" if empty else "cpu"):
+            model = adapters.wrap(run, model, head)
     model = model.float()
     assert all(p.dtype == torch.float32 for p in model.parameters()), "weights must be float32"
     return model
 
 
-def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path) -> None:
-    """Write config, weights and tokenizer so that transformers' `from_pretrained` loads them."""
+def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, run: Run | None = None) -> None:
+    """Write config, weights and tokenizer so that transformers' `from_pretrained` loads them; of a `run` with an
+    adapter, as it says there."""
     plain = {name: tensor.cpu() for name, tensor in weights.items()}
     model.load_state_dict(plain)
     if getattr(model.config, "use_cache", None) is False:
         model.config.use_cache = True  # type: ignore[union-attr]  # off in training only
-    model.save_pretrained(folder)  # type: ignore[operator]
+    if run is not None and run.model.adapter:
+        adapters.save(run, model, folder)
+    else:
+        model.save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)
+
+
+def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
+    """An exported model, ready to be asked, and its tokenizer."""
+    import transformers
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    options: dict[str, Any] = {"trust_remote_code": run.model.trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    adapter = adapters.is_adapter(folder)
+    source = local_or_id(run) if adapter else folder
+    auto = getattr(transformers, HEADS[head][0])
+    model = auto.from_pretrained(source, config=config, ignore_mismatched_sizes=adapter, **options)
+    if adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder)
+    return model.float().eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def most_uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:

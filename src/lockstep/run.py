@@ -78,6 +78,10 @@ class ModelSection(Section):
     type: str | None = Field(None, description="model type of transformers (gpt2, bert, ...) to train from scratch")
     config: dict[str, Any] = Field(default_factory=dict, description="entries of the model's config to set")
     attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
+    adapter: dict[str, Any] = Field(
+        default_factory=dict,
+        description="train an adapter of peft (type: lora, r, ...) and nothing else; export: merged | adapter",
+    )
     trust_remote_code: bool = Field(False, description="run code that comes with a Hub model; read it first")
 
     @model_validator(mode="after")

@@ -203,12 +203,15 @@ def closing(
             }
         )
     folder = run.folder
-    with open(folder / "export" / "model.safetensors", "rb") as file:
-        weights = hashlib.file_digest(file, "sha256").hexdigest()
+    weights = hashlib.sha256()
+    for path in sorted((folder / "export").glob("*.safetensors")):  # an adapter's, or a large model's parts
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                weights.update(block)
     again = f"lockstep train launch.processes=1 output={folder}-1" if run.name == "quickstart" else "launch.processes=1"
     console.facts(
         {
-            "weights": f"sha256 {weights}",
+            "weights": f"sha256 {weights.hexdigest()}",
             "results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl",
             "next": f"{again}: the same weights on another number of processes"
             if exact

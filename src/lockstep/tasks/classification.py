@@ -147,10 +147,26 @@ class Classification(Task):
             "macro_f1": float(f1.mean()),
         }
 
+    @classmethod
+    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
+        import torch
+
+        from lockstep import models
+
+        model, tok = models.exported("classification", folder, run)
+        found = []
+        for text in texts:
+            asked = tok(text, truncation=True, max_length=run.data.max_length, return_tensors="pt")
+            with torch.no_grad():
+                chances = model(input_ids=asked["input_ids"]).logits[0].softmax(-1)
+            best = chances.argsort(descending=True)[:3].tolist()
+            found.append(", ".join(f"{model.config.id2label[i]} {float(chances[i]):.3f}" for i in best) + f"  {text}")
+        return found
+
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep import models
 
-        models.save(self.model(), weights, self.tokenizer, folder)
+        models.save(self.model(), weights, self.tokenizer, folder, self.run)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------

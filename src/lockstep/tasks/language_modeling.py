@@ -232,10 +232,34 @@ class LanguageModeling(Task):
         pad = int(self.tokenizer.pad_token_id)
         return Decoding(tokens, pad, end, temperature=self.options.temperature, seed=self.run.seed)
 
+    @classmethod
+    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
+        import torch
+
+        from lockstep import models
+        from lockstep.decoding import Decoding, by_transformers
+
+        options = LanguageModelingOptions.model_validate(run.task.options)
+        model, tok = models.exported("causal", folder, run)
+        end, template = documents.end_of(tok), {"chat_template": options.chat_template, "add_generation_prompt": True}
+        found = []
+        for text in texts:
+            if options.messages is not None:
+                text = tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, **template)
+            ids = tok(text, verbose=False, add_special_tokens=options.messages is None)["input_ids"]
+            ids = ids[:-1] if ids and ids[-1] == end else ids
+            ids = ids[-(options.block_size - 1) :] or [tok.pad_token_id if end is None else end]
+            room = min(options.sample_tokens, options.block_size - len(ids))
+            how = Decoding(room, tok.pad_token_id, end, temperature=options.temperature, seed=run.seed)
+            with torch.no_grad():
+                tokens = by_transformers(model, {"input_ids": torch.tensor([ids])}, how)[0].tolist()
+            found.append(tok.decode(tokens, skip_special_tokens=True))
+        return found
+
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep import models
 
-        models.save(self.model(), weights, self.tokenizer, folder)
+        models.save(self.model(), weights, self.tokenizer, folder, self.run)
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------

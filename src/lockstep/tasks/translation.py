@@ -69,8 +69,8 @@ class Translation(Task):
         _check_model(run, options)
         files = {}
         for split, dataset in splits.items():
-            key = digest("translation", VERSION, hashes[split], folder.name, run.data.max_length, options.prefix, split)
-            files[split] = _encode(run, dataset, folder, options, key, split)
+            key = digest("translation", VERSION, hashes[split], folder.name, run.data.max_length, options.prefix)
+            files[split] = _encode(run, dataset, folder, options, key)
         tokens = sorted((split, Path(file).name) for split, file in files.items())
         return Prepared(digest(tokens), files, str(folder), {"source": data.name})
 
@@ -168,10 +168,30 @@ class Translation(Task):
         found = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
         return [text.strip() for text in found]
 
+    @classmethod
+    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
+        import torch
+
+        from lockstep import models
+        from lockstep.decoding import Decoding, by_transformers
+
+        options = TranslationOptions.model_validate(run.task.options)
+        model, sources = models.exported("seq2seq", folder, run)
+        targets = _target_tokenizer(folder, sources)
+        most, start = run.data.max_length, model.config.decoder_start_token_id
+        how = Decoding(most, targets.pad_token_id, documents.end_of(targets), start, options.beams)
+        found = []
+        for text in texts:
+            asked = sources(options.prefix + text, truncation=True, max_length=most, return_tensors="pt")
+            with torch.no_grad():
+                tokens = by_transformers(model, {"input_ids": asked["input_ids"]}, how)
+            found.append(targets.decode(tokens[0], skip_special_tokens=True).strip())
+        return found
+
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep import models
 
-        models.save(self.model(), weights, self.tokenizer, folder)
+        models.save(self.model(), weights, self.tokenizer, folder, self.run)
         if self.target_tokenizer is not self.tokenizer:
             self.target_tokenizer.save_pretrained(folder / tokenizer.TARGET)
 
@@ -260,16 +280,14 @@ def _check_model(run: Run, options: TranslationOptions) -> None:
         )
 
 
-def _encode(run: Run, dataset: Dataset, folder: Path, options: TranslationOptions, key: str, split: str) -> str:
+def _encode(run: Run, dataset: Dataset, folder: Path, options: TranslationOptions, key: str) -> str:
     import datasets
 
     sources: Any = tokenizer.load(str(folder))
     targets = _target_tokenizer(folder, sources)
     numbers = datasets.List(datasets.Value("int32"))
-    features = datasets.Features({"input_ids": numbers, "target_ids": numbers})
-    scored = split != "train"  # only what is evaluated needs its references
-    if scored:
-        features["reference"] = datasets.Value("string")
+    text = datasets.Value("string")
+    features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
     limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
 
     def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
@@ -280,7 +298,7 @@ def _encode(run: Run, dataset: Dataset, folder: Path, options: TranslationOption
     def encoder(rows: dict[str, list]) -> dict[str, list]:
         asked = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
         told = targets(text_target=rows["target"], **limit)["input_ids"]
-        found = {"input_ids": closed(asked, sources), "target_ids": closed(told, targets)}
-        return found | ({"reference": rows["target"]} if scored else {})
+        ids = {"input_ids": closed(asked, sources), "target_ids": closed(told, targets)}
+        return ids | {"reference": rows["target"]}
 
     return encode(dataset, encoder, features, key)

@@ -1,0 +1,243 @@
+"""Named entities and the like: a tag for every word, with any model that `AutoModelForTokenClassification` knows.
+
+In: a column of lists of words and one of lists of tags. Out: loss, accuracy, and precision, recall and F1 of whole
+entities, all from sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.data import documents, source, tokenizer
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.run import Run, RunError
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor, nn
+
+    from lockstep.batch import MicroBatch, Sums
+
+_SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
+
+
+class TokenClassificationOptions(BaseModel):
+    """The task's own keys in the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    words: str = Field("tokens", description="column of lists of words")
+    tags: str = Field("tags", description="column of lists of tags, one a word, as texts or as numbers with names")
+
+
+class TokenClassification(Task):
+    """One tag a word; a word's first token has it."""
+
+    Options = TokenClassificationOptions
+    pipeline = "token-classification"
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        options = TokenClassificationOptions.model_validate(run.task.options)
+        data = source.load(run.data, run.seed)
+        splits = {split: _rows(dataset, options, split, data.name) for split, dataset in data.splits.items()}
+        names = sorted({tag for tags in splits["train"]["tags"] for tag in tags})
+        if "validation" not in splits:
+            splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, None)
+        for split, dataset in splits.items():
+            if unknown := {tag for tags in dataset["tags"] for tag in tags} - set(names):
+                raise RunError(
+                    f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which the training "
+                    "split has not"
+                )
+        hashes = {split: content(dataset, ["words", "tags"]) for split, dataset in splits.items()}
+
+        def batches() -> Iterator[list[str]]:
+            for start in range(0, len(splits["train"]), 1000):
+                yield [" ".join(words) for words in splits["train"][start : start + 1000]["words"]]
+
+        folder = tokenizer.prepare(run, batches(), hashes["train"])
+        from lockstep import models
+
+        models.check(run, "token_classification")
+        files = {}
+        for split, dataset in splits.items():
+            key = digest("token classification", VERSION, hashes[split], folder.name, run.data.max_length, names)
+            files[split] = _encode(run, dataset, names, str(folder), key)
+        tokens = sorted((split, Path(file).name) for split, file in files.items())
+        return Prepared(digest(tokens, names), files, str(folder), {"source": data.name, "labels": names})
+
+    # -- in every process --------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        self.tokenizer = tokenizer.load(prepared.tokenizer)
+        self.labels: list[str] = prepared.facts["labels"]
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep import models
+
+        return models.build(self.run, "token_classification", self.tokenizer, empty, **models.named(self.labels))
+
+    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+        import torch
+
+        from lockstep.batch import IGNORED, MicroBatch
+
+        blank = len(rows) == 0
+        rows = np.zeros(1, dtype=np.int64) if blank else rows
+        ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, T]
+        targets = torch.from_numpy(columns.ragged("targets").padded(rows, IGNORED)[0])  # [B, T]
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        return MicroBatch(leaf, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        return int(columns.flat("count")[rows].sum())
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(outputs.logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        logits = forward(batch.inputs).float()  # [B, T, C]
+        real = batch.targets >= 0  # [B, T]
+        predicted = logits.argmax(-1)
+        counts = np.zeros(3)  # entities that are there, that are predicted, that are both
+        for row in range(len(real)):
+            there, found = (
+                entities([self.labels[tag] for tag in tags[row][real[row]].tolist()])
+                for tags in (batch.targets, predicted)
+            )
+            counts += len(there), len(found), len(there & found)
+        return {
+            "loss": cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").double(),
+            "examples": real.any(1).sum().double(),
+            "targets": real.sum().double(),
+            "right": ((predicted == batch.targets) & real).sum().double(),
+            "entities": torch.from_numpy(counts).to(logits.device),  # [3]
+        }
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Precision, recall and F1 of entities whose beginning, end and kind are all right, as seqeval counts them."""
+        there, found, right = (float(count) for count in sums["entities"])
+        return {
+            "loss": float(sums["loss"]) / float(sums["targets"]),
+            "accuracy": float(sums["right"]) / float(sums["targets"]),
+            "precision": right / found if found else 0.0,
+            "recall": right / there if there else 0.0,
+            "f1": 2 * right / (there + found) if there + found else 0.0,
+        }
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
+        import torch
+
+        from lockstep import models
+
+        model, tok = models.exported("token_classification", folder, run)
+        found = []
+        for text in texts:
+            words = text.split()
+            asked = tok(words, is_split_into_words=True, truncation=True, max_length=run.data.max_length)
+            places = first_tokens(asked.word_ids(0))
+            with torch.no_grad():
+                tags = model(input_ids=torch.tensor([asked["input_ids"]])).logits[0].argmax(-1).tolist()
+            named = [f"{words[word]}/{model.config.id2label[tags[place]]}" for word, place in places.items()]
+            found.append(" ".join(named))
+        return found
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep import models
+
+        models.save(self.model(), weights, self.tokenizer, folder, self.run)
+
+
+def entities(tags: list[str]) -> set[tuple[int, int, str]]:
+    """(first word, word after the last, kind) of the entities that B-, I-, E-, S- and O tags mark; a tag without such a
+    letter is an entity of one word. An I- that follows nothing of its kind begins one (conlleval's rule)."""
+    found = set()
+    start, kind = 0, ""
+    for place, tag in enumerate([*tags, "O"]):
+        letter, dash, name = tag.partition("-")
+        letter, name = (letter, name) if dash else ("O" if tag == "O" else "S", tag)
+        if kind and (letter in "OBS" or name != kind):
+            found.add((start, place, kind))
+            kind = ""
+        if letter != "O" and not kind:
+            start, kind = place, name
+        if kind and letter in "SE":
+            found.add((start, place + 1, kind))
+            kind = ""
+    return found
+
+
+def first_tokens(word_ids: list[int | None]) -> dict[int, int]:
+    """Word -> the place of its first token."""
+    places: dict[int, int] = {}
+    for place, word in enumerate(word_ids):
+        if word is not None:
+            places.setdefault(word, place)
+    return places
+
+
+# -- preparing -------------------------------------------------------------------------------------------------------
+
+
+def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, name: str) -> Dataset:
+    """Columns `words` and `tags`, both lists of texts; rows without a word are left out. Errors: `RunError`."""
+    for key, column in (("words", options.words), ("tags", options.tags)):
+        if column not in dataset.column_names:
+            raise RunError(
+                f"task.{key}: the {split} split of {name} has no column {column!r}; it has "
+                f"{', '.join(dataset.column_names)}"
+            )
+    inner = getattr(dataset.features[options.tags], "feature", None)
+    names = getattr(inner, "names", None)
+    words, tags = [], []
+    for row, (said, marked) in enumerate(zip(dataset[options.words], dataset[options.tags], strict=True)):
+        if not isinstance(said, list) or not isinstance(marked, list) or len(said) != len(marked):
+            raise RunError(
+                f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, in lists; it "
+                f"holds {str(said)[:60]} and {str(marked)[:60]}"
+            )
+        if said:
+            words.append([str(word) for word in said])
+            tags.append([names[tag] if names else str(tag) for tag in marked])
+    if not words:
+        raise RunError(f"task.words: the {split} split of {name} holds no words")
+    return dataset.from_dict({"words": words, "tags": tags})
+
+
+def _encode(run: Run, dataset: Dataset, names: list[str], folder: str, key: str) -> str:
+    import datasets
+
+    tok: Any = tokenizer.load(folder)
+    if not tok.is_fast:
+        raise RunError("tokenizer: it does not tell which word its tokens belong to")
+    place_of = {name: code for code, name in enumerate(names)}
+    numbers = datasets.List(datasets.Value("int32"))
+    features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})
+
+    def encoder(rows: dict[str, list]) -> dict[str, list]:
+        found = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
+        targets = []
+        for row, tags in enumerate(rows["tags"]):
+            line = [_SKIPPED] * len(found["input_ids"][row])
+            for word, place in first_tokens(found.word_ids(row)).items():
+                line[place] = place_of[tags[word]]
+            targets.append(line)
+        counts = [sum(tag != _SKIPPED for tag in line) for line in targets]
+        return {"input_ids": found["input_ids"], "targets": targets, "count": counts}
+
+    return encode(dataset, encoder, features, key)

@@ -1,0 +1,91 @@
+"""`lockstep evaluate` and `lockstep predict`: the scores that training ended with, and a look at what a model does."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import TINY
+from task_runs import make
+
+from lockstep.cli import main
+from lockstep.run import load
+
+KINDS = ["classification", "documents", "prompts", "messages", "translation", "token_classification"]
+ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of every kind."""
+    found = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp(kind)
+        if kind == "classification":
+            run = load(None, list(ONE), TINY | {"output": str(folder / "out")})
+        else:
+            run = make(folder, kind, *ONE)
+        (folder / "run.yaml").write_text(run.dump())
+        assert main(["train", str(folder / "run.yaml")]) == 0
+        found[kind] = folder / "out"
+    return found
+
+
+def numbers(text: str) -> dict[str, list[float]]:
+    """The rows of the table."""
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
+    return {name: [float(value.replace(",", "")) for value in values] for name, *values in rows}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluate_gives_the_scores_of_the_run(kind: str, outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(outputs[kind])]) == 0
+    found = numbers(capfd.readouterr().out)
+    lines = [json.loads(line) for line in (outputs[kind] / "metrics.jsonl").read_text().splitlines()]
+    wanted = [line for line in lines if line["split"] != "train"]
+    assert len(wanted) == (2 if kind == "classification" else 1)
+    for place, line in enumerate(wanted):
+        for name, value in line.items():
+            if name not in ("step", "split"):
+                assert found[name][place] == pytest.approx(value, rel=1e-5)
+
+
+def test_evaluate_takes_a_split(outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(outputs["translation"]), "--split", "train"]) == 0
+    assert numbers(capfd.readouterr().out)["examples"] == [90]
+    assert main(["evaluate", str(outputs["translation"]), "--split", "tests"]) == 2
+    assert "--split: this run has no split 'tests'; it has train, validation" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_predict_has_a_line_for_each_text(
+    kind: str, outputs: dict, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["predict", str(outputs[kind]), "the dog runs .", "a"]) == 0
+    said = capfd.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("the dog runs .\na\n"))
+    assert main(["predict", str(outputs[kind])]) == 0
+    assert capfd.readouterr().out == said
+    if kind == "classification":
+        assert len(said.splitlines()) == 2
+        assert said.splitlines()[0].endswith("the dog runs .")
+    if kind == "token_classification":
+        assert [pair.split("/")[0] for pair in said.split()] == ["the", "dog", "runs", ".", "a"]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
+def test_what_is_no_finished_run_is_told(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([command, str(tmp_path)]) == 2
+    assert "is not the output folder of a run" in capfd.readouterr().err
+    (tmp_path / "run.yaml").write_text(make(tmp_path, "documents").dump())
+    assert main([command, str(tmp_path)]) == 2
+    assert "has no export" in capfd.readouterr().err
+
+
+def test_predict_wants_a_text(outputs: dict, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["predict", str(outputs["documents"])]) == 2
+    assert "give a text" in capfd.readouterr().err

@@ -1,0 +1,112 @@
+"""Token classification: tags on first tokens, entities as conlleval and seqeval count them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from task_runs import make, write
+
+from lockstep.batch import IGNORED
+from lockstep.cli import main
+from lockstep.data.prepare import prepare
+from lockstep.run import Run, RunError
+from lockstep.tasks.token_classification import TokenClassification, entities
+
+# tags -> the entities that conlleval finds (worked out by hand)
+MARKED = {
+    "O B-P I-P O B-L": {(1, 3, "P"), (4, 5, "L")},
+    "B-P B-P I-P": {(0, 1, "P"), (1, 3, "P")},
+    "I-P I-P B-L I-P": {(0, 2, "P"), (2, 3, "L"), (3, 4, "P")},
+    "S-P B-L I-L E-L O": {(0, 1, "P"), (1, 4, "L")},
+    "NOUN VERB NOUN": {(0, 1, "NOUN"), (1, 2, "VERB"), (2, 3, "NOUN")},
+    "O O": set(),
+}
+
+
+@pytest.mark.parametrize("tags", MARKED)
+def test_entities_are_what_the_tags_mark(tags: str) -> None:
+    assert entities(tags.split()) == MARKED[tags]
+
+
+def test_entities_are_seqeval_s() -> None:
+    metrics = pytest.importorskip("seqeval.metrics.sequence_labeling")
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        tags = draw.choice(["O", "B-P", "I-P", "B-L", "I-L"], 8).tolist()
+        assert entities(tags) == {(a, b + 1, kind) for kind, a, b in metrics.get_entities(tags)}
+
+
+def task_of(run: Run) -> TokenClassification:
+    return TokenClassification(run, prepare(run, TokenClassification))
+
+
+def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:
+    task = task_of(make(tmp_path, "token_classification", "tokenizer.vocab_size=290"))  # words fall into pieces
+    columns = task.splits["train"]
+    lines = (tmp_path / "token_classification" / "train.jsonl").read_text().splitlines()
+    for i, line in enumerate(lines[:20]):
+        row = json.loads(line)
+        targets = columns.ragged("targets").row(i)
+        kept = targets[targets != IGNORED]
+        assert [task.labels[tag] for tag in kept] == row["tags"][: len(kept)]
+        if len(targets) < 32:
+            assert len(kept) == len(row["tags"])
+            assert (
+                task.tokenizer.decode(columns.ragged("input_ids").row(i), skip_special_tokens=True).split()
+                == row["tokens"]
+            )
+    assert any(len(columns.ragged("targets").row(i)) > columns.flat("count")[i] + 2 for i in range(20))
+
+
+def test_training_finds_the_entities(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = make(
+        tmp_path, "token_classification", "steps=60", "micro_batches=2", "launch.processes=1", "strategy.name=single"
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(run.dump())
+    assert main(["train", str(path)]) == 0
+    last = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["f1"] > 0.7
+    assert last["accuracy"] > 0.8
+    capfd.readouterr()
+    assert main(["predict", str(tmp_path / "out"), "the dog runs"]) == 0
+    assert capfd.readouterr().out.strip() == "the/O dog/B-ANIMAL runs/O"
+
+
+BAD = {
+    "no such column": (["task.words=words"], ["task.words", "'words'", "it has tokens, tags"]),
+    "a model that cannot tag": (["model={type: marian}"], ["no token classifier", "marian"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> None:
+    overrides, wanted = BAD[case]
+    with pytest.raises(RunError) as caught:
+        task_of(make(tmp_path, "token_classification", *overrides))
+    for part in wanted:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ([{"tokens": ["a", "b"], "tags": ["O"]}], "as many tags as words"),
+        ([{"tokens": [], "tags": []}], "holds no words"),
+    ],
+)
+def test_bad_rows_are_refused(rows: list[dict], wanted: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    write(path, rows * 4)
+    with pytest.raises(RunError, match=wanted):
+        task_of(make(tmp_path, "token_classification", f"data={json.dumps({'source': str(path), 'max_length': 32})}"))
+
+
+def test_a_tag_that_is_never_trained_is_refused(tmp_path: Path) -> None:
+    run = make(tmp_path, "token_classification")
+    write(tmp_path / "token_classification" / "validation.jsonl", [{"tokens": ["a"], "tags": ["B-NEW"]}])
+    with pytest.raises(RunError, match="'B-NEW'"):
+        task_of(run)
