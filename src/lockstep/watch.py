@@ -1,0 +1,148 @@
+"""A rank that stops answering is named, with its host, its step and its stack, and the job ends instead of waiting.
+
+In: every rank's place in the program (`World.at`), which costs an assignment. Out: one message, and status 1, so that a
+launcher starts the job again. Each rank has a thread that beats in the store the ranks met in. Two things can be seen:
+a beat that stays away (a stopped process, a machine that is gone), and a place that stays the same while hearts beat
+(a rank in an endless loop, or ranks that wait in different collectives). Time-outs of collectives stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.console import error
+from lockstep.world import World
+
+FAILED = 1  # exit status: a launcher may start the job again
+
+
+class Watch:
+    """Watches over one job from `start` to `stop`; `limit_s` is how long a rank may stay silent or in one place."""
+
+    def __init__(self, world: World, limit_s: float) -> None:
+        self.world, self.limit_s = world, limit_s
+        self.interval_s = min(1.0, limit_s / 10)
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Watch:
+        """Begin to beat and to watch. A job of one process has nobody to wait for."""
+        if self.world.size > 1 and self.limit_s > 0:
+            default: Any = dist.distributed_c10d._get_default_store()
+            store = default.clone()  # a connection of its own
+            self._store: Any = dist.PrefixStore("lockstep-watch", store)
+            self._main = threading.get_ident()
+            self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """This rank is through: the others stop waiting for its beats. Not collective."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join(self.interval_s * 5)
+            self._thread = None
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        beats = 0
+        seen: dict[int, tuple[Any, float]] = {}  # rank -> its last beat, and when it was new here
+        since = time.monotonic()  # when this rank came to where it is
+        place = -1
+        try:
+            while not self._over.wait(self.interval_s):
+                beats += 1
+                now = time.monotonic()
+                if self.world.progress != place:
+                    place, since = self.world.progress, now
+                stuck = now - since > self.limit_s
+                self._store.set(str(self.world.rank), json.dumps(self._beat(beats, stuck)))
+                found = self._others(seen, now)
+                silent = [r for r, (_, when) in seen.items() if now - when > self.limit_s]
+                everyone_waits = len(found) == self.world.size and all(b["stack"] for b in found.values())
+                if silent or (stuck and everyone_waits):
+                    self._tell(found, silent)
+            self._store.set(str(self.world.rank), json.dumps({"over": True}))
+        except RuntimeError as caught:  # the store is gone, and with it whoever held it
+            if not self._over.is_set():
+                error(f"rank {self.world.rank} lost contact with the store: {' '.join(str(caught).split())[:200]}")
+
+    def _beat(self, beats: int, stuck: bool) -> dict[str, Any]:
+        frame = sys._current_frames().get(self._main) if stuck else None
+        return {
+            "beat": beats,
+            "host": self.world.host,
+            "pid": os.getpid(),
+            "place": self.world.place,
+            "progress": self.world.progress,
+            "stack": traceback.format_stack(frame)[-12:] if frame is not None else [],
+            "over": False,
+        }
+
+    def _others(self, seen: dict[int, tuple[Any, float]], now: float) -> dict[int, dict[str, Any]]:
+        """The last beat of every rank that has begun and is not through."""
+        found = {}
+        for rank in range(self.world.size):
+            if not self._store.check([str(rank)]):
+                continue
+            beat = json.loads(self._store.get(str(rank)))
+            if beat["over"]:
+                seen.pop(rank, None)
+                continue
+            found[rank] = beat
+            if rank not in seen or seen[rank][0] != beat["beat"]:
+                seen[rank] = (beat["beat"], now)
+        return found
+
+    def _tell(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
+        """Say who it is, once for the job, and end this rank."""
+        if self._store.add("told", 1) == 1:
+            error(verdict(found, silent, self.limit_s))
+            for rank in silent:
+                if found[rank]["host"] == self.world.host:  # a stopped process does not end when it is asked to
+                    with contextlib.suppress(OSError):
+                        os.kill(found[rank]["pid"], signal.SIGKILL)
+        else:
+            time.sleep(self.interval_s)  # whoever speaks shall have spoken before the launcher ends us all
+        sys.stderr.flush()
+        os._exit(FAILED)
+
+
+def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float) -> str:
+    """What a person should read. Silent ranks first; else those that are furthest behind or not in a collective."""
+
+    def who(rank: int) -> str:
+        return f"rank {rank} (pid {beats[rank]['pid']}) on {beats[rank]['host']}, {beats[rank]['place']}"
+
+    if silent:
+        names = "; ".join(who(rank) for rank in silent)
+        return (
+            f"no sign of life for {limit_s:g} s from {names}. It is stopped, or its machine is gone. The job ends here"
+        )
+    least = min(b["progress"] for b in beats.values())
+    behind = [rank for rank, b in beats.items() if b["progress"] == least]
+    if len(behind) == len(beats):  # all at one place: those that do not wait for the others
+        behind = [rank for rank, b in beats.items() if not waits(b["stack"])] or behind
+    others = sorted(set(beats) - set(behind))
+    lines = [f"nothing has moved for {limit_s:g} s. Held up by:"]
+    for rank in behind:
+        lines += [f"  {who(rank)}; its stack:", "".join(beats[rank]["stack"]).rstrip()]
+    if others:
+        lines.append("  waiting for it: " + "; ".join(who(rank) for rank in others))
+    return "\n".join(lines)
+
+
+def waits(stack: list[str]) -> bool:
+    """Whether a stack ends in a collective, or in waiting for one."""
+    return any("torch/distributed" in entry or ".wait()" in entry for entry in stack[-3:])

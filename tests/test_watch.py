@@ -1,0 +1,78 @@
+"""Ranks that stop answering: frozen, or busy with something else while the others wait. Named, and the job goes on."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import LOCKSTEP, STEPS, bits, ended, ranks_of, start, step_of, until, write
+
+from lockstep.strategies.allreduce import AllReduce
+from lockstep.watch import verdict
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
+    pytest.mark.usefixtures("nobody_is_left"),
+]
+HERE = str(Path(__file__).parent)
+
+
+class Dawdling(AllReduce):
+    """Rank 1 stops in the middle of step 20 and never comes back, the first time."""
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        marker = Path("dawdled")
+        if batch.step == 20 and self.world.rank == 1 and not marker.exists():
+            marker.touch()
+            while True:
+                time.sleep(0.1)
+        return super().train_step(batch, learning_rate)
+
+
+def test_a_frozen_rank_is_named_and_the_job_goes_on(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    write(tmp_path)
+    options = ["launch.max_restarts=1", "launch.hang_s=4"]
+    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
+    until(lambda: step_of(tmp_path) >= 12, "step 12", process)
+    frozen = ranks_of(process, tmp_path)[-1]
+    os.kill(frozen, signal.SIGSTOP)
+    status, out, err = ended(process)
+    assert status == 0, err
+    assert err.count("no sign of life for 4 s") == 1
+    assert f"(pid {frozen})" in err
+    assert ", step " in err
+    assert "restarting from the last checkpoint" in err
+    assert "resuming after step" in out
+    assert bits(tmp_path) == bits(untouched)
+
+
+def test_a_rank_that_does_something_else_is_named_with_its_stack(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    write(tmp_path)
+    options = ["launch.max_restarts=1", "launch.hang_s=4", "strategy.name=test_watch.Dawdling"]
+    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=HERE)
+    status, _, err = ended(process)
+    assert status == 0, err
+    assert err.count("nothing has moved for 4 s") == 1
+    held_up = err.partition("Held up by:")[2].partition("waiting for it:")[0]
+    assert "rank 1" in held_up
+    assert "rank 0" not in held_up
+    assert "step 20" in held_up
+    assert "time.sleep(0.1)" in held_up
+    assert bits(tmp_path)["export"] == bits(untouched)["export"]
+    assert step_of(tmp_path) == STEPS
+
+
+def test_the_verdict_names_who_is_behind() -> None:
+    def beat(progress: int, *stack: str) -> dict[str, Any]:
+        return {"pid": 7, "host": "h", "place": f"step {progress}", "progress": progress, "stack": list(stack)}
+
+    waiting, busy = 'File "site-packages/torch/distributed/c10d.py"', 'File "own.py"'
+    said = verdict({0: beat(4, waiting), 1: beat(3, waiting), 2: beat(4, waiting)}, [], 9)
+    assert "rank 1 (pid 7) on h, step 3; its stack" in said
+    assert "waiting for it: rank 0" in said
+    said = verdict({0: beat(4, waiting), 1: beat(4, busy)}, [], 9)
+    assert said.index("rank 1") < said.index("waiting for it: rank 0")
+    assert "no sign of life for 9 s from rank 1" in verdict({0: beat(4), 1: beat(4)}, [1], 9)
