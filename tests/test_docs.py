@@ -18,6 +18,14 @@ def test_every_key_is_documented(page: str) -> None:
     assert [key for key in KEYS if f"`{key}`" not in text] == []
 
 
+@pytest.mark.parametrize("task", [name for name in plugins.names("tasks") if name != "classification"])
+def test_every_key_of_every_task_is_documented(task: str) -> None:
+    page = (ROOT / "docs/tasks.md").read_text().partition(f"## `{task}`")[2].partition("\n## ")[0]
+    fields = plugins.find("tasks", task).Options.model_fields  # type: ignore[attr-defined]
+    rows = [f"| `task.{key}` |" for key in fields] + [str(field.description) for field in fields.values()]
+    assert [row for row in rows if row not in page] == []
+
+
 def test_every_strategy_is_explained() -> None:
     text = (ROOT / "docs/strategies.md").read_text()
     assert [name for name in plugins.names("strategies") if f"{name}.py" not in text] == []
@@ -35,6 +43,6 @@ def test_every_command_is_in_the_readme(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = capsys.readouterr().out.partition("COMMAND")[2]
-    for name in ("train", "plan", "report", "push", "list", "schema"):
+    for name in ("train", "plan", "evaluate", "predict", "report", "push", "list", "schema"):
         assert name in listed
         assert f"lockstep {name}" in text

@@ -295,3 +295,17 @@ def test_multi30k_is_read_as_it_is(shared: Path) -> None:
     test = task.splits["test"]
     assert test.texts("reference", np.array([3])) == [row["de"]]
     assert task.tokenizer.decode(test.ragged("input_ids").row(3), skip_special_tokens=True).strip() == row["en"]
+
+
+@pytest.mark.parametrize("tokenizers", ["shared", "separate"])
+def test_the_model_card_s_lines_work(tokenizers: str, tmp_path: Path) -> None:
+    one = ("strategy.name=single", "launch.processes=1", "micro_batches=2", "steps=2")
+    run = make(tmp_path, "translation", f"task.tokenizers={tokenizers}", *one)
+    (tmp_path / "run.yaml").write_text(run.dump())
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    card = (tmp_path / "out" / "export" / "README.md").read_text(encoding="utf-8")
+    assert "Labels" not in card
+    code = (
+        card.partition("```python\n")[2].partition("```")[0].replace("PATH_OR_REPO", str(tmp_path / "out" / "export"))
+    )
+    exec(code, {})

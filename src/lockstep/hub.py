@@ -63,14 +63,13 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
         cells = " | ".join(f"{values[n]:.4f}" for n in names)
         table.append(f"| {split} | {values['examples']:.0f} | {cells} |")
     labels = ", ".join(task.prepared.facts.get("labels", []))
+    labels = f" Labels: {labels}." if labels else ""
     origin = f"fine-tuned from `{run.model.source}`" if run.model.source else f"a {run.model.type} trained from scratch"
     return (
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {run.name}\n\n"
         f"{origin[0].upper()}{origin[1:]} on `{source}` for {steps} steps of {run.batch_size} examples in "
-        f"{run.precision}. "
-        f"Labels: {labels}.\n\n"
-        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
-        'classify = pipeline("text-classification", model="PATH_OR_REPO")\nclassify("some text")\n```\n\n'
+        f"{run.precision}.{labels}\n\n"
+        f"## Use\n\n```python\n{task.usage}\n```\n\n"
         f"## Metrics\n\n{chr(10).join(table)}\n\n"
         f"## Training\n\nTrained with lockstep {__version__}. The same bits come out at any number of processes when "
         f"`strategy.exact` is true. The run file, complete:\n\n```yaml\n{run.dump()}```\n"

@@ -25,6 +25,9 @@ var(--grid);border-radius:.5rem}
 _PLOTS = {
     "loss": (("train", "validation"), "loss"),
     "accuracy": (("validation",), "accuracy"),
+    "perplexity": (("validation",), "perplexity"),
+    "BLEU": (("validation",), "bleu"),
+    "F1": (("validation",), "f1"),
     "learning rate": (("train",), "learning_rate"),
     "gradient norm before clipping": (("train",), "grad_norm"),
     "examples per second": (("train",), "examples_per_s"),

@@ -32,6 +32,14 @@ class Task(ABC):
     Options: ClassVar[type[BaseModel]]
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
+    @property
+    def usage(self) -> str:
+        """Lines of Python for the model card: how the exported model is used."""
+        return (
+            "from transformers import pipeline\n\n"
+            f'ask = pipeline("{self.pipeline}", model="PATH_OR_REPO")\nask("some text")'
+        )
+
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
         self.splits = {name: Columns(path) for name, path in prepared.splits.items()}

@@ -157,6 +157,22 @@ class Translation(Task):
         wanted = columns.texts("reference", rows)
         return [f"{a.strip()} ⟶ {w} (reference: {r})" for a, w, r in zip(asked, written, wanted, strict=True)]
 
+    @property
+    def usage(self) -> str:
+        """transformers has no pipeline for translation any more."""
+        target = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")\n'
+        written = "tokenizer"
+        if self.target_tokenizer is not self.tokenizer:
+            target += 'targets = AutoTokenizer.from_pretrained("PATH_OR_REPO", subfolder="target")\n'
+            written = "targets"
+        return (
+            "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n\n"
+            f'{target}model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_REPO")\n'
+            f'ids = tokenizer("{self.options.prefix}some text", return_tensors="pt")["input_ids"]\n'
+            f"tokens = model.generate(ids, num_beams={self.options.beams}, max_new_tokens={self.run.data.max_length})\n"
+            f"{written}.decode(tokens[0], skip_special_tokens=True)"
+        )
+
     def _decoding(self) -> Decoding:
         from lockstep.decoding import Decoding
 
