@@ -26,6 +26,7 @@ from lockstep.checkpoint import Checkpoints
 from lockstep.cli import QUICK_START
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
+from lockstep.parts import Saved
 from lockstep.plugins import find
 from lockstep.reduction import share
 from lockstep.run import Run, load
@@ -59,10 +60,10 @@ class Waits(Strategy):
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         raise AssertionError
 
-    def state(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, Tensor]:
         return {}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None: ...
+    def load_parts(self, saved: Saved) -> None: ...
 
     def export(self) -> None: ...
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import yaml
 from harness import TINY, lockstep_environment
 
+from lockstep.checkpoint import digest
+
 STEPS = 60
 RUN = TINY | {
     "steps": STEPS,
@@ -100,10 +102,10 @@ def saved(folder: Path) -> int:
 
 
 def bits(folder: Path) -> dict[str, str]:
-    """SHA-256 of the final weights, as exported, and of weights and optimizer in the last checkpoint."""
-    manifest = json.loads((folder / f"out/checkpoints/step-{STEPS:06d}/manifest.json").read_text())
+    """SHA-256 of the final weights, as exported, and of weights and optimizer in the last checkpoint, however many
+    processes wrote it."""
     exported = hashlib.sha256((folder / "out/export/model.safetensors").read_bytes()).hexdigest()
-    return manifest["hashes"] | {"export": exported}
+    return {"checkpoint": digest(folder / f"out/checkpoints/step-{STEPS:06d}"), "export": exported}
 
 
 def processes_in(folder: Path) -> dict[int, int]:

@@ -1,158 +1,292 @@
-"""Checkpoints: written aside, synced, renamed, and verified before they are loaded.
+"""Checkpoints: written beside training, aside, synced and renamed; verified before they are loaded.
 
-In: a strategy's `state()` under the task's own names. Out: `OUTPUT/checkpoints/step-NNNNNN/` with safetensors and
-a manifest; nothing in it is pickled. The newest one that verifies is used, and every rank uses the same.
+In: a strategy's `parts` under the task's own names. Out: `OUTPUT/checkpoints/step-NNNNNN/`, a safetensors file a rank
+and a manifest, the same for every strategy and number of processes; nothing in it is pickled.
+
+A step waits for the copy into a buffer. Hashing and writing go on in a thread of each rank, without a collective;
+at the step boundaries all ranks agree on when all are done, then rank 0 writes the manifest and renames.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
+import secrets
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep import manifest as manifests
 from lockstep.data.tokens import Prepared
+from lockstep.manifest import Manifest, broken, candidates, check_resumable, finished, folder_of, name_of, newest_first
 from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
+    from lockstep.parts import Saved
+    from lockstep.storage import Background, Shard, Written
     from lockstep.strategies.strategy import Strategy
     from lockstep.world import World
 
-FORMAT = 1
-_PARTS = ("model", "optimizer")  # one file each
+__all__ = ["CheckpointError", "Checkpoints", "check_resumable", "digest", "finished", "folder_of", "newest_first"]
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself; `hashes` are SHA-256 of its files."""
-
-    format: int
-    step: int  # updates done
-    steps: int  # updates of the whole run
-    arithmetic: dict[str, Any]  # the run's keys that decide the weights
-    data: str  # hash of the tokens
-    strategy: str
-    world_size: int
-    device: str
-    threads: int
-    versions: dict[str, str]
-    hashes: dict[str, str]
+class CheckpointError(Exception):
+    """A checkpoint could not be written and the run is to stop then: one message, the same on every rank."""
 
 
-def folder_of(run: Run) -> Path:
-    return run.folder / "checkpoints"
+@dataclass
+class _Saving:
+    """The save in flight."""
 
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """None when there is none or it cannot be understood."""
-    try:
-        found = Manifest(**json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-    return found if found.format == FORMAT and f"step-{found.step:06d}" == folder.name else None
-
-
-def newest_first(run: Run) -> Iterator[tuple[Path, Manifest]]:
-    """All checkpoints with a readable manifest; their files are not verified yet."""
-    folder = folder_of(run)
-    if folder.is_dir():
-        for path in sorted(folder.glob("step-*"), key=lambda p: (len(p.name), p.name), reverse=True):
-            if (manifest := read_manifest(path)) is not None:
-                yield path, manifest
-
-
-def broken(path: Path, manifest: Manifest) -> str | None:
-    """What is wrong with a checkpoint's files, or None."""
-    for name, wanted in manifest.hashes.items():
-        try:
-            with open(path / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-        if found != wanted:
-            return f"{name} does not match its hash"
-    return None
-
-
-def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
-    """The newest manifest of this output folder, if the run may go on from it.
-
-    Errors: `RunError` with the keys that differ, when what decides the weights has changed.
-    """
-    newest = next(newest_first(run), None)
-    if newest is None:
-        return None
-    manifest = newest[1]
-    now, then = run.arithmetic(), manifest.arithmetic
-    differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
-    if differing:
-        rows = "\n".join(f"  {k}: {then.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in differing)
-        raise RunError(
-            f"{run.folder} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
-            "Go on with the old values, or give another output=FOLDER, or remove the folder"
-        )
-    if manifest.data != prepared.key:
-        raise RunError(
-            f"{run.folder} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
-            f"tokenizer: "
-            "the contents have changed since. Restore them, or give another output=FOLDER"
-        )
-    return manifest
-
-
-def finished(run: Run, manifest: Manifest | None) -> bool:
-    """Whether the run has reached its last step and its export is there."""
-    return manifest is not None and manifest.step >= manifest.steps and (run.folder / "export" / "config.json").exists()
+    manifest: Manifest
+    aside: Path
+    work: Background  # this rank's part of the phase
+    answer: Callable[[], int] | None = None  # whether any rank was still at it a step ago
+    committing: bool = False  # every file is written; rank 0 is renaming
 
 
 class Checkpoints:
-    """Saves and restores one run."""
+    """Saves and restores one run. `say` tells the user; it is called on rank 0."""
 
-    def __init__(self, run: Run, world: World, prepared: Prepared, steps: int) -> None:
-        self.run, self.world, self.prepared, self.steps = run, world, prepared, steps
+    def __init__(
+        self, run: Run, world: World, prepared: Prepared, steps: int, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.run, self.world, self.prepared, self.steps, self.say = run, world, prepared, steps, say
         self.folder = folder_of(run)
+        self.trackers: dict[str, str] = {}  # run ids, which travel in the manifest
+        self.newest: int | None = None  # step of the last one that was written or resumed from
+        self.best: float | None = None  # the highest score of `checkpoint.best` that is kept
+        self._shard: Shard | None = None
+        self._saving: _Saving | None = None
+        self._sees: bool | None = None  # whether this rank's OUTPUT is that of rank 0
 
-    def save(self, step: int, strategy: Strategy) -> None:
-        """Write the state after `step` updates. Collective. Errors on rank 0 are raised on every rank."""
-        state = strategy.state()
-        error = None
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, strategy: Strategy, scores: Mapping[str, float] | None = None) -> None:
+        """Begin to write the state after `step` updates; waits for the save before. `scores` are those of the
+        evaluation after this step. Collective. Errors: `CheckpointError`, if the run is to stop at a failure."""
+        from lockstep.storage import Background, Shard
+
+        self.settle()
+        parts = strategy.parts()
+        try:
+            if self._shard is None:
+                self._shard = Shard(parts, self.world, self._writes())
+        except OSError as caught:
+            self._failed(step, [str(caught)])
+            return
+        self._shard.fill(parts)
+        manifest = Manifest(
+            step=step,
+            steps=self.steps,
+            arithmetic=self.run.arithmetic(),
+            data=self.prepared.key,
+            strategy=self.run.strategy.name,
+            world_size=self.world.size,
+            bits=type(strategy).gives_bits(self.run),
+            scores={name: float(value) for name, value in (scores or {}).items()},
+            trackers=self.trackers,
+            **self._facts(),
+        )
+        shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
+        self._saving = _Saving(manifest, aside, Background(lambda: _write(shard, aside)))
+
+    def advance(self) -> None:
+        """At a step's end: find out whether all ranks have written, and go on with the save if so. Waits for nobody
+        who is still writing. Collective. Errors: as `save`."""
+        if (saving := self._saving) is None:
+            return
+        if saving.answer is None or saving.answer():
+            saving.answer = self.world.highest(int(not saving.work.done))
+        elif saving.committing:
+            self._committed(saving)
+        else:
+            self._written(saving)
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight. Collective. Errors: as `save`."""
+        while self._saving is not None:
+            self._saving.work.wait(1.0)  # shorter than a collective may take, however slow the disk is
+            self.advance()
+
+    def is_best(self, scores: Mapping[str, float]) -> bool:
+        """Whether an evaluation is the best so far by `checkpoint.best`. The same on every rank, as the scores are.
+        Errors: `RunError` when there is no such score."""
+        score = self._score(scores)
+        if score is None and self.run.checkpoint.best:
+            raise RunError(
+                f"checkpoint.best: {self.run.checkpoint.best!r} is no metric of this task; it has "
+                f"{', '.join(sorted(scores))} (with a minus where less is better)"
+            )
+        return score is not None and (self.best is None or score > self.best)
+
+    def _score(self, scores: Mapping[str, float]) -> float | None:
+        """More is better."""
+        wanted = self.run.checkpoint.best or ""
+        score = scores.get(wanted.removeprefix("-"))
+        return None if score is None else (-score if wanted.startswith("-") else score)
+
+    def _written(self, saving: _Saving) -> None:
+        """Every rank is done with its file, or has failed."""
+        from lockstep.storage import Background
+
+        outcomes = self.world.everyone((saving.work.result, _reason(saving.work.error), self.world.host))
+        faults = [f"rank {i} on {host}: {reason}" for i, (_, reason, host) in enumerate(outcomes) if reason]
+        if faults:
+            self._failed(saving.manifest.step, faults)
+            return
+        files = [written for written, _, _ in outcomes if written is not None]
+        manifest = replace(saving.manifest, hashes={file.name: file.sha256 for file in files})
+        main = self.world.is_main
+        saving.work = Background(lambda: self._commit(manifest, saving.aside, files) if main else None)
+        saving.answer, saving.committing = None, True
+
+    def _committed(self, saving: _Saving) -> None:
+        reason = self.world.from_main(_reason(saving.work.error))
+        if reason is not None:
+            self._failed(saving.manifest.step, [f"rank 0: {reason}"])
+            return
+        self._saving, self.newest = None, saving.manifest.step
+        score = self._score(saving.manifest.scores)
+        if score is not None and (self.best is None or score > self.best):
+            self.best = score
+
+    def _failed(self, step: int, faults: list[str]) -> None:
+        """Nothing is left of a failed save; the older checkpoint stays. The same on every rank."""
+        self._saving = None
+        older = f"the newest one is {name_of(self.newest)}" if self.newest else "there is none yet"
+        text = f"the checkpoint of step {step} could not be written ({'; '.join(faults)}); {older}"
         if self.world.is_main:
-            try:
-                self._write(step, state)
-            except Exception as caught:
-                error = caught
-        if (text := self.world.from_main(None if error is None else f"{type(error).__name__}: {error}")) is not None:
-            raise error or OSError(f"rank 0 could not write the checkpoint of step {step}: {text}")
+            shutil.rmtree(self.folder / f".{name_of(step)}.partial", ignore_errors=True)
+        if self.run.checkpoint.on_failure == "stop":
+            raise CheckpointError(text)
+        if self.world.is_main:
+            self.say(text)
+
+    # -- on rank 0's disk --------------------------------------------------------------------------------------------
+
+    def _commit(self, manifest: Manifest, aside: Path, files: list[Written]) -> None:
+        """Rank 0, in the background: all or nothing. Errors: `OSError`."""
+        from lockstep.storage import sync, write
+
+        for file in files:
+            if (size := (aside / file.name).stat().st_size) != file.bytes:
+                raise OSError(f"{file.name} has {size} bytes, its rank wrote {file.bytes}")
+        write(aside / manifests.FILE, [manifest.dump()])
+        sync(aside)
+        final = self.folder / name_of(manifest.step)
+        if final.exists():
+            self._remove(final)  # damaged, or it would have been resumed from
+        os.rename(aside, final)
+        link = self.folder / ".latest.partial"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        os.replace(link, self.folder / "latest")
+        sync(self.folder)
+        with suppress(OSError):  # what is too much may stay
+            for path in self._superfluous(final):
+                self._remove(path)
+
+    def _superfluous(self, newest: Path) -> list[Path]:
+        """All but the `keep` newest and the best."""
+        found = list(newest_first(self.run))
+        kept = {newest, *(path for path, _ in found[: self.run.checkpoint.keep])}
+        scored = [(score, path) for path, m in found if (score := self._score(m.scores)) is not None]
+        if scored:
+            kept.add(max(scored, key=lambda entry: entry[0])[1])  # of equal ones the newest
+        return [path for path, _ in found if path not in kept]
+
+    def _remove(self, path: Path) -> None:
+        """Never half: a checkpoint that is being deleted has no checkpoint's name."""
+        gone = self.folder / f".{path.name}.removed"
+        shutil.rmtree(gone, ignore_errors=True)
+        try:
+            os.rename(path, gone)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _writes(self) -> bool:
+        """Whether this rank's OUTPUT is that of rank 0. Asked once. Collective."""
+        if self._sees is None:
+            probe = self.folder / f".probe-{secrets.token_hex(8)}"
+            made = True
+            if self.world.is_main:
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    probe.touch()
+                except OSError:
+                    made = False  # nobody will be able to write, and each will say why
+            made, probe = self.world.from_main((made, probe))
+            self._sees = not made or probe.exists()
+            self.world.barrier()
+            if self.world.is_main:
+                with suppress(OSError):
+                    probe.unlink(missing_ok=True)
+        return self._sees
+
+    # -- resuming ----------------------------------------------------------------------------------------------------
 
     def resume(self, strategy: Strategy) -> tuple[int, list[str]]:
         """Load the newest checkpoint that verifies. Returns updates done (0: none) and what the user should know.
         Collective."""
-        notes: list[str] = []
-        chosen: Path | None = None
-        step = 0
         if self.world.is_main:
-            for path, manifest in newest_first(self.run):
-                if (fault := broken(path, manifest)) is not None:
-                    notes.append(f"{path.name} is damaged ({fault}) and is not used")
-                    continue
-                chosen, step = path, manifest.step
-                notes += self._differences(manifest)
-                break
-        step, notes = self.world.from_main((step, notes))
-        if step:
-            strategy.load_state(self._read(chosen, strategy))
-        return step, notes
+            for pattern in (".step-*.partial", ".step-*.removed"):  # of processes that were killed
+                for path in self.folder.glob(pattern):
+                    shutil.rmtree(path, ignore_errors=True)
+        notes: list[str] = []
+        here = candidates(self.run) if self.world.is_main else ()
+        found = self.world.from_main([(path.name, manifest) for path, manifest in here])
+        scores = [s for _, m in found if isinstance(m, Manifest) and (s := self._score(m.scores)) is not None]
+        self.best = max(scores, default=None)
+        for name, manifest in found:
+            if (fault := self._fault(self.folder / name, manifest)) is not None:
+                notes.append(f"{name} is damaged ({fault}) and is not used")
+                continue
+            strategy.load_parts(self._open(self.folder / name))
+            self.newest = manifest.step
+            return manifest.step, notes + self._differences(name, manifest, type(strategy).gives_bits(self.run))
+        return 0, notes
 
-    def _differences(self, manifest: Manifest) -> list[str]:
-        """What differs from the saving run and can change bits: a kind of device, threads, versions."""
+    def _open(self, path: Path) -> Saved:
+        from lockstep.storage import Files, FromMain
+
+        if all(self.world.everyone(self._writes())):
+            return Files(path)
+        return FromMain(path if self.world.is_main else None, self.world)
+
+    def _fault(self, path: Path, manifest: Manifest | str) -> str | None:
+        """Why a checkpoint is not used, or None. Ranks share the reading; all come to the same conclusion.
+        Collective."""
+        if isinstance(manifest, str):
+            return manifest
+        fault = None
+        if self.world.is_main:
+            fault = manifests.misfit(path, manifest)
+            if fault is None and manifests.changed(self.run, self.prepared, manifest):
+                fault = "it is of another run"
+        if (fault := self.world.from_main(fault)) is not None:
+            return fault
+        readers = [rank for rank, sees in enumerate(self.world.everyone(self._writes())) if sees]
+        mine = []
+        if self.world.rank in readers:
+            mine = sorted(manifest.hashes)[readers.index(self.world.rank) :: len(readers)]
+        found = self.world.everyone(manifests.mismatch(path, manifest, mine))
+        return next((fault for fault in found if fault is not None), None)
+
+    def _differences(self, name: str, manifest: Manifest, bits: bool) -> list[str]:
+        """What differs from the saving run and can change bits: a strategy, a kind of device, threads, versions."""
+        notes = []
+        if not (manifest.bits and bits):
+            who = self.run.strategy.name if manifest.bits else manifest.strategy
+            did = "goes on from it" if manifest.bits else "made it"
+            notes.append(f"{name}: {who}, which {did}, is equal to other strategies to rounding only")
         now = self._facts()
         then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
-        return [
+        return notes + [
             f"{key} was {then.get(key)} when the checkpoint was made and is {value} now: bits may differ from an "
             f"untouched run"
             for key, value in {"device": now["device"], "threads": now["threads"], **now["versions"]}.items()
@@ -168,88 +302,39 @@ class Checkpoints:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         return {"device": kind, "threads": self.world.threads, "versions": versions}
 
-    def _write(self, step: int, state: dict[str, Any]) -> None:
-        from safetensors.torch import save_file
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"step-{step:06d}"
-        aside = self.folder / f".{name}.partial"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        hashes = {}
-        for part in _PARTS:
-            tensors = {k: v.detach().cpu().contiguous() for k, v in state.items() if k.startswith(f"{part}.")}
-            file = aside / f"{part}.safetensors"
-            save_file(tensors, file)
-            with open(file, "rb") as written:
-                os.fsync(written.fileno())
-                hashes[file.name] = hashlib.file_digest(written, "sha256").hexdigest()
-        manifest = Manifest(
-            format=FORMAT,
-            step=step,
-            steps=self.steps,
-            arithmetic=self.run.arithmetic(),
-            data=self.prepared.key,
-            strategy=self.run.strategy.name,
-            world_size=self.world.size,
-            hashes=hashes,
-            **self._facts(),
-        )
-        with open(aside / "manifest.json", "w", encoding="utf-8") as out:
-            json.dump(asdict(manifest), out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        final = self.folder / name
-        if final.exists():
-            shutil.rmtree(final)  # damaged, or it would have been resumed from
-        os.rename(aside, final)
-        self._point_at(final)
-        _sync(self.folder)
-        self._prune(final)
-
-    def _point_at(self, final: Path) -> None:
-        """`latest` -> the checkpoint, replaced in one move."""
-        link = self.folder / ".latest.partial"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        os.replace(link, self.folder / "latest")
-
-    def _prune(self, kept: Path) -> None:
-        paths = [path for path, _ in newest_first(self.run)]
-        for path in paths[self.run.checkpoint.keep :]:
-            if path != kept:
-                shutil.rmtree(path, ignore_errors=True)
-        for path in self.folder.glob(".step-*.partial"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _read(self, chosen: Path | None, strategy: Strategy) -> dict[str, Any]:
-        """Rank 0 reads, the others receive: the folder need not be shared between machines. Collective."""
-        import torch
-        import torch.distributed as dist
-        from safetensors.torch import load_file
-
-        state: dict[str, Any] = {}
-        if chosen is not None:
-            for part in _PARTS:
-                state |= load_file(chosen / f"{part}.safetensors")
-        if self.world.size == 1:
-            return state
-        layout = self.world.from_main(
-            [(k, list(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in state.items()]
-        )
-        received = {}
-        for name, shape, dtype in layout:
-            tensor = state[name] if self.world.is_main else torch.empty(shape, dtype=getattr(torch, dtype))
-            tensor = tensor.to(self.world.device)
-            dist.broadcast(tensor, src=0)
-            received[name] = tensor
-        return received
+def _write(shard: Shard, aside: Path) -> Written | None:
+    """Every rank, in the background. Errors: `OSError`."""
+    if shard.empty:
+        return None
+    aside.mkdir(parents=True, exist_ok=True)
+    return shard.write(aside)
 
 
-def _sync(folder: Path) -> None:
-    """Make renames in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _reason(error: BaseException | None) -> str | None:
+    """What went wrong, on one line."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the tensors of a checkpoint by name, however they are spread over files. Errors: `ValueError` when
+    it is damaged."""
+    import hashlib
+
+    import torch
+
+    from lockstep.storage import Files
+
+    manifest = manifests.read_manifest(folder)
+    fault = manifest if isinstance(manifest, str) else broken(folder, manifest)
+    if fault is not None:
+        raise ValueError(f"{folder}: {fault}")
+    files, seen = Files(folder), hashlib.sha256()
+    for name in files.names:
+        seen.update(name.encode())
+        seen.update(files.whole(name).reshape(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()

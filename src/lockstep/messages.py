@@ -9,6 +9,7 @@ import difflib
 import re
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 # What a token or key looks like; a run file that holds one is refused, so that none ends up in OUTPUT or a tracker.
@@ -103,3 +104,33 @@ def _siblings(model: type[BaseModel], parent: str) -> list[str]:
         for k in _fields(model)
         if k.count(".") == depth and k.startswith(f"{parent}." if parent else "")
     ]
+
+
+def kind(value: Any) -> str:
+    """What a value of a YAML file is, in words."""
+    names = {
+        dict: "a mapping",
+        list: "a list",
+        str: "a text",
+        int: "an integer",
+        float: "a number",
+        bool: "true/false",
+    }
+    return "nothing" if value is None else names.get(type(value), type(value).__name__)
+
+
+def lines_of(text: str) -> dict[str, int]:
+    """Dotted key -> line (from 1) in the run file."""
+    found: dict[str, int] = {}
+
+    def walk(node: yaml.Node, prefix: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                path = f"{prefix}.{key.value}" if prefix else str(key.value)
+                found[path] = key.start_mark.line + 1
+                walk(value, path)
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is not None:
+        walk(root, "")
+    return found

@@ -127,9 +127,15 @@ class OptimSection(Section):
 
 
 class StrategySection(Section):
-    name: str = Field("ddp", description="single | allreduce | ddp, or your.module.Class")
+    name: str = Field(
+        "ddp",
+        description="single | allreduce | ddp | hf_accelerate | hf_trainer | zero1 | zero2 | zero3 | fsdp2 | pipeline, "
+        "or your.module.Class",
+    )
     exact: bool = Field(
-        True, description="the same bits at every number of processes; false: the engine's own reduction"
+        True,
+        description="the same bits at every number of processes, where the strategy can; false: the engine's own "
+        "reduction",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
 
@@ -145,6 +151,11 @@ class LaunchSection(Section):
     )
     max_restarts: Steps = Field(0, description="times a job whose rank died starts again from its last checkpoint")
     timeout_s: float = Field(600.0, gt=0, description="seconds a collective may wait for the other ranks")
+    hang_s: float = Field(
+        300.0,
+        ge=0,
+        description="seconds a rank may be silent, or in one place, before it is named and the job ends; 0: any",
+    )
     master: str | None = Field(None, description="tcp: tcp://host:port of rank 0")
     rank: Steps | None = Field(None, description="tcp: this process's rank")
     world_size: Positive | None = Field(None, description="tcp: number of processes in all")
@@ -160,6 +171,15 @@ class EvaluateSection(Section):
 class CheckpointSection(Section):
     every: Steps = Field(200, description="steps between checkpoints; 0: only at a stop and at the end")
     keep: Positive = Field(2, description="newest checkpoints kept")
+    best: str | None = Field(
+        None,
+        pattern=r"^-?\w+$",
+        description="metric by which the best evaluated checkpoint is saved and kept too: accuracy, or -loss (less is "
+        "better)",
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        "continue", description="when a checkpoint cannot be written: train on, or stop with status 1"
+    )
 
 
 class TrackSection(Section):
@@ -184,6 +204,11 @@ class Run(Section):
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)  # type: ignore[arg-type]
     epochs: float | None = Field(None, gt=0, description="passes over the training split; or give steps")
     steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
+    stop_after: str | None = Field(
+        None,
+        pattern=r"^(\d+(\.\d+)?[dhms])+$",
+        description="time after which to stop as if asked to, for example 3h50m; counted from each start",
+    )
     batch_size: Positive = Field(128, description="examples per optimizer step over the whole job")
     micro_batches: Positive = Field(
         8, description="pieces a step is cut into; defines the arithmetic, whatever the number of processes"
@@ -210,6 +235,8 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Run:
+        if self.checkpoint.best and not self.evaluate.every:
+            raise ValueError("checkpoint.best needs evaluations to choose from: set evaluate.every")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
         if self.micro_batches > self.batch_size:
@@ -224,6 +251,13 @@ class Run(Section):
         """OUTPUT: where everything this run writes goes."""
         return Path(str(self.output))
 
+    @property
+    def stop_after_s(self) -> float | None:
+        """`stop_after` in seconds."""
+        units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+        parts = re.findall(r"([\d.]+)([dhms])", self.stop_after or "")
+        return sum(float(number) * units[unit] for number, unit in parts) or None
+
     def dump(self) -> str:
         """The resolved run as YAML that can be run again."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
@@ -234,7 +268,7 @@ class Run(Section):
         With `strategy.exact` neither the strategy nor the number of processes is among them.
         """
         values = self.model_dump(mode="json")
-        for key in ("name", "output", "launch", "evaluate", "checkpoint", "track", "hub"):
+        for key in ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "hub"):
             del values[key]
         values["model"].pop("trust_remote_code")
         if self.strategy.exact:
@@ -259,7 +293,9 @@ def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any]
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise RunError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
         if not isinstance(values, dict):
-            raise RunError(f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {_kind(values)}")
+            raise RunError(
+                f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}"
+            )
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = dict(map(_override, overrides))
     for key, value in overridden.items():
@@ -272,7 +308,7 @@ def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any]
             f"{hidden} in {origin} looks like a secret. Secrets come from the environment only "
             "(HF_TOKEN, WANDB_API_KEY, ...): remove it, and revoke it if the file was shared"
         )
-    lines = _lines(text) if text else {}
+    lines = messages.lines_of(text) if text else {}
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
@@ -349,32 +385,3 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
             values[parent] = {}
         values = values[parent]
     values[last] = value
-
-
-def _lines(text: str) -> dict[str, int]:
-    """Dotted key -> line (from 1) in the run file."""
-    found: dict[str, int] = {}
-
-    def walk(node: yaml.Node, prefix: str) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                path = f"{prefix}.{key.value}" if prefix else str(key.value)
-                found[path] = key.start_mark.line + 1
-                walk(value, path)
-
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if root is not None:
-        walk(root, "")
-    return found
-
-
-def _kind(value: Any) -> str:
-    names = {
-        dict: "a mapping",
-        list: "a list",
-        str: "a text",
-        int: "an integer",
-        float: "a number",
-        bool: "true/false",
-    }
-    return "nothing" if value is None else names.get(type(value), type(value).__name__)

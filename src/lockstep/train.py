@@ -95,6 +95,7 @@ def train(
     """
     meter = Meter()
     for batch in feed.steps(after=step):
+        world.at(f"step {step}")
         rate = optim.learning_rate(run.optim, step, feed.total)
         result = strategy.train_step(batch, rate)
         step += 1
@@ -103,14 +104,20 @@ def train(
         advance(step)
         if due(step, run.track.every, last):
             log(step, "train", meter.line(result, rate))
+        scores: dict[str, float] = {}
         with meter.paused():
+            checkpoints.advance()
             if due(step, run.evaluate.every, False) and step < feed.total:
-                log(step, "validation", evaluate(run, world, task, strategy, task.splits["validation"]))
+                scores = evaluate(run, world, task, strategy, task.splits["validation"])
+                log(step, "validation", scores)
                 show(step, task.samples(strategy.generate))
-            if due(step, run.checkpoint.every, last):
-                checkpoints.save(step, strategy)
+            if due(step, run.checkpoint.every, last) or (scores and checkpoints.is_best(scores)):
+                world.at(f"saving after step {step}")
+                checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
         if last:
             break
+    world.at("waiting for the last checkpoint")
+    checkpoints.settle()
     return step, meter.total
 
 
@@ -140,6 +147,7 @@ def evaluate(
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
     for turn in range(0, len(batches), strategy.share.size):
+        world.at(f"evaluation, batch {turn}")
         mine = turn + strategy.share.rank
         chosen = batches[mine] if mine < len(batches) else order[:0]
         batch = task.collate(columns, chosen, 0).to(world.device)

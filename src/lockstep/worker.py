@@ -21,7 +21,7 @@ import transformers
 import transformers.modeling_utils  # what every model needs: workers fork from a process that has imported it
 
 from lockstep import plugins
-from lockstep.checkpoint import Checkpoints, check_resumable, finished
+from lockstep.checkpoint import CheckpointError, Checkpoints, check_resumable, finished
 from lockstep.console import Console, clock, error
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
@@ -35,6 +35,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.jsonl import Jsonl
 from lockstep.train import Counts, evaluate, train
+from lockstep.watch import Watch
 from lockstep.world import World
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
@@ -58,7 +59,10 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
             error(str(caught))
         return BAD
     except Exception as caught:
-        tell_failure(caught, world)
+        if not isinstance(caught, CheckpointError):
+            tell_failure(caught, world)
+        elif world is None or world.is_main:
+            error(str(caught))
         if world is not None and world.size > 1:
             sys.stdout.flush()
             os._exit(FAILED)  # leaving properly would wait for ranks that may be gone
@@ -90,7 +94,7 @@ def work(run: Run, world: World) -> int:
     strategy.build(task)
     feed = Feed(run, task, strategy.leaves(), world.device)
     console.facts(facts(run, world, task, strategy, feed))
-    checkpoints = Checkpoints(run, world, prepared, feed.total)
+    checkpoints = Checkpoints(run, world, prepared, feed.total, lambda text: console.say(f"note: {text}"))
     step, notes = checkpoints.resume(strategy)
     for note in notes:
         console.say(f"note: {note}")
@@ -107,12 +111,14 @@ def work(run: Run, world: World) -> int:
         for sink in (console, *trackers):
             sink.show(step, samples)
 
+    watch = Watch(world, run.launch.hang_s).start()
     try:
         console.start(feed.total, step)
         step, counts = train(run, world, task, strategy, feed, checkpoints, log, console.advance, step, show)
         console.stop()
         if step < feed.total:
-            console.say(f"stopped on request after step {step} of {feed.total}; the same command goes on from there")
+            there = "there" if checkpoints.newest == step else f"step {checkpoints.newest or 0}"
+            console.say(f"stopped on request after step {step} of {feed.total}; the same command goes on from {there}")
             strategy.close()
             return STOPPED
         scores: dict[str, dict[str, float]] = {}
@@ -122,6 +128,7 @@ def work(run: Run, world: World) -> int:
                 log(step, split, scores[split])
         show(step, task.samples(strategy.generate))
     finally:
+        watch.stop()
         console.stop()
         for tracker in trackers:
             tracker.close()

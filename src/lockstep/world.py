@@ -7,11 +7,14 @@ MASTER_PORT), or none. Out: one `World` a process.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -48,6 +51,8 @@ class World:
         self._control: dist.ProcessGroup | None = None
         self._deterministic = self.device.type == "cuda" and run.strategy.exact
         self._stop = False
+        self._until = time.monotonic() + (run.stop_after_s or math.inf)
+        self.place, self.progress = "at the start", 0
         self._asking: tuple[dist.Work, Tensor] | None = None
 
     @property
@@ -78,6 +83,7 @@ class World:
             self._control = dist.new_group(backend="gloo", timeout=self._timeout)
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+        end_at_second_interrupt()
         return self
 
     def close(self) -> None:
@@ -89,6 +95,11 @@ class World:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
+
+    def at(self, place: str) -> None:
+        """Say where in the program this rank is, for whoever asks when it does not move any more."""
+        self.place = place
+        self.progress += 1
 
     @contextmanager
     def variables_for_engines(self) -> Iterator[None]:
@@ -114,6 +125,7 @@ class World:
 
         The question asked here is answered in the next call, a step later: nobody waits for its travelling.
         """
+        self._stop = self._stop or time.monotonic() > self._until
         if self._control is None:
             return self._stop
         answer = self._answer()
@@ -137,10 +149,52 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]
 
+    def everyone(self, value: Any) -> list[Any]:
+        """Every rank's value (small, picklable), in rank order, on every rank. Collective."""
+        if self._control is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def highest(self, number: int) -> Callable[[], int]:
+        """Begin to ask for the highest of all ranks' numbers; what is returned waits for the answer. Collective, and
+        nobody waits before asking for the answer."""
+        if self._control is None:
+            return lambda: number
+        box = torch.tensor([number], dtype=torch.int64)
+        work = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._control, async_op=True)
+
+        def answer() -> int:
+            work.wait()
+            return int(box)
+
+        return answer
+
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
         if self._control is not None:
             dist.barrier(group=self._control)
+
+
+def end_at_second_interrupt() -> None:
+    """The first Ctrl-C asks for a stop at the end of the step; the second one ends this process at once, also while it
+    waits in a collective, where no signal handler of Python runs."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    receive, send = socket.socketpair()
+    send.setblocking(False)
+    signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
+
+    def count() -> None:
+        interrupts = 0
+        while data := receive.recv(64):
+            interrupts += data.count(signal.SIGINT)
+            if interrupts > 1:
+                os._exit(130)
+        send.close()  # never: it only keeps the socket alive as long as this thread
+
+    threading.Thread(target=count, name="lockstep-signals", daemon=True).start()
 
 
 def pick_device(run: Run, local_rank: int) -> torch.device:

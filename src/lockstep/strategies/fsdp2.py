@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep import decoding, models, optim
 from lockstep.batch import StepBatch, StepResult
 from lockstep.decoding import Decoding
+from lockstep.parts import Saved, fill, local, moments, whole
 from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
 from lockstep.run import Run, RunError
 from lockstep.strategies.strategy import Share, Strategy
@@ -232,7 +233,7 @@ class FSDP2(Strategy):
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         squares: dict[int, list[Tensor]] = {}
         for gradient in gradients:
-            squares.setdefault(self.world.size // parts(gradient), []).append(local(gradient))
+            squares.setdefault(self.world.size // cuts(gradient), []).append(local(gradient))
         total = sum(squared_norm(tensors) / copies for copies, tensors in sorted(squares.items()))
         assert isinstance(total, Tensor)
         norm = self.world.sum(total).sqrt().float()
@@ -263,31 +264,25 @@ class FSDP2(Strategy):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            found[f"model.{name}"] = self.on_main(tensor)
+    def parts(self) -> dict[str, Tensor]:
+        found = {f"model.{n}": t.detach() for n, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
         for name, parameter in self.named.items():
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
-                    found[f"optimizer.{key}.{name}"] = self.on_main(value)
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+                    found[f"optimizer.{key}.{name}"] = value
+        return found
+
+    def load_parts(self, saved: Saved) -> None:
+        targets = {f"model.{n}": t.detach() for n, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
+        for name, parameter in self.named.items():
+            for key, value in moments(saved, name, parameter).items():
+                self.optimizer.state[parameter][key] = targets[f"optimizer.{key}.{name}"] = value
+        saved.read(targets)
 
     def on_main(self, tensor: Tensor) -> Tensor | None:
         """A whole tensor on rank 0's host, nothing elsewhere. Collective."""
         gathered = whole(tensor.detach())
         return gathered.cpu() if self.world.is_main else None
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-                fill(tensor, state[f"model.{name}"])
-            for name, parameter in self.named.items():
-                for key in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer"):
-                    if (value := state.get(f"optimizer.{key}.{name}")) is not None:
-                        own = torch.zeros_like(parameter) if value.shape == parameter.shape else value.clone()
-                        fill(own, value)
-                        self.optimizer.state[parameter][key] = own
 
     def export(self) -> dict[str, Tensor] | None:
         found = {name: self.on_main(tensor) for name, tensor in self.model.state_dict().items()}
@@ -345,32 +340,11 @@ class _TreeScatter(ReduceScatter):
 # -- parts of tensors ------------------------------------------------------------------------------------------------
 
 
-def local(tensor: Tensor | None) -> Tensor:
-    """This rank's part, without communication."""
-    assert tensor is not None
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    """All of it, on every rank. Collective."""
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def whole_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def fill(own: Tensor, given: Tensor) -> None:
-    """Write this rank's part of `given` (whole, the same on every rank) into `own`."""
-    if isinstance(own, DTensor):
-        spread = distribute_tensor(given.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
-        own._local_tensor.copy_(spread._local_tensor)
-    else:
-        own.copy_(given)
-
-
-def parts(tensor: Tensor) -> int:
+def cuts(tensor: Tensor) -> int:
     """Over how many ranks a tensor is cut; each part is on world / parts of them."""
     assert isinstance(tensor, DTensor)
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep import decoding, models, optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.decoding import Decoding
+from lockstep.parts import Saved, moments
 from lockstep.reduction import Node, ReductionTree, clip_, gradient_norm
 from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.strategy import Strategy
@@ -124,28 +125,23 @@ class Native(Strategy):
         self.model.train()
         return tokens
 
-    def state(self) -> dict[str, Tensor]:
-        state = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
-        state |= {f"model.{n}": b for n, b in self.model.named_buffers()}
+    def parts(self) -> dict[str, Tensor]:
+        parts = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
+        parts |= {f"model.{n}": b for n, b in self.model.named_buffers()}
         for name, parameter in self.named.items():
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
-                    state[f"optimizer.{key}.{name}"] = value
-        return state
+                    parts[f"optimizer.{key}.{name}"] = value
+        return parts
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-                tensor.copy_(state[f"model.{name}"])
+    def load_parts(self, saved: Saved) -> None:
+        targets = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
+        targets |= {f"model.{n}": b for n, b in self.model.named_buffers()}
         for name, parameter in self.named.items():
-            suffix = f".{name}"
-            found = {
-                key.removeprefix("optimizer.").removesuffix(suffix): value
-                for key in (f"optimizer.{k}{suffix}" for k in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer"))
-                if (value := state.get(key)) is not None
-            }
-            if found:
-                self.optimizer.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in found.items()}
+            if found := moments(saved, name, parameter):
+                self.optimizer.state[parameter] = found
+                targets |= {f"optimizer.{key}.{name}": value for key, value in found.items()}
+        saved.read(targets)
 
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None

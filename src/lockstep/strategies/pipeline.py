@@ -22,6 +22,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lockstep import models, optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.cuts import Cut, layer_count
+from lockstep.parts import Saved, gather, moments
 from lockstep.reduction import Exchange, buckets, share
 from lockstep.run import Run, RunError
 from lockstep.stages import Held, Links, Piece, Stage, random_state
@@ -93,14 +94,15 @@ class Pipeline(Strategy):
         self.make_groups()
         model = task.model(empty=not self.world.is_main)
         self.cut = Cut(model, self.stages)
-        self.parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
+        self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)
         del model
-        self.model = self.parts[0].model if len(self.parts) == 1 else nn.ModuleList([p.model for p in self.parts])
+        models_held = [part.model for part in self.cut_parts]
+        self.model = models_held[0] if len(models_held) == 1 else nn.ModuleList(models_held)
         self.model.train()
         self.order = [n for n, p in self.cut.whole.named_parameters() if p.requires_grad]
         self.links = Links(self.cut, self.ranks, self.pipelines, self.pipeline, self.side)
-        self.held = [Held(part, self.order, self.links) for part in self.parts]
+        self.held = [Held(part, self.order, self.links) for part in self.cut_parts]
         self.optimizer = optim.build(self.run.optim, self.model)
         bytes_of_state = random_state(self.world.device).numel()
         self.engine = [
@@ -137,7 +139,7 @@ class Pipeline(Strategy):
             else:
                 tensor = torch.empty(shape.shape, dtype=shape.dtype, device=self.world.device)
             dist.broadcast(tensor, 0)
-            for part in self.parts:
+            for part in self.cut_parts:
                 part.place(name, tensor)
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -210,8 +212,8 @@ class Pipeline(Strategy):
         norm = squares.sum().sqrt().float()
         if self.observe is not None:
             owned = {n: found[n] for held, found in zip(self.held, gradients, strict=True) for n in held.owned}
-            whole = self.gather(owned) if self.pipeline == 0 else {}
-            self.observe({name: whole[name] for name in self.order if name in whole})
+            found = gather(owned if self.pipeline == 0 else {}, self.world)
+            self.observe({name: found[name] for name in self.order} if self.world.is_main else {})
         if self.run.optim.clip:
             factor = (self.run.optim.clip / (norm + 1e-6)).clamp(max=1.0)
             if factor.device.type != "cpu" or factor < 1.0:
@@ -236,7 +238,7 @@ class Pipeline(Strategy):
         self.model.eval()
         logits = torch.empty(0)
         with torch.no_grad(), self.autocast():
-            for part in self.parts:
+            for part in self.cut_parts:
                 received = [torch.empty(shape, device=self.world.device) for shape in part.arriving(inputs)]
                 for tensor in received:
                     dist.recv(tensor, self.links.rank_of(part.stage - 1), group=self.side)
@@ -255,74 +257,43 @@ class Pipeline(Strategy):
         dist.broadcast(logits, last, group=self.side)
         return logits
 
-    def gather(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the ranks of the first pipeline hold, on rank 0; one tensor at a time. Elsewhere nothing. Collective."""
-        facts: list[Any] = [None] * self.ranks
-        dist.gather_object(
-            [(name, tensor.shape, tensor.dtype) for name, tensor in own.items()],
-            facts if self.world.is_main else None,
-            group=self.side,
-            dst=0,
-        )
-        if not self.world.is_main:
-            for tensor in own.values():
-                dist.send(tensor.detach().cpu().contiguous(), 0, group=self.side)
-            return {}
-        found = dict(own)
-        for rank in range(1, self.ranks):
-            for name, shape, dtype in facts[rank]:
-                found[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(found[name], rank * self.pipelines, group=self.side)
-        return found
-
-    def state(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, Tensor]:
         own = self.weights()
         for held in self.held:
             for name, parameter in held.owned.items():
                 for key, value in self.optimizer.state[parameter].items():
                     if isinstance(value, Tensor):
                         own[f"optimizer.{key}.{name}"] = value
-        found = self.gather(own) if self.pipeline == 0 else {}
-        order = {name: i for i, name in enumerate(self.cut.holders)}
-
-        def place(key: str) -> tuple[bool, int]:
-            kind, _, name = key.partition(".")
-            return kind == "optimizer", order[name if kind == "model" else name.partition(".")[2]]
-
-        return dict(sorted(found.items(), key=lambda item: place(item[0])))
+        return own
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters and buffers that this rank answers for, as `model.NAME`."""
         return {
             f"model.{name}": part.tensor(name).detach()
-            for part in self.parts
+            for part in self.cut_parts
             for name in part.names
             if part.stage == self.cut.holders[name][0]
         }
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for part in self.parts:
-                for name in part.names:
-                    part.tensor(name).copy_(state[f"model.{name}"])
+    def load_parts(self, saved: Saved) -> None:
+        for part in self.cut_parts:
+            saved.read({f"model.{name}": part.tensor(name).detach() for name in part.names})
         for held in self.held:
+            targets: dict[str, Tensor] = {}
             for name, parameter in held.parameters.items():
-                found = {
-                    key: value.to(parameter.device, copy=True)
-                    for key in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-                    if (value := state.get(f"optimizer.{key}.{name}")) is not None
-                }
-                if found:
+                if found := moments(saved, name, parameter):
                     self.optimizer.state[parameter] = found
+                    targets |= {f"optimizer.{key}.{name}": value for key, value in found.items()}
+            saved.read(targets)
 
     def export(self) -> dict[str, Tensor] | None:
-        found = self.gather(self.weights()) if self.pipeline == 0 else {}
+        found = gather(self.weights(), self.world)
         if not self.world.is_main:
             return None
         return {key: found[f"model.{self.cut.canonical[key]}"] for key in self.cut.whole.state_dict()}
 
     def close(self) -> None:
-        del self.model, self.optimizer, self.schedule, self.engine, self.held, self.parts
+        del self.model, self.optimizer, self.schedule, self.engine, self.held, self.cut_parts
         for group in (self.pipe, self.side, self.across):
             dist.destroy_process_group(group)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lockstep import decoding, plugins
 from lockstep.batch import StepBatch, StepResult
 from lockstep.decoding import Decoding
+from lockstep.parts import Given, Saved, gather
 from lockstep.reduction import share
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
@@ -124,13 +125,27 @@ class Strategy(ABC):
         return decoding.by_forward(self.forward, lambda count: self.share.sum(count.float()), inputs, how)
 
     @abstractmethod
-    def state(self) -> dict[str, Tensor]:
-        """Weights (`model.NAME`) and optimizer state (`optimizer.KEY.NAME`) under the task's own parameter names, whole
-        on rank 0; on other ranks what is there without gathering it. Not copied where it need not be."""
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's part of the weights (`model.NAME`) and the optimizer state (`optimizer.KEY.NAME`) under the
+        task's own parameter names, not copied where it need not be.
+
+        A DTensor where the strategy cuts tensors: each rank of its mesh has its part. Otherwise a whole tensor: on
+        every rank where the strategy keeps copies (the same bits on each), on one where only that one holds or has
+        gathered it. All ranks together hold everything, and the same names and shapes at every call after a step.
+        """
 
     @abstractmethod
+    def load_parts(self, saved: Saved) -> None:
+        """Take over what all ranks' `parts` gave together, on this or another strategy at this or another number of
+        processes. Each rank reads what it will hold; none is given all of it."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that `parts` cuts up, whole on rank 0; on other ranks what is there without gathering it."""
+        return gather(self.parts(), self.world)
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what rank 0's `state` gave, on this or another strategy; every rank is given all of it."""
+        """Take over what rank 0's `state` gave; every rank is given all of it. For small models, and tests."""
+        self.load_parts(Given(state))
 
     @abstractmethod
     def export(self) -> dict[str, Tensor] | None:

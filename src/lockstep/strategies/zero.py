@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lockstep import optim, zero_config
 from lockstep.batch import MicroBatch, StepBatch, StepResult
+from lockstep.parts import Saved
 from lockstep.run import Run
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -179,61 +180,66 @@ class Sharded(Strategy):
         with zero.GatheredParameters([parameter], enabled=self.stage == 3):
             return parameter.detach().float().clone()
 
-    def _whole_weights(self) -> dict[str, Tensor]:
-        """fp32 on the CPU of rank 0, nothing elsewhere; no rank holds more than one parameter whole on its device.
-        Collective."""
+    def _whole_weights(self, keepers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+        """fp32 on the CPU of rank 0 (or of a parameter's keeper), nothing elsewhere; no rank holds more than one
+        parameter whole on its device. Collective."""
         found = {}
         for name, parameter in self.named.items():
             weight = self._whole_weight(parameter)
             assert weight.shape == self.shapes[name], f"{name}: {weight.shape}, not {self.shapes[name]}"
             if self.stage < 3:  # the model's own copy is whole: what is saved is what it computes with
                 assert torch.equal(weight.to(parameter.dtype), parameter.detach()), f"{name}: not the model's weight"
-            if self.world.is_main:
+            if self.world.rank == (keepers[name] if keepers else 0):
                 found[name] = weight.to("cpu", copy=True)
         return found
 
-    def state(self) -> dict[str, Tensor]:
+    def parts(self) -> dict[str, Tensor]:
+        """Whole tensors: DeepSpeed gives them to every rank, one at a time, and each is kept by one rank."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        state = {f"model.{n}": w for n, w in self._whole_weights().items()}
+        load = [0] * self.world.size  # numbers that each rank keeps
+        found = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
         held = self.optimizer.state.get(self._flat()[0], {})
         self._link_optimizer_state()
         for key in (k for k in _STATE_KEYS if isinstance(held.get(k), Tensor)):
+            keepers = self._keepers(load)
             for name, parameter in self._trained():
                 value = safe_get_full_optimizer_state(parameter, key)
-                if self.world.is_main:
-                    state[f"optimizer.{key}.{name}"] = value.to("cpu", copy=True)
-        if not self.world.is_main:
-            return {}
-        state |= {f"model.{n}": b for n, b in self.model.named_buffers()}
+                if self.world.rank == keepers[name]:
+                    found[f"optimizer.{key}.{name}"] = value.to("cpu", copy=True)
+        found |= {f"model.{n}": b for n, b in self.model.named_buffers()}
         if "step" in held:  # one for all: every parameter is in every update
-            state |= {f"optimizer.step.{n}": held["step"].cpu().clone() for n, _ in self._trained()}
-        return state
+            found |= {f"optimizer.step.{n}": held["step"].cpu().clone() for n, _ in self._trained()}
+        return found
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Only rank 0's `state` is read: every tensor is sent by itself, and each rank keeps its shard of it."""
+    def _keepers(self, load: list[int]) -> dict[str, int]:
+        """Parameter -> the rank with the least to keep so far; adds to its load."""
+        keepers = {}
+        for name, shape in self.shapes.items():
+            keepers[name] = load.index(min(load))
+            load[keepers[name]] += shape.numel()
+        return keepers
+
+    def load_parts(self, saved: Saved) -> None:
+        """Rank 0 reads every tensor by itself and sends it; each rank keeps its shard of it."""
         names = [n for n, _ in self._trained()]
-        found = [k for k in _STATE_KEYS if f"optimizer.{k}.{names[0]}" in state]
-        step = state.get(f"optimizer.step.{names[0]}")
-        found, step = self.world.from_main((found, None if step is None else float(step)))
+        found = [k for k in _STATE_KEYS if f"optimizer.{k}.{names[0]}" in saved]
+        step = None
+        if (key := f"optimizer.step.{names[0]}") in saved:
+            step = float(self._from_main(saved, key, torch.Size()))
         self._make_optimizer_state(found, step)
         for name, parameter in self.named.items():
-            self._set(parameter, self._from_main(state, f"model.{name}", self.shapes[name]), None)
+            self._set(parameter, self._from_main(saved, f"model.{name}", self.shapes[name]), None)
         for key in found:
             for name, parameter in self._trained():
-                self._set(parameter, self._from_main(state, f"optimizer.{key}.{name}", self.shapes[name]), key)
-        for name, buffer in self.model.named_buffers():
-            if self.world.is_main:
-                buffer.copy_(state[f"model.{name}"])
-            dist.broadcast(buffer, src=0)
+                self._set(parameter, self._from_main(saved, f"optimizer.{key}.{name}", self.shapes[name]), key)
+        saved.read({f"model.{n}": b for n, b in self.model.named_buffers()})
         self._refresh_model()
 
-    def _from_main(self, state: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-        """Rank 0's tensor. Collective."""
-        device = self.world.device
-        tensor = torch.empty(shape, device=device)
-        if self.world.is_main:
-            tensor.copy_(state[name])
+    def _from_main(self, saved: Saved, name: str, shape: torch.Size) -> Tensor:
+        """A whole tensor, read by rank 0. Collective."""
+        tensor = torch.empty(shape, device=self.world.device)
+        saved.read({name: tensor} if self.world.is_main else {})
         dist.broadcast(tensor, src=0)
         return tensor
 

@@ -1,0 +1,164 @@
+"""What a checkpoint says of itself, and whether that is so.
+
+In: `OUTPUT/checkpoints/`. Out: manifests that hold their own hash and those of every file beside them, or the one line
+that says what is wrong. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.data.tokens import Prepared
+from lockstep.run import Run, RunError
+
+FORMAT = 2
+FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The facts of a checkpoint."""
+
+    step: int  # updates done
+    steps: int  # updates of the whole run
+    arithmetic: dict[str, Any]  # the run's keys that decide the weights
+    data: str  # hash of the tokens
+    strategy: str
+    world_size: int
+    bits: bool  # whether the strategy that saved gives the bits of a single process
+    device: str  # its kind
+    threads: int  # a process
+    versions: dict[str, str]
+    scores: dict[str, float]  # of the evaluation after this step, if there was one
+    trackers: dict[str, str] = field(default_factory=dict)  # run ids, by tracker
+    hashes: dict[str, str] = field(default_factory=dict)  # file -> SHA-256
+    format: int = FORMAT
+
+    def dump(self) -> bytes:
+        """JSON, with the hash of everything else in it as its last entry."""
+        values = asdict(self)
+        return json.dumps(values | {"sha256": _seal(values)}, indent=1).encode()
+
+
+def _seal(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def name_of(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:06d}"
+
+
+def folder_of(run: Run) -> Path:
+    return run.folder / "checkpoints"
+
+
+def read_manifest(folder: Path) -> Manifest | str:
+    """The manifest of a checkpoint's folder, or what is wrong with it."""
+    try:
+        values = json.loads((folder / FILE).read_bytes())
+    except OSError as error:
+        return f"{FILE}: {error.strerror}"
+    except (ValueError, RecursionError):
+        return f"{FILE} is not JSON"
+    if not isinstance(values, dict) or "format" not in values:
+        return f"{FILE} is not a checkpoint's"
+    if values["format"] != FORMAT:
+        return f"{FILE} is of format {values['format']!r}, this version reads {FORMAT}"
+    if values.pop("sha256", None) != _seal(values):
+        return f"{FILE} does not match its own hash"
+    try:
+        found = Manifest(**values)
+    except TypeError:
+        return f"{FILE} is not a checkpoint's"
+    return found if name_of(found.step) == folder.name else f"{FILE} is that of step {found.step}"
+
+
+def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:
+    """All checkpoints, newest first, with their manifest or what is wrong with it. Their files are not looked at."""
+    folder = folder_of(run)
+    if folder.is_dir():
+        for path in sorted(folder.glob("step-*"), key=lambda p: (len(p.name), p.name), reverse=True):
+            yield path, read_manifest(path)
+
+
+def newest_first(run: Run) -> Iterator[tuple[Path, Manifest]]:
+    """Those with a readable manifest."""
+    for path, found in candidates(run):
+        if isinstance(found, Manifest):
+            yield path, found
+
+
+def misfit(path: Path, manifest: Manifest) -> str | None:
+    """Whether other files are there than the manifest names; or None."""
+    try:
+        there = {entry.name for entry in path.iterdir()} - {FILE}
+    except OSError as error:
+        return str(error.strerror)
+    if missing := sorted(manifest.hashes.keys() - there):
+        return f"{missing[0]} is missing"
+    if foreign := sorted(there - manifest.hashes.keys()):
+        return f"{foreign[0]} does not belong to it"
+    return None
+
+
+def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
+    """What is wrong with the contents of these files, or None."""
+    for name in names:
+        try:
+            with open(path / name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found != manifest.hashes[name]:
+            return f"{name} does not match its hash"
+    return None
+
+
+def broken(path: Path, manifest: Manifest) -> str | None:
+    """What is wrong with a checkpoint's files, or None. Reads all of them."""
+    return misfit(path, manifest) or mismatch(path, manifest, sorted(manifest.hashes))
+
+
+def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
+    """Why a run must not go on from a checkpoint whose files are as they should be, or None."""
+    now, then = run.arithmetic(), manifest.arithmetic
+    differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
+    if differing:
+        rows = "\n".join(f"  {k}: {then.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in differing)
+        return (
+            f"{run.folder} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
+            "Go on with the old values, or give another output=FOLDER, or remove the folder"
+        )
+    if manifest.data != prepared.key:
+        return (
+            f"{run.folder} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
+            f"tokenizer: "
+            "the contents have changed since. Restore them, or give another output=FOLDER"
+        )
+    return None
+
+
+def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
+    """The manifest of the newest checkpoint of this output folder, if the run may go on from it; its files are verified
+    at the resume. A damaged one of another run is passed over.
+
+    Errors: `RunError` with the keys that differ, when what decides the weights has changed.
+    """
+    for path, manifest in newest_first(run):
+        reason = changed(run, prepared, manifest)
+        if reason is None:
+            return manifest
+        if broken(path, manifest) is None:
+            raise RunError(reason)
+    return None
+
+
+def finished(run: Run, manifest: Manifest | None) -> bool:
+    """Whether the run has reached its last step and its export is there."""
+    return manifest is not None and manifest.step >= manifest.steps and (run.folder / "export" / "config.json").exists()

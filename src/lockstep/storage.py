@@ -1,0 +1,243 @@
+"""Files of a checkpoint: which rank writes what, the writing, and reading the parts that a rank will hold.
+
+In: what each rank holds (`Strategy.parts`). Out: one safetensors file a rank, and a `Saved` state to read from.
+
+`torch.distributed.checkpoint` plans: it divides tensors that several ranks hold among them, checks that everything is
+covered once, and at loading finds the pieces of files that make up a rank's part at any other world size. Its default
+files hold a pickle, so the layout is that of its Hugging Face storage: safetensors whose header says where each piece
+belongs, read by its own `HuggingFaceStorageReader`. Its writer is not used: it copies the file's content once more,
+knows no hashes and does not sync. Writing needs no collective, so it can go on in a thread beside training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
+
+from lockstep.parts import Given, Saved, local
+from lockstep.world import World
+
+BLOCK_BYTES = 8 * 2**20  # hashed and written at a time
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is on the disk."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+
+def share_out(parts: Mapping[str, Tensor], world: World, writes: bool) -> list[WriteItem]:
+    """What this rank writes, such that all ranks together write everything once, and a rank whose `writes` is False
+    nothing. Collective. Errors: `OSError`, on every rank, when only such a rank holds something."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(parts), is_coordinator=world.is_main)
+    plans, able = zip(*world.everyone((planner.create_local_plan(), writes)), strict=True)
+    covered = {item.index for plan, can in zip(plans, able, strict=True) if can for item in plan.items}
+    for rank, (plan, can) in enumerate(zip(plans, able, strict=True)):
+        if not can and any(item.index not in covered for item in plan.items):
+            raise OSError(f"rank {rank} holds parts of the model and cannot see the folder of rank 0: share it")
+    writing = [plan if can else replace(plan, items=[]) for plan, can in zip(plans, able, strict=True)]
+    shared_out, _ = planner.create_global_plan(writing)  # every rank finds the same
+    items = shared_out[world.rank].items
+    return [item for item in items if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel()]
+
+
+class Shard:
+    """This rank's file: laid out once for all saves of a run, in a buffer that is filled anew for each.
+
+    The buffer (host memory, pinned where there is a GPU) takes as many bytes as the rank writes.
+    """
+
+    def __init__(self, parts: Mapping[str, Tensor], world: World, writes: bool = True) -> None:
+        """Collective. Errors: `OSError`, as `share_out`."""
+        self.name = f"shard-{world.rank + 1:05d}-of-{world.size:05d}.safetensors"
+        items = share_out(parts, world, writes)
+        items.sort(key=lambda item: (-parts[item.index.fqn].element_size(), item.index.fqn))  # keeps all aligned
+        header: dict[str, Any] = {}
+        offsets, end = {}, 0
+        for item in items:
+            assert item.tensor_data is not None
+            name, chunk, tensor = item.index.fqn, item.tensor_data.chunk, parts[item.index.fqn]
+            start, end = end, end + chunk.sizes.numel() * tensor.element_size()
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(chunk.sizes), "data_offsets": [start, end]}
+            offsets[name] = {"saved_offsets": list(chunk.offsets)}
+        header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=world.device.type == "cuda")
+        self._views = {}
+        for item in items:
+            entry, dtype = header[item.index.fqn], parts[item.index.fqn].dtype
+            place = self._buffer[slice(*entry["data_offsets"])]
+            self._views[item.index.fqn] = place.view(dtype).view(entry["shape"])
+        self._cuda = world.device if world.device.type == "cuda" else None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing for this rank to write."""
+        return not self._views
+
+    def fill(self, parts: Mapping[str, Tensor]) -> None:
+        """Copy the state out of the way: training may go on when this returns."""
+        with torch.no_grad():
+            for name, view in self._views.items():
+                view.copy_(local(parts[name]), non_blocking=True)
+        if self._cuda is not None:
+            torch.cuda.current_stream(self._cuda).synchronize()
+
+    def write(self, folder: Path) -> Written:
+        """The file, synced. Errors: `OSError`; then nothing is left of it."""
+        return write(folder / self.name, self._blocks())
+
+    def _blocks(self) -> Iterator[memoryview]:
+        yield memoryview(self._header)
+        content = memoryview(self._buffer.numpy().data)
+        for start in range(0, len(content), BLOCK_BYTES):
+            yield content[start : start + BLOCK_BYTES]
+
+
+def write(path: Path, blocks: Iterable[memoryview | bytes]) -> Written:
+    """A new file, synced, its hash taken on the way. Python's lock is free while a block is hashed or written.
+
+    Errors: `OSError`; then nothing is left of the file.
+    """
+    seen, size = hashlib.sha256(), 0
+    try:
+        with open(path, "wb", buffering=0) as file:
+            for block in blocks:
+                seen.update(block)
+                left = memoryview(block)
+                size += len(left)
+                while len(left):
+                    left = left[file.write(left) or 0 :]
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return Written(path.name, seen.hexdigest(), size)
+
+
+def sync(folder: Path) -> None:
+    """Make new names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Background:
+    """A piece of work in a thread of its own. It makes no collective: threads of different ranks would meet in any
+    order."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="lockstep-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._work()
+        except BaseException as caught:
+            self.error = caught
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
+
+
+class Files(Saved):
+    """A checkpoint on the disk, verified before. Ranks read by themselves, each the pieces that it needs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _Reader(str(folder))
+        self.names = sorted(self._reader.read_metadata().state_dict_metadata)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._reader.read_metadata().state_dict_metadata
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        metadata = self._reader.read_metadata()
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        with torch.no_grad():  # what `torch.distributed.checkpoint.load` does in a job of one
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor, on the host."""
+        found: Any = self._reader.read_metadata().state_dict_metadata[name]
+        tensor = torch.empty(found.size, dtype=found.properties.dtype)
+        self.read({name: tensor})
+        return tensor
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads the headers once."""
+
+    _found: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._found is None:
+            self._found = super().read_metadata()
+        return self._found
+
+
+class FromMain(Saved):
+    """A checkpoint that only rank 0 can read: the folder is not shared between machines. One whole tensor at a time
+    goes to everybody."""
+
+    def __init__(self, folder: Path | None, world: World) -> None:
+        """`folder` on rank 0. Collective."""
+        self.world = world
+        self.files = Files(folder) if folder is not None else None
+        self.names: list[str] = world.from_main(self.files.names if self.files else [])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        for name in sorted({name for wanted in self.world.everyone(list(targets)) for name in wanted}):
+            tensor = self.files.whole(name) if self.files else None
+            shape, dtype = self.world.from_main((tensor.shape, tensor.dtype) if tensor is not None else None)
+            on_device = torch.empty(shape, dtype=dtype) if tensor is None else tensor
+            on_device = on_device.to(self.world.device)
+            dist.broadcast(on_device, src=0)
+            if name in targets:
+                Given({name: on_device}).read({name: targets[name]})
