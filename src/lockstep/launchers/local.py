@@ -144,7 +144,8 @@ def _agent_class() -> Any:
                 return result
             statuses = {failure.exitcode for failure in result.failures.values()}
             if statuses == {75}:  # stopped on request: not a failure, and no reason to start again
-                return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(result.failures, 75))
+                ranks = (worker.global_rank for worker in worker_group.workers)  # some may be ending still
+                return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, 75))
             if 2 in statuses:  # starting again would meet the same bad input
                 self._remaining_restarts = 0
             for rank, failure in result.failures.items():
