@@ -76,9 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
     score = commands.add_parser("evaluate", help="metrics of the exported model of OUTPUT")
     score.add_argument("output")
     score.add_argument("--split", help="train, validation or test; default: the last two")
+    score.add_argument("overrides", nargs="*", metavar="key=value", help="for example task.beams=4")
     ask = commands.add_parser("predict", help="what the exported model of OUTPUT makes of a text")
     ask.add_argument("output")
     ask.add_argument("texts", nargs="*", metavar="TEXT", help="default: the lines of standard input")
+    ask.add_argument("--set", action="append", default=[], metavar="key=value", help="for example task.beams=4")
     push = commands.add_parser("push", help="upload OUTPUT/export to the Hub (token from HF_TOKEN)")
     push.add_argument("output")
     push.add_argument("repository", metavar="USER/REPO")
@@ -127,8 +129,8 @@ def _dispatch(known: argparse.Namespace, rest: list[str]) -> int:
 
         output = Path(known.output)
         if known.command == "predict":
-            return evaluate.predict(output, known.texts)
-        return evaluate.evaluate(output, known.split)
+            return evaluate.predict(output, known.texts, known.set)
+        return evaluate.evaluate(output, known.split, known.overrides)
     if known.command == "push":
         from lockstep.hub import publish
 

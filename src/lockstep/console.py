@@ -63,6 +63,10 @@ class Console:
             )
             return
         text = f"loss {numbers['loss']:.4f}  {numbers['examples_per_s']:.0f} examples/s"
+        if "skipped_steps" in numbers:
+            self.say(f"step {step:>6}  {numbers['skipped_steps']:.0f} step(s) skipped: not finite")
+        if "spike" in numbers:
+            self.say(f"step {step:>6}  the loss jumped to {numbers['loss']:.4g}")
         if self._bar is not None and self._row is not None:
             self._bar.update(self._row, numbers=text)
         elif self._loud and (time.monotonic() - self._last_line > 5 or step == self._total):

@@ -17,14 +17,14 @@ from lockstep.strategies import strategy as strategies
 from lockstep.world import World
 
 
-def finished(output: Path) -> tuple[Run, Path]:
-    """The run of an output folder and its export. Errors: `RunError`."""
+def finished(output: Path, overrides: list[str]) -> tuple[Run, Path]:
+    """The run of an output folder, with `key=value` overrides, and its export. Errors: `RunError`."""
     if not (output / "run.yaml").is_file():
         raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
     export = output / "export"
     if not (export / "config.json").is_file():
         raise RunError(f"{output} has no export: its run is not finished; lockstep train goes on with it")
-    return load(output / "run.yaml", []), export
+    return load(output / "run.yaml", overrides), export
 
 
 def of_export(run: Run, export: Path, output: Path) -> Run:
@@ -38,9 +38,9 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
     return Run.model_validate(values | {"output": str(output)})
 
 
-def evaluate(output: Path, split: str | None) -> int:
+def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:
     """Print the metrics of a split (default: validation, and test where there is one). Returns the exit status."""
-    run, export = finished(output)
+    run, export = finished(output, overrides)
     alone = of_export(run, export, output)
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(alone, prepare(run, task_class))
@@ -66,9 +66,9 @@ def evaluate(output: Path, split: str | None) -> int:
     return 0
 
 
-def predict(output: Path, texts: list[str]) -> int:
+def predict(output: Path, texts: list[str], overrides: list[str]) -> int:
     """Print a line for each text; without texts, for each line of standard input. Returns the exit status."""
-    run, export = finished(output)
+    run, export = finished(output, overrides)
     texts = texts or [line.rstrip("\n") for line in sys.stdin]
     if not texts:
         raise RunError('predict: give a text: lockstep predict OUTPUT "some text", or lines on standard input')

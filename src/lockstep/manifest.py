@@ -42,11 +42,8 @@ class Manifest:
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
         values = asdict(self)
-        return json.dumps(values | {"sha256": _seal(values)}, indent=1).encode()
-
-
-def _seal(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        return json.dumps(values | {"sha256": seal}, indent=1).encode()
 
 
 def name_of(step: int) -> str:
@@ -61,7 +58,8 @@ def folder_of(run: Run) -> Path:
 def read_manifest(folder: Path) -> Manifest | str:
     """The manifest of a checkpoint's folder, or what is wrong with it."""
     try:
-        values = json.loads((folder / FILE).read_bytes())
+        content = (folder / FILE).read_bytes()
+        values = json.loads(content)
     except OSError as error:
         return f"{FILE}: {error.strerror}"
     except (ValueError, RecursionError):
@@ -70,12 +68,13 @@ def read_manifest(folder: Path) -> Manifest | str:
         return f"{FILE} is not a checkpoint's"
     if values["format"] != FORMAT:
         return f"{FILE} is of format {values['format']!r}, this version reads {FORMAT}"
-    if values.pop("sha256", None) != _seal(values):
-        return f"{FILE} does not match its own hash"
+    values.pop("sha256", None)
     try:
         found = Manifest(**values)
     except TypeError:
         return f"{FILE} is not a checkpoint's"
+    if found.dump() != content:
+        return f"{FILE} does not match its own hash"
     return found if name_of(found.step) == folder.name else f"{FILE} is that of step {found.step}"
 
 

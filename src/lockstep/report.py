@@ -67,7 +67,7 @@ def _plot(title: str, lines: list[dict], splits: tuple[str, ...], key: str) -> s
     series = {}
     for split in splits:
         points = [(line["step"], line[key]) for line in lines if line["split"] == split and key in line]
-        points = [(x, y) for x, y in points if math.isfinite(y)]
+        points = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
         if len(points) > 1:
             series[split] = points
     if not series:

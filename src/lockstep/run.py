@@ -209,6 +209,9 @@ class Run(Section):
         pattern=r"^(\d+(\.\d+)?[dhms])+$",
         description="time after which to stop as if asked to, for example 3h50m; counted from each start",
     )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="what to do with a step whose loss or gradient is not finite; skip: leave its update out"
+    )
     batch_size: Positive = Field(128, description="examples per optimizer step over the whole job")
     micro_batches: Positive = Field(
         8, description="pieces a step is cut into; defines the arithmetic, whatever the number of processes"

@@ -5,6 +5,7 @@ In: everything already built. Out: trained weights in the strategy, numbers in t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,11 @@ import torch
 from lockstep import optim
 from lockstep.batch import StepBatch, StepResult, Sums
 from lockstep.checkpoint import Checkpoints
+from lockstep.data import pieces
 from lockstep.data.feed import Feed
 from lockstep.data.tokens import Columns
 from lockstep.run import Run
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import World
 
@@ -30,11 +32,13 @@ class Meter:
     def __init__(self) -> None:
         self.total = Counts()
         self._line = Counts()
+        self._spikes = Spikes()
         self._since = time.perf_counter()
 
-    def add(self, batch: StepBatch) -> None:
+    def add(self, batch: StepBatch, result: StepResult) -> None:
         """One step more."""
-        self._line += Counts(1, batch.examples, batch.tokens, batch.padded, batch.padded_by_chance)
+        counts = (batch.examples, batch.tokens, batch.padded, batch.padded_by_chance)
+        self._line += Counts(1, *counts, skipped=int(not result.used))
 
     def line(self, result: StepResult, rate: float) -> dict[str, float]:
         """The numbers of a line of the log: this step's, and rates since the last line. The host waits for the
@@ -42,6 +46,10 @@ class Meter:
         numbers = {"loss": float(result.loss), "learning_rate": rate, "grad_norm": float(result.grad_norm)}
         self._stop_clock()
         line, self.total, self._line = self._line, self.total + self._line, Counts()
+        if line.skipped:
+            numbers["skipped_steps"] = line.skipped
+        if self._spikes.seen(numbers["loss"]):
+            numbers["spike"] = 1
         return numbers | {
             "examples_per_s": line.examples / line.seconds,
             "tokens_per_s": line.tokens / line.seconds,
@@ -62,6 +70,45 @@ class Meter:
         self._since = now
 
 
+class Spikes:
+    """Tells a loss that jumps from one that wanders: running mean and variance, in which a jump does not count."""
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._variance = 0, 0.0, 0.0
+
+    def seen(self, loss: float) -> bool:
+        """Whether this one is more than six standard deviations above those before it."""
+        apart = loss - self._mean
+        if not math.isfinite(loss) or (self._count >= 20 and apart > 6 * self._variance**0.5):
+            return True
+        self._count += 1
+        weight = max(0.02, 1 / self._count)
+        self._mean += weight * apart
+        self._variance = (1 - weight) * (self._variance + weight * apart**2)
+        return False
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on: one message for the user, exit status 1."""
+
+
+def explained(caught: NotFinite, feed: Feed, batch: StepBatch) -> str:
+    """Which step, micro-batches and examples."""
+    groups = pieces.cut(feed.columns.lengths[batch.ids], feed.micro_batches)
+    lines = []
+    for piece in caught.pieces:
+        ids = ", ".join(map(str, batch.ids[groups[piece]][:20]))
+        more = len(groups[piece]) - 20
+        lines.append(
+            f"  micro-batch {piece}: rows {ids}{f' and {more} more' if more > 0 else ''} of the training split"
+        )
+    what = "the loss" if caught.pieces else f"the gradient (norm {caught.norm}), though no loss,"
+    return (
+        f"step {batch.step}: {what} is not a finite number; nothing was updated. Look at these examples, or lower "
+        "optim.learning_rate or optim.clip; on_nonfinite=skip leaves such steps out" + "".join("\n" + x for x in lines)
+    )
+
+
 @dataclass(frozen=True)
 class Counts:
     """What a stretch of training took: over the whole job, in seconds of the wall clock."""
@@ -72,6 +119,7 @@ class Counts:
     padded: int = 0
     padded_by_chance: int = 0
     seconds: float = 0.0
+    skipped: int = 0  # steps whose update was left out
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -97,10 +145,13 @@ def train(
     for batch in feed.steps(after=step):
         world.at(f"step {step}")
         rate = optim.learning_rate(run.optim, step, feed.total)
-        result = strategy.train_step(batch, rate)
+        try:
+            result = strategy.train_step(batch, rate)
+        except NotFinite as caught:
+            raise TrainingFailed(explained(caught, feed, batch)) from caught
         step += 1
         last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
-        meter.add(batch)
+        meter.add(batch, result)
         advance(step)
         if due(step, run.track.every, last):
             log(step, "train", meter.line(result, rate))

@@ -34,7 +34,7 @@ from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.jsonl import Jsonl
-from lockstep.train import Counts, evaluate, train
+from lockstep.train import Counts, TrainingFailed, evaluate, train
 from lockstep.watch import Watch
 from lockstep.world import World
 
@@ -59,7 +59,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
             error(str(caught))
         return BAD
     except Exception as caught:
-        if not isinstance(caught, CheckpointError):
+        if not isinstance(caught, CheckpointError | TrainingFailed):
             tell_failure(caught, world)
         elif world is None or world.is_main:
             error(str(caught))
@@ -95,6 +95,7 @@ def work(run: Run, world: World) -> int:
     feed = Feed(run, task, strategy.leaves(), world.device)
     console.facts(facts(run, world, task, strategy, feed))
     checkpoints = Checkpoints(run, world, prepared, feed.total, lambda text: console.say(f"note: {text}"))
+    rehearse(run, world, strategy, feed)
     step, notes = checkpoints.resume(strategy)
     for note in notes:
         console.say(f"note: {note}")
@@ -143,6 +144,23 @@ def work(run: Run, world: World) -> int:
     if world.is_main and run.hub.push_to:
         console.say(f"pushed to {publish(run.folder / 'export', run.hub.push_to, run.hub.private)}")
     return DONE
+
+
+def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed) -> None:
+    """Try the longest examples before the first step. Ends the process, with advice, where memory does not suffice."""
+    try:
+        strategy.rehearse(feed.longest().to(world.device))
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
+        text = " ".join(str(caught).split())
+        if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
+            raise
+        error(
+            f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice for the longest examples (a "
+            f"step of {run.batch_size} in {run.micro_batches} micro-batches): {text[:200]}\nUse more micro_batches, a "
+            f"smaller batch_size or data.max_length, precision=bf16, or a strategy that shares out the model (fsdp2)"
+        )
+        sys.stderr.flush()
+        os._exit(BAD)  # the others wait in a collective: the launcher ends them
 
 
 def finished_already(run: Run, world: World, prepared: Prepared) -> bool:

@@ -86,6 +86,8 @@ def keeps_bf16_weights(options: Mapping[str, Any]) -> bool:
 def check(run: Run, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
     """Refuse, before any process starts, what is ours to say, what DeepSpeed does not know and values it does not take.
     `key`: where in the run file the options are. Errors: `RunError`."""
+    if run.on_nonfinite == "skip":
+        raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
     for name in options:
         if name in _OURS:
             raise RunError(f"{key}.{name}: this is said by the run file's own key {_OURS[name]}")

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lockstep.batch import StepBatch
@@ -41,7 +42,13 @@ class Feed:
 
     def make(self, step: int) -> StepBatch:
         """One step's batch: every rank cuts the same pieces and collates its own."""
-        rows = self.order.step(step)
+        return self._batch(step, self.order.step(step))
+
+    def longest(self) -> StepBatch:
+        """The longest examples of all, as a step that is none of the run's: no step needs more memory."""
+        return self._batch(0, np.sort(np.argsort(-self.columns.lengths, kind="stable")[: self.order.batch_size]))
+
+    def _batch(self, step: int, rows: np.ndarray) -> StepBatch:
         lengths = self.columns.lengths[rows]
         groups = pieces.cut(lengths, self.micro_batches)
         micro_batches = [self.task.collate(self.columns, rows[groups[k]], k) for k in self.leaves]

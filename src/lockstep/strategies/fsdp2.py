@@ -199,8 +199,9 @@ class FSDP2(Strategy):
             if turn < len(batch.micro_batches):
                 losses[micro.leaf] = loss.detach()
             self.collect(micro.leaf)
-        norm = self.update(learning_rate)
-        return StepResult(self.share.sum(losses).sum() / batch.targets, norm)
+        losses = self.share.sum(losses)
+        norm, used = self.update(learning_rate, losses)
+        return StepResult(losses.sum() / batch.targets, norm, used)
 
     @property
     def root(self) -> FSDPModule:
@@ -225,8 +226,9 @@ class FSDP2(Strategy):
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named.values())
 
-    def update(self, learning_rate: float) -> Tensor:
-        """Clip, then one optimizer step on this rank's parts. Returns the norm before clipping."""
+    def update(self, learning_rate: float, losses: Tensor) -> tuple[Tensor, bool]:
+        """Clip, then one optimizer step on this rank's parts. Returns the norm before clipping, and whether the step
+        was made."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -239,11 +241,16 @@ class FSDP2(Strategy):
         norm = self.world.sum(total).sqrt().float()
         if self.observe is not None:
             self.observe({n: whole(p.grad).clone() for n, p in self.named.items()})
-        clip_([local(g) for g in gradients], norm, self.run.optim.clip)
-        optim.set_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
+        if used := self.usable(losses, norm):
+            clip_([local(g) for g in gradients], norm, self.run.optim.clip)
+            optim.set_rate(self.optimizer, learning_rate)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm.to(self.world.device)
+        return norm.to(self.world.device), used
+
+    def rehearse(self, batch: StepBatch) -> None:
+        self.train_step(batch, 0.0)  # at this rate weights stay what they are
+        self.optimizer.state.clear()
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()

@@ -59,8 +59,9 @@ class Native(Strategy):
                 losses[micro.leaf] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
         gradients = self.reduce()
         self.tree = ReductionTree(0)  # lets go of partial sums
-        norm = self.update(gradients, learning_rate)
-        return StepResult(self.world.sum(losses).sum() / batch.targets, norm)
+        losses = self.world.sum(losses)
+        norm, used = self.update(gradients, learning_rate, losses)
+        return StepResult(losses.sum() / batch.targets, norm, used)
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         """One piece, forward and backward; its gradient goes into the tree. Returns the piece's loss sum."""
@@ -93,23 +94,28 @@ class Native(Strategy):
             for j, i in enumerate(self.rows)
         }
 
-    def update(self, gradients: list[Tensor], learning_rate: float) -> Tensor:
-        """Clip, then one optimizer step. Returns the norm before clipping."""
+    def update(self, gradients: list[Tensor], learning_rate: float, losses: Tensor) -> tuple[Tensor, bool]:
+        """Clip, then one optimizer step. Returns the norm before clipping, and whether the step was made."""
         norm = gradient_norm(gradients)
         if self.observe is not None:
             self.observe({n: g.to_dense() for n, g in zip(self.named, gradients, strict=True)})
-        clip_(gradients, norm, self.run.optim.clip)
-        for i, rows in self.rows.items():
-            gradients[i] = rows.filled(gradients[i])
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        optim.set_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
-        for parameter in self.parameters:
-            parameter.grad = None
-        for rows in self.rows.values():
-            rows.wipe()
-        return norm
+        if used := self.usable(losses, norm):
+            clip_(gradients, norm, self.run.optim.clip)
+            for i, rows in self.rows.items():
+                gradients[i] = rows.filled(gradients[i])
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optim.set_rate(self.optimizer, learning_rate)
+            self.optimizer.step()
+            for parameter in self.parameters:
+                parameter.grad = None
+            for rows in self.rows.values():
+                rows.wipe()
+        return norm, used
+
+    def rehearse(self, batch: StepBatch) -> None:
+        self.train_step(batch, 0.0)  # at this rate weights stay what they are
+        self.optimizer.state.clear()
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()

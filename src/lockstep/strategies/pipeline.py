@@ -23,7 +23,7 @@ from lockstep import models, optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.cuts import Cut, layer_count
 from lockstep.parts import Saved, gather, moments
-from lockstep.reduction import Exchange, buckets, share
+from lockstep.reduction import Exchange, buckets, clip_, share
 from lockstep.run import Run, RunError
 from lockstep.stages import Held, Links, Piece, Stage, random_state
 from lockstep.strategies.strategy import Share, Strategy
@@ -154,8 +154,10 @@ class Pipeline(Strategy):
             self.schedule._step_microbatches(
                 kwarg_mbs=[{"micro": micro} for micro in pieces], target_mbs=[None] * len(pieces), return_outputs=False
             )
-        norm = self.update(self.reduce(), learning_rate)
-        return StepResult(self.world.sum(self.losses).sum() / batch.targets, norm)
+        gradients = self.reduce()
+        losses = self.world.sum(self.losses)
+        norm, used = self.update(gradients, learning_rate, losses)
+        return StepResult(losses.sum() / batch.targets, norm, used)
 
     def begin(self, micro: MicroBatch) -> None:
         """The first stage starts the piece's random numbers, as a single process does; the others go on with them."""
@@ -202,8 +204,8 @@ class Pipeline(Strategy):
             totals.append(total)
         return totals
 
-    def update(self, gradients: list[dict[str, Tensor]], learning_rate: float) -> Tensor:
-        """Clip, then one optimizer step. Returns the norm before clipping."""
+    def update(self, gradients: list[dict[str, Tensor]], learning_rate: float, losses: Tensor) -> tuple[Tensor, bool]:
+        """Clip, then one optimizer step. Returns the norm before clipping, and whether the step was made."""
         squares = torch.zeros(len(self.order), dtype=torch.float64, device=self.world.device)
         for held, found in zip(self.held, gradients, strict=True):
             for name in held.owned:
@@ -214,17 +216,19 @@ class Pipeline(Strategy):
             owned = {n: found[n] for held, found in zip(self.held, gradients, strict=True) for n in held.owned}
             found = gather(owned if self.pipeline == 0 else {}, self.world)
             self.observe({name: found[name] for name in self.order} if self.world.is_main else {})
-        if self.run.optim.clip:
-            factor = (self.run.optim.clip / (norm + 1e-6)).clamp(max=1.0)
-            if factor.device.type != "cpu" or factor < 1.0:
-                torch._foreach_mul_([g for found in gradients for g in found.values()], factor)
-        for held, found in zip(self.held, gradients, strict=True):
-            for name, parameter in held.parameters.items():
-                parameter.grad = found[name]
-        optim.set_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
+        if used := self.usable(losses, norm):
+            clip_([g for found in gradients for g in found.values()], norm, self.run.optim.clip)
+            for held, found in zip(self.held, gradients, strict=True):
+                for name, parameter in held.parameters.items():
+                    parameter.grad = found[name]
+            optim.set_rate(self.optimizer, learning_rate)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return norm, used
+
+    def rehearse(self, batch: StepBatch) -> None:
+        self.train_step(batch, 0.0)  # at this rate weights stay what they are
+        self.optimizer.state.clear()
 
     def sum_over_pipelines(self, tensor: Tensor) -> Tensor:
         """Over the ranks that run the same stage, in place. Collective."""

@@ -27,6 +27,14 @@ from lockstep.tasks.task import Task
 from lockstep.world import World
 
 
+class NotFinite(ArithmeticError):
+    """A loss or a gradient that is no finite number, under `on_nonfinite: stop`; nothing was updated."""
+
+    def __init__(self, pieces: list[int], norm: float) -> None:
+        super().__init__(f"micro-batches {pieces}, gradient norm {norm}")
+        self.pieces, self.norm = pieces, norm  # micro-batches whose loss is not finite; the gradient's norm
+
+
 @dataclass(frozen=True)
 class Share:
     """Which part of the data this rank works on. Ranks with the same `rank` work on the same examples together (the
@@ -110,6 +118,21 @@ class Strategy(ABC):
     @abstractmethod
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         """One update."""
+
+    def usable(self, losses: Tensor, norm: Tensor) -> bool:
+        """Whether an update may be made of a gradient with this norm and these losses of the step's pieces (summed over
+        ranks: [M]): the same on every rank. The host waits for the device here. Errors: `NotFinite`, unless the run
+        says to skip such steps."""
+        bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+        if not bad and bool(torch.isfinite(norm)):
+            return True
+        if self.run.on_nonfinite == "stop":
+            raise NotFinite(bad, float(norm))
+        return False
+
+    def rehearse(self, batch: StepBatch) -> None:  # noqa: B027 - an engine that cannot undo a step does nothing
+        """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is
+        found here. Collective."""
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:

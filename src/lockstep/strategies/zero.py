@@ -125,12 +125,15 @@ class Sharded(Strategy):
             # DeepSpeed averages over ranks: multiply back
             self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
             losses[micro.leaf] += loss.detach()
+        losses = self.world.sum(losses)
+        self.usable(losses, losses.sum())
         if self.observe is not None:
             self.observe(self._whole_gradient())
         optim.set_rate(self.optimizer, learning_rate)
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
-        return StepResult(self.world.sum(losses).sum() / batch.targets, norm)
+        self.usable(losses, norm)
+        return StepResult(losses.sum() / batch.targets, norm)
 
     def _levelled(self, batch: StepBatch) -> list[MicroBatch]:
         """This rank's pieces, and blank ones where others have more: gradients travel after every piece."""

@@ -6,6 +6,7 @@ In: numbers. Out: lines; on a resume, those of steps that are trained again are 
 from __future__ import annotations
 
 import json
+import math
 import os
 
 from lockstep.run import Run
@@ -29,7 +30,8 @@ class Jsonl(Tracker):
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         if (step, split) in self._kept:  # scored again by a run that was killed between its last step and its export
             return
-        self._file.write(json.dumps({"step": step, "split": split, **numbers}) + "\n")
+        plain = {k: v if math.isfinite(v) else None for k, v in numbers.items()}  # JSON has no word for them
+        self._file.write(json.dumps({"step": step, "split": split, **plain}) + "\n")
         self._file.flush()
 
     def show(self, step: int, samples: list[str]) -> None:

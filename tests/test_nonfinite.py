@@ -1,0 +1,159 @@
+"""Losses and gradients that are no numbers, memory that does not suffice, losses that jump."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command import bits, lines, train, write
+from harness import build, digest, run_on, tiny
+
+from lockstep import plugins
+from lockstep.data.feed import Feed
+from lockstep.run import Run, RunError
+from lockstep.strategies.allreduce import AllReduce
+from lockstep.strategies.strategy import NotFinite, of
+from lockstep.train import Spikes
+from lockstep.world import World
+
+HERE = str(Path(__file__).parent)
+BAD_STEP = 7
+
+
+class Exploding(AllReduce):
+    """The loss of one piece is infinite in step 7."""
+
+    def backward(self, micro: Any, targets: int, last: bool) -> Any:
+        if self.step == BAD_STEP and micro.leaf == 5:
+            loss = super().backward(micro, targets, last)
+            return loss * float("inf")
+        return super().backward(micro, targets, last)
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        self.step = batch.step if learning_rate else -1
+        return super().train_step(batch, learning_rate)
+
+
+class Hungry(AllReduce):
+    """No memory for the longest examples, on the last rank."""
+
+    def rehearse(self, batch: Any) -> None:
+        if self.world.rank == self.world.size - 1:
+            raise torch.OutOfMemoryError("wanted 3 GiB more")
+        super().rehearse(batch)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_that_is_not_finite_ends_the_job_and_names_the_examples(
+    processes: int, tmp_path: Path, cache: Path
+) -> None:
+    write(tmp_path)
+    options = ["strategy.name=test_nonfinite.Exploding", f"launch.processes={processes}"]
+    status, _, err = train(tmp_path, cache, *options, PYTHONPATH=HERE)
+    assert status == 1
+    assert "step 7: the loss is not a finite number; nothing was updated" in err
+    assert "micro-batch 5: rows " in err
+    assert err.count("micro-batch 5") == 1
+    assert "Traceback" not in err
+    assert max(line["step"] for line in lines(tmp_path)) == BAD_STEP
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -> None:
+    ends = []
+    for processes in (1, 3):
+        folder = tmp_path / str(processes)
+        write(folder)
+        options = ["strategy.name=test_nonfinite.Exploding", "on_nonfinite=skip", f"launch.processes={processes}"]
+        status, out, err = train(folder, cache, *options, PYTHONPATH=HERE)
+        assert status == 0, err
+        assert "1 step(s) skipped: not finite" in out
+        told = [line for line in lines(folder) if line["split"] == "train" and line.get("skipped_steps")]
+        assert [(line["step"], line["loss"]) for line in told] == [(BAD_STEP + 1, None)]
+        for line in (folder / "out" / "metrics.jsonl").read_text().splitlines():
+            json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        ends.append(bits(folder))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+def test_memory_that_does_not_suffice_is_told_before_the_first_step(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path)
+    options = ["strategy.name=test_nonfinite.Hungry", "launch.max_restarts=3"]
+    status, _, err = train(tmp_path, cache, *options, PYTHONPATH=HERE)
+    assert status == 2
+    assert err.count("memory does not suffice for the longest examples") == 1
+    assert "more micro_batches" in err
+    assert "restarting" not in err
+    assert lines(tmp_path) == []
+
+
+def rehearsed(world: World, run: Run) -> tuple[str, str]:
+    """The state after two steps, with a rehearsal before them and without."""
+    digests = []
+    for rehearse in (True, False):
+        task, strategy = build(run, world)
+        feed = Feed(run, task, strategy.leaves(), world.device)
+        if rehearse:
+            longest = feed.longest()
+            assert longest.tokens >= max(feed.make(t).tokens for t in range(4))
+            strategy.rehearse(longest)
+        for t in range(2):
+            strategy.train_step(feed.make(t), 1e-3)
+        digests.append(digest(strategy.state()))
+        strategy.close()
+    return digests[0], digests[1]
+
+
+@pytest.mark.parametrize("name", plugins.names("strategies"))
+def test_a_rehearsal_leaves_no_trace(name: str) -> None:
+    run = tiny(f"strategy.name={name}")
+    for with_one, without in run_on(1 if name == "single" else 2, rehearsed, run, run=run):
+        assert with_one == without
+
+
+def poisoned(world: World, run: Run) -> list[int]:
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    real = task.loss_sum
+    batch = feed.make(0)
+    with torch.no_grad():
+        task.loss_sum = lambda outputs, targets: (
+            real(outputs, targets)
+            * (  # type: ignore[method-assign]
+                float("nan") if len(targets) == len(batch.micro_batches[-1].targets) and world.rank == 0 else 1.0
+            )
+        )
+    try:
+        strategy.train_step(batch, 1e-3)
+    except NotFinite as caught:
+        return caught.pieces
+    return []
+
+
+@pytest.mark.parametrize("name", plugins.names("strategies"))
+def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
+    run = tiny(f"strategy.name={name}")
+    first, *others = run_on(1 if name == "single" else 2, poisoned, run, run=run)
+    assert name == "pipeline" or first
+    assert all(other == first for other in others)
+
+
+def test_deepspeed_cannot_skip() -> None:
+    run = tiny("strategy.name=zero2", "on_nonfinite=skip")
+    with pytest.raises(RunError, match="on_nonfinite"):
+        of(run).check(run, 2)
+
+
+def test_a_jump_is_told_from_a_wander() -> None:
+    random = np.random.default_rng(0)
+    spikes = Spikes()
+    losses = 2 + 0.1 * random.standard_normal(200) - np.linspace(0, 1, 200)
+    assert not any(spikes.seen(float(loss)) for loss in losses)
+    assert spikes.seen(4.0)
+    assert spikes.seen(float("nan"))
+    assert not spikes.seen(1.0)
