@@ -14,7 +14,8 @@ import pkgutil
 import sys
 
 # Files of a plug-in folder that hold its interface or a shared body rather than a plug-in.
-_NOT_PLUGINS = {"task", "strategy", "native", "hooked", "zero", "launcher", "tracker"}
+_NOT_PLUGINS = {"task", "launcher", "tracker"}
+_NOT_PLUGINS |= {"strategy", "native", "hooked", "zero", "zero_config", "stages"}
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 
 

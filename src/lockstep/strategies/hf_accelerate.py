@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lockstep import models, zero_config
+from lockstep import models
 from lockstep.batch import MicroBatch
 from lockstep.run import Run, RunError
+from lockstep.strategies import zero_config
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.hooked import Hooked
 from lockstep.strategies.strategy import Strategy

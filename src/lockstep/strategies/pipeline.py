@@ -25,7 +25,7 @@ from lockstep.cuts import Cut, layer_count
 from lockstep.parts import Saved, gather, moments
 from lockstep.reduction import Exchange, buckets, clip_, share
 from lockstep.run import Run, RunError
-from lockstep.stages import Held, Links, Piece, Stage, random_state
+from lockstep.strategies.stages import Held, Links, Piece, Stage, random_state
 from lockstep.strategies.strategy import Share, Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import World, seed_everything

@@ -2,7 +2,7 @@
 
 In: this rank's micro-batches. Out: the same update on every rank, equal to that of `single` to rounding: DeepSpeed
 reduces by itself, in an order that depends on the number of ranks. What a stage shards is told in `zero1.py` to
-`zero3.py`; what DeepSpeed is told, in `lockstep/zero_config.py`.
+`zero3.py`; what DeepSpeed is told, in `zero_config.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import optim, zero_config
+from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.parts import Saved
 from lockstep.run import Run
+from lockstep.strategies import zero_config
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
