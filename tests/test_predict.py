@@ -85,6 +85,16 @@ def test_what_is_no_finished_run_is_told(command: str, tmp_path: Path, capfd: py
     assert "has no export" in capfd.readouterr().err
 
 
+def test_keys_can_be_set_anew(outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(outputs["translation"]), "task.bleu=false", "data.limit=5"]) == 0
+    found = numbers(capfd.readouterr().out)
+    assert found["examples"] == [5]
+    assert "bleu" not in found
+    assert main(["predict", str(outputs["translation"]), "a dog", "--set", "task.beams=3"]) == 0
+    assert main(["evaluate", str(outputs["translation"]), "task.beems=3"]) == 2
+    assert "did you mean 'beams'" in capfd.readouterr().err
+
+
 def test_predict_wants_a_text(outputs: dict, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["predict", str(outputs["documents"])]) == 2

@@ -53,6 +53,7 @@ def _not_of_untested_optimizers(record: logging.LogRecord) -> bool:
 def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """The whole config. DeepSpeed's buffers (its defaults take gigabytes) are bounded by the model's size."""
     part = max(1, min(parameters, max(parameters // 8, 1_000_000)))
+    part += part % 2  # DeepSpeed asserts that a bucket is a multiple of two
     zero: dict[str, Any] = {
         "stage": stage,
         "reduce_bucket_size": min(part, 50_000_000),
