@@ -212,20 +212,19 @@ class Checkpoints:
     def _writes(self) -> bool:
         """Whether this rank's OUTPUT is that of rank 0. Asked once. Collective."""
         if self._sees is None:
-            probe = self.folder / f".probe-{secrets.token_hex(8)}"
-            made = True
+            name, made = f".probe-{secrets.token_hex(8)}", True
             if self.world.is_main:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    probe.touch()
+                    (self.folder / name).touch()
                 except OSError:
                     made = False  # nobody will be able to write, and each will say why
-            made, probe = self.world.from_main((made, probe))
-            self._sees = not made or probe.exists()
+            name, made = self.world.from_main((name, made))
+            self._sees = not made or (self.folder / name).exists()
             self.world.barrier()
-            if self.world.is_main:
+            if self.world.is_main and made:
                 with suppress(OSError):
-                    probe.unlink(missing_ok=True)
+                    (self.folder / name).unlink()
         return self._sees
 
     # -- resuming ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,51 @@
+"""What tests of checkpoints share: a job of one process, step by step."""
+
+from pathlib import Path
+
+from harness import build, digest, tiny
+
+from lockstep.checkpoint import Checkpoints
+from lockstep.data.feed import Feed
+from lockstep.run import Run
+from lockstep.world import World
+
+SHARD = "shard-00001-of-00001.safetensors"
+
+
+def run_in(folder: Path, *overrides: str) -> Run:
+    return tiny(f"output={folder}", "strategy.name=single", "launch.processes=1", *overrides)
+
+
+class Job:
+    """One process that trains, as far as checkpoints can tell."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.world, self.said = run, World(run), list[str]()
+        self.task, self.strategy = build(run, self.world)
+        self.feed = Feed(run, self.task, self.strategy.leaves(), self.world.device)
+        self.checkpoints = self.opened(run)
+        self.done = 0
+
+    def opened(self, run: Run) -> Checkpoints:
+        return Checkpoints(run, self.world, self.task.prepared, 6, self.said.append)
+
+    def step(self) -> str:
+        """Returns a digest of the whole state after it."""
+        self.strategy.train_step(self.feed.make(self.done), 5e-3)
+        self.done += 1
+        return digest(self.strategy.state())
+
+    def save(self, **scores: float) -> None:
+        self.checkpoints.save(self.done, self.strategy, scores)
+
+    def saved(self, **scores: float) -> str:
+        """A step, and its checkpoint."""
+        state = self.step()
+        self.save(**scores)
+        self.checkpoints.settle()
+        return state
+
+
+def here(folder: Path) -> list[str]:
+    """What is in a run's folder of checkpoints."""
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())

@@ -1,0 +1,179 @@
+"""Saved under any strategy at any number of processes, gone on with under any other; folders that are not shared."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import build, digest, run_on, tiny
+
+from lockstep import plugins
+from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint import digest as digest_of
+from lockstep.data.feed import Feed
+from lockstep.optim import learning_rate
+from lockstep.run import Run
+from lockstep.world import World
+
+NAMES = plugins.names("strategies")
+EXACT = {name for name in NAMES if plugins.find("strategies", name).exact}
+SAVING = {"single": 1, "allreduce": 3, "ddp": 2, "fsdp2": 4, "pipeline": 2, "hf_accelerate": 4, "hf_trainer": 3}
+SAVING |= {"zero1": 2, "zero2": 3, "zero3": 4}
+LOADING = {"single": 1, "allreduce": 2, "ddp": 4, "fsdp2": 3, "pipeline": 4, "hf_accelerate": 2, "hf_trainer": 2}
+LOADING |= {"zero1": 3, "zero2": 1, "zero3": 2}
+
+
+def run_of(name: str, folder: Path, *overrides: str) -> Run:
+    stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
+    return tiny(f"output={folder}", f"strategy.name={name}", *stages, *overrides)
+
+
+def saved(world: World, run: Run) -> str:
+    """Two steps, and a checkpoint of them. Returns the digest of what was saved."""
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    for t in range(2):
+        strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6))
+    checkpoints = Checkpoints(run, world, task.prepared, 6)
+    checkpoints.save(2, strategy)
+    checkpoints.settle()
+    found = digest(strategy.state())
+    strategy.close()
+    return found
+
+
+def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, Any]]:
+    """One step more from each of these folders' checkpoints, all on one strategy, so that nothing of the one before
+    may be left."""
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    found = []
+    for folder in folders:
+        here = run.model_copy(update={"output": str(folder)})
+        step, notes = Checkpoints(here, world, task.prepared, 6).resume(strategy)
+        loaded = digest(strategy.state())
+        loss = float(strategy.train_step(feed.make(2), learning_rate(run.optim, 3, 6)).loss)
+        found.append({"step": step, "notes": notes, "loaded": loaded, "loss": loss, "after": digest(strategy.state())})
+    strategy.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """strategy -> where it saved, and the digest of what."""
+    found = {}
+    for name in NAMES:
+        run = run_of(name, tmp_path_factory.mktemp(name) / "out")
+        found[name] = (run.folder, run_on(SAVING[name], saved, run, run=run)[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(checkpoints: dict[str, tuple[Path, str]]) -> dict[str, Any]:
+    """What `single` does with its own checkpoint."""
+    run = run_of("single", checkpoints["single"][0])
+    return run_on(1, gone_on_with, run, [run.folder], run=run)[0][0]
+
+
+def test_every_strategy_is_here() -> None:
+    assert set(SAVING) == set(LOADING) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_layout(name: str, checkpoints: dict[str, tuple[Path, str]]) -> None:
+    """The same tensors, whole and once, however they are spread over files."""
+    folder, state = checkpoints[name]
+    assert digest_of(folder / "checkpoints" / "step-000002") == state
+    if name in EXACT:
+        assert state == checkpoints["single"][1]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "pipeline"])  # its stages hold different numbers
+def test_each_rank_writes_about_its_share(name: str, checkpoints: dict[str, tuple[Path, str]]) -> None:
+    sizes = [p.stat().st_size for p in checkpoints[name][0].rglob("*.safetensors")]
+    assert len(sizes) == SAVING[name]
+    assert max(sizes) < 1.5 * sum(sizes) / len(sizes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_pairs(name: str, checkpoints: dict[str, tuple[Path, str]], straight: dict[str, Any]) -> None:
+    """`name` goes on from what each strategy saved."""
+    run = run_of(name, checkpoints[name][0])
+    folders = [folder for folder, _ in checkpoints.values()]
+    first, *others = run_on(LOADING[name], gone_on_with, run, folders, run=run)
+    for other in others:
+        assert [(o["step"], o["notes"], o["loss"]) for o in other] == [
+            (f["step"], f["notes"], f["loss"]) for f in first
+        ]
+    for (saver, (_, state)), found in zip(checkpoints.items(), first, strict=True):
+        assert found["step"] == 2
+        assert found["loaded"] == state, f"{saver} -> {name}: other bits were loaded than were saved"
+        if saver in EXACT and name in EXACT:
+            assert found["notes"] == []
+            assert (found["loss"], found["after"]) == (straight["loss"], straight["after"]), f"{saver} -> {name}"
+        else:
+            assert found["loss"] == pytest.approx(straight["loss"], rel=1e-4)  # AdamW's drift
+            assert len(found["notes"]) == 1
+            assert "to rounding only" in found["notes"][0]
+            assert (saver if saver not in EXACT else name) in found["notes"][0]
+
+
+def test_the_control_one_step_less_has_other_bits(straight: dict[str, Any]) -> None:
+    assert straight["loaded"] != straight["after"]
+
+
+@pytest.mark.parametrize("option", ["replicate=2", "reshard_after_forward=false"])
+def test_fsdp2_in_other_arrangements(
+    option: str, tmp_path: Path, checkpoints: dict[str, tuple[Path, str]], straight: dict[str, Any]
+) -> None:
+    run = run_of("fsdp2", tmp_path / "out", f"strategy.options.{option}")
+    state = run_on(4, saved, run, run=run)[0]
+    assert state == checkpoints["single"][1]
+    single = run_of("single", tmp_path / "out")
+    assert run_on(1, gone_on_with, single, [run.folder], run=single)[0][0] == straight
+    (there,) = run_on(4, gone_on_with, run, [checkpoints["single"][0]], run=run)[0]
+    assert there == straight
+
+
+# -- machines that do not share OUTPUT -------------------------------------------------------------------------------
+
+
+def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str, str]:
+    """Save and resume where every rank has an OUTPUT of its own."""
+    run = run.model_copy(update={"output": f"{run.output}-{world.rank}"})
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    strategy.train_step(feed.make(0), 1e-3)
+    said: list[str] = []
+    checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
+    checkpoints.save(1, strategy)
+    checkpoints.settle()
+    before = digest(strategy.state())
+    strategy.train_step(feed.make(1), 1e-3)
+    resumed = Checkpoints(run, world, task.prepared, 6).resume(strategy)
+    after = digest(strategy.state())
+    strategy.close()
+    return said, resumed, before, after
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+def test_rank_0_alone_writes_and_reads_where_the_folder_is_not_shared(name: str, tmp_path: Path) -> None:
+    run = run_of(name, tmp_path / "out")
+    found = run_on(2, apart, run, run=run)
+    if name == "ddp":
+        for said, resumed, before, after in found:
+            assert (said, resumed) == ([], (1, []))
+            assert before == after
+        assert not (tmp_path / "out-1").exists()
+    else:
+        assert "rank 1 holds parts of the model and cannot see the folder of rank 0" in found[0][0][0]
+        assert found[0][1] == (0, [])
+
+
+def test_a_copied_checkpoint_is_the_same(tmp_path: Path, checkpoints: dict[str, tuple[Path, str]]) -> None:
+    folder, state = checkpoints["fsdp2"]
+    shutil.copytree(folder / "checkpoints" / "step-000002", tmp_path / "step-000002")
+    assert digest_of(tmp_path / "step-000002") == state
+    next(tmp_path.rglob("*.safetensors")).unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        digest_of(tmp_path / "step-000002")
