@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import build, run_on
 from task_runs import MARIAN, make, sentence, write
+from test_tasks import trained
 
 from lockstep import plugins
 from lockstep.batch import IGNORED
@@ -258,21 +259,32 @@ def test_without_sacrebleu_it_says_how_to_do(tmp_path: Path, monkeypatch: pytest
         Translation.prepare(make(tmp_path, "translation"))
 
 
-@pytest.mark.parametrize("family", ["bart", "t5"])
-def test_other_families(family: str, tmp_path: Path) -> None:
-    config = {
-        "bart": {k: v for k, v in MARIAN["config"].items() if k != "dropout"},
-        "t5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
-    }[family]
-    run = make(tmp_path, "translation", f"model={json.dumps({'type': family, 'config': config})}")
-    task = task_of(run)
-    model = task.model()
+OTHERS = {
+    "bart": {k: v for k, v in MARIAN["config"].items() if k != "dropout"},
+    "t5": {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_begin_as_they_should(family: str, tmp_path: Path) -> None:
+    model = json.dumps({"type": family, "config": OTHERS[family]})
+    task = task_of(make(tmp_path, "translation", f"model={model}"))
     batch = task.collate(task.splits["train"], np.arange(4), 0)
     start = task.tokenizer.eos_token_id if family == "bart" else task.tokenizer.pad_token_id
     assert batch.inputs["decoder_input_ids"][:, 0].tolist() == [start] * 4
-    loss = task.loss_sum(model(**batch.inputs), batch.targets)
-    loss.backward()
-    assert torch.isfinite(loss)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_have_the_same_bits_in_shards(family: str, tmp_path: Path) -> None:
+    """What the encoder gives to every layer of the decoder comes back in the order of a model in one piece."""
+    model = json.dumps({"type": family, "config": OTHERS[family]})
+    found = []
+    for name, ranks in (("single", 1), ("fsdp2", 2)):
+        run = make(tmp_path, "translation", f"model={model}", f"strategy.name={name}", "task.bleu=false")
+        found.append(run_on(ranks, trained, run, run=run)[0])
+    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["norm"] == found[1]["norm"]
 
 
 def test_multi30k_is_read_as_it_is(shared: Path) -> None:
