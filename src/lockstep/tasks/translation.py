@@ -289,7 +289,13 @@ def _check_model(run: Run, options: TranslationOptions) -> None:
     from lockstep import models
 
     models.check(run, "seq2seq", use_cache=False)
-    if options.tokenizers == "separate" and "decoder_vocab_size" not in models.load_config(run).to_dict():
+    known = models.load_config(run).to_dict()
+    if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
+        raise RunError(
+            f"model.config: transformers cannot decode with {known['num_decoder_layers']} decoder layers on "
+            f"{known['num_layers']} encoder layers of a {known['model_type']}; set num_decoder_layers to that, or less"
+        )
+    if options.tokenizers == "separate" and "decoder_vocab_size" not in known:
         raise RunError(
             f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both languages; use "
             "shared ones, or model.type: marian"
