@@ -103,6 +103,26 @@ def test_every_rank_holds_its_part_only(single: dict) -> None:
     assert all(placements is not None for placements, _ in found["held"].values())
 
 
+def grown(world: World, run: Run) -> tuple[int, int]:
+    """By how much building raised the most memory that this process ever held, and the model's size, in bytes."""
+    from lockstep.memory import peak_resident
+
+    before = peak_resident()
+    _, strategy = build(run, world)
+    size = 4 * strategy.parameter_count
+    strategy.close()
+    return peak_resident() - before, size
+
+
+def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
+    large = {"type": "gpt2", "config": {"n_layer": 12, "n_head": 8, "n_embd": 640, "n_positions": 32}}  # 59M parameters
+    run = tiny("strategy.name=fsdp2", model=large)
+    first, *others = run_on(4, grown, run, run=run)
+    assert first[0] > first[1]
+    for growth, size in others:
+        assert growth < 0.7 * size, f"{growth / 2**20:.0f} of {size / 2**20:.0f} MiB"
+
+
 def test_own_mixed_precision_is_what_it_says() -> None:
     options = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
     found = of(2, strategy={"name": "fsdp2", "options": options})

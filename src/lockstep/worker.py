@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -122,6 +123,7 @@ def work(run: Run, world: World) -> int:
             console.say(f"stopped on request after step {step} of {feed.total}; the same command goes on from {there}")
             strategy.close()
             return STOPPED
+        console.facts({"precision": precisions(run, strategy)})
         scores: dict[str, dict[str, float]] = {}
         for split in ("validation", "test"):
             if split in task.splits:
@@ -198,9 +200,13 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
 
 
 def precisions(run: Run, strategy: Strategy) -> str:
-    """What numbers are computed and kept in, as it is and not as it was asked for."""
-    kept = sorted({str(p.dtype).removeprefix("torch.") for p in strategy.model.parameters()})
-    return f"computed in {run.precision}, weights kept in {' and '.join(kept)}"
+    """What numbers are computed and kept in, as it is and not as it was asked for; moments are there after a step."""
+    optimizer: Any = getattr(strategy, "optimizer", None)
+    states = optimizer.state.values() if optimizer is not None else ()
+    moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
+    kept: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
+    told = [f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in kept.items() if held]
+    return f"computed in {run.precision}, kept in {', '.join(told)}"
 
 
 def closing(

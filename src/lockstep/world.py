@@ -198,13 +198,18 @@ def end_at_second_interrupt() -> None:
 
 
 def pick_device(run: Run, local_rank: int) -> torch.device:
-    """The device of a local rank. Errors: `RunError` when `launch.device: cuda` finds none for it."""
+    """The device of a local rank. Errors: `RunError` when `launch.device: cuda` finds none for it, or one that cannot
+    compute in the run's precision."""
     wanted = run.launch.device
     count = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted == "cuda" and count <= local_rank:
         raise RunError(
             f"launch.device: cuda, but local rank {local_rank} finds {count} CUDA device(s); use fewer processes or "
             f"device=cpu"
+        )
+    if count > local_rank and run.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise RunError(
+            f"precision: bf16, but {torch.cuda.get_device_name(local_rank)} does not compute in it; use precision=fp32"
         )
     return torch.device("cuda", local_rank) if count > local_rank else torch.device("cpu")
 
