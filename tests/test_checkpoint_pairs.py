@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from harness import build, digest, run_on, tiny
+from test_fsdp2 import LLAMA
 
 from lockstep import plugins
 from lockstep.checkpoint import Checkpoints
@@ -133,6 +134,17 @@ def test_fsdp2_in_other_arrangements(
     assert run_on(1, gone_on_with, single, [run.folder], run=single)[0][0] == straight
     (there,) = run_on(4, gone_on_with, run, [checkpoints["single"][0]], run=run)[0]
     assert there == straight
+
+
+def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
+    """Tensor parallelism cuts what FSDP cuts once more."""
+    strategy = {"name": "fsdp2", "options": {"tensor_parallel": 2}}
+    run = tiny(model=LLAMA, output=str(tmp_path), strategy=strategy)
+    state = run_on(4, saved, run, run=run)[0]
+    assert digest_of(tmp_path / "checkpoints" / "step-000002") == state
+    single = tiny("strategy.name=single", model=LLAMA, output=str(tmp_path))
+    for ranks, there in ((1, single), (4, run)):
+        assert run_on(ranks, gone_on_with, there, [tmp_path], run=there)[0][0]["loaded"] == state
 
 
 # -- machines that do not share OUTPUT -------------------------------------------------------------------------------
