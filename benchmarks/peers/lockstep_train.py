@@ -55,7 +55,7 @@ def without_type(config: dict) -> dict:
 class NoCheckpoints(Checkpoints):
     """The peers write none either."""
 
-    def save(self, step: int, strategy: object) -> None: ...
+    def save(self, step: int, strategy: object, scores: object = None) -> None: ...
 
 
 def main() -> None:
