@@ -79,9 +79,10 @@ def test_precisions_are_what_they_say(name: str, single: dict) -> None:
     """bf16 means autocast: losses of bf16, and weights and moments of float32."""
     found = of(name, worlds(name)[-1], "precision=bf16")
     assert found["dtypes"] == {"torch.float32"}
-    near = 0 if name in EXACT else 2e-4  # AdamW's drift
-    assert found["loss"] == pytest.approx(single["bf16"]["loss"], rel=near)
-    assert found["loss"] != pytest.approx(single["fp32"]["loss"], rel=near)
+    steps = slice(None) if name in EXACT else slice(1)  # what comes later drifts with AdamW
+    near = 0 if name in EXACT else 1e-5
+    assert found["loss"][steps] == pytest.approx(single["bf16"]["loss"][steps], rel=near)
+    assert found["loss"][steps] != pytest.approx(single["fp32"]["loss"][steps], rel=near)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [(n, r) for n in NAMES for r in worlds(n) if r > 1])
