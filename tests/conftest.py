@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 _cache = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
 os.environ["LOCKSTEP_CACHE"] = _cache.name  # before any worker process starts
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+settings.register_profile("lockstep", deadline=None)  # a busy machine is no failure
+settings.load_profile("lockstep")
 os.environ["HF_DATASETS_CACHE"] = f"{_cache.name}/datasets"
 
 from command import finish, processes_in, until, write  # noqa: E402 - what it imports reads the variables

@@ -47,5 +47,5 @@ def test_optimizers_are_fused() -> None:
     model = torch.nn.Linear(2, 2)
     for name, kind in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)):
         optimizer = optim.build(OptimSection(name=name), model)
-        assert type(optimizer) is kind
+        assert isinstance(optimizer, kind)
         assert optimizer.defaults["fused"]

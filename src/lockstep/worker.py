@@ -65,6 +65,8 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
         elif world is None or world.is_main:
             error(str(caught))
         if world is not None and world.size > 1:
+            if lost_contact(caught):
+                world.wait_to_be_stopped(1.0)  # so that the launcher sees the rank that failed by itself first
             sys.stdout.flush()
             os._exit(FAILED)  # leaving properly would wait for ranks that may be gone
         return FAILED
@@ -265,10 +267,15 @@ def tell_failure(caught: Exception, world: World | None) -> None:
     except OSError:
         return
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
-    if any(sign in str(caught) for sign in _LOST):
+    if lost_contact(caught):
         error(f"{who} lost contact with another rank: {' '.join(str(caught).split())[:200]}")
     else:
         error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{''.join(traceback.format_exception(caught))}")
+
+
+def lost_contact(caught: Exception) -> bool:
+    """Whether this rank failed because another one did."""
+    return any(sign in str(caught) for sign in _LOST)
 
 
 # What gloo says on the ranks that are left when one is gone.
