@@ -20,7 +20,7 @@ FLOORS = {
     "batch": 1,
     "world": 1,
     "data": 2,
-    "optim": 2,
+    "optim": 3,
     "models": 2,
     "adapters": 1,
     "bleu": 2,

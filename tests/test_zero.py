@@ -58,6 +58,7 @@ def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     for other in others:
         assert {k: other[k] for k in ("loss", "norm", "scores")} == {k: first[k] for k in ("loss", "norm", "scores")}
         assert other["export"] is None
+        assert all(torch.equal(tensor, first["state"][k]) for k, tensor in other["state"].items())
     assert first["clear"]
     return first
 

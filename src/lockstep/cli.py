@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, help_text in (
         ("train", "train a run file to its end, or go on with it; without one, the built-in quick start"),
-        ("plan", "show what would be started, and what it needs; start nothing"),
+        ("plan", "show what would be started; start nothing"),
+        ("verify", "compare a few steps of a run with the same steps as one process"),
     ):
         command = commands.add_parser(name, help=help_text)
         command.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file; default: the quick start")
@@ -66,11 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
             help="override keys, for example optim.learning_rate=3e-5",
         )
         command.add_argument("--debug", action="store_true", help="show tracebacks")
-    check = commands.add_parser("verify", help="compare a few steps of a run with the same steps as one process")
-    check.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file; default: the quick start")
-    check.add_argument("overrides", nargs="*", metavar="key=value", help="override keys, for example strategy.name=ddp")
-    check.add_argument("--steps", type=int, default=5, help="steps to compare (default 5)")
-    check.add_argument("--debug", action="store_true", help="show tracebacks")
+        if name == "verify":
+            command.add_argument("--steps", type=int, default=5, help="steps to compare (default 5)")
     report = commands.add_parser("report", help="write OUTPUT/report.html again")
     report.add_argument("output", nargs="+")
     score = commands.add_parser("evaluate", help="metrics of the exported model of OUTPUT")

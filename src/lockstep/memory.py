@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -78,8 +77,3 @@ def peak_resident() -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def device_peak(device: torch.device) -> int:
-    """The most a GPU's allocator held, in bytes; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from lockstep.parts import local
 from lockstep.run import OptimSection
 
 
@@ -140,18 +140,13 @@ def aligned(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
     torch's fused kernels round a tensor's last `numel % LINE` numbers in another way than the others on a CPU, so a
     number's bits would depend on how its tensor is cut. Few tensors are of odd sizes, and they are small.
     """
-    parts = [[_part(tensor) for tensor in tensors] for tensors in lists]
+    parts = [[local(tensor) for tensor in tensors] for tensors in lists]
     padded = [[_padded(part) for part in group] for group in parts]
     yield padded
     for group, widened in zip(parts, padded, strict=True):
         for part, wide in zip(group, widened, strict=True):
             if wide is not part:
                 part.copy_(wide[: part.numel()].view_as(part))
-
-
-def _part(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _padded(part: Tensor) -> Tensor:
