@@ -15,7 +15,9 @@ FLOORS = {
     "__init__": 0,
     "plugins": -1,
     "messages": -1,
+    "sections": -1,
     "run": 0,
+    "quick_start": 0,
     "console": 0,
     "batch": 1,
     "world": 1,
@@ -56,8 +58,10 @@ FLOORS = {
     "verify": 9,
     "worker": 8,
     "launchers": 9,
-    "cli": 10,
-    "__main__": 11,
+    "start": 10,
+    "commands": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 
 
@@ -113,9 +117,10 @@ def test_tasks_know_nothing_of_ranks(file: str) -> None:
     assert not any(name.startswith("torch.distributed") for name, _ in imports(ROOT / file))
 
 
-@pytest.mark.parametrize(
-    "file", [f for f in FILES if f.startswith("launchers/") or f in ("run.py", "plugins.py", "cli.py")]
-)
+SUBMITTING = ("run.py", "sections.py", "plugins.py", "start.py", "cli.py")
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.startswith(("launchers/", "commands/")) or f in SUBMITTING])
 def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top(file: str) -> None:
     assert not any(
         top and name.split(".")[0] in ("torch", "transformers", "datasets") for name, top in imports(ROOT / file)

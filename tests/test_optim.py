@@ -5,7 +5,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, get_scheduler
 
 from lockstep import optim
-from lockstep.run import OptimSection
+from lockstep.sections import OptimSection
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -52,9 +53,12 @@ def explain(
     lines: dict[str, int],
     overridden: dict[str, Any],
     prefix: str = "",
-    options: type[BaseModel] | None = None,
+    options: Sequence[type[BaseModel]] = (),
 ) -> str:
-    """All that is wrong, a line each: key, value, what is allowed, file and line."""
+    """All that is wrong, a line each: key, value, what is allowed, file and line.
+
+    `prefix`: the section whose keys were validated by themselves, and `options` what may stand in it.
+    """
     rows: dict[str, str] = {}
     for item in error.errors():
         # Pydantic adds the tried member of a union (`int`, `literal['auto']`) to the location: those are not keys.
@@ -66,7 +70,7 @@ def explain(
         key = ".".join([prefix, *location] if prefix else location)
         if item["type"] == "extra_forbidden":
             parent, _, last = key.rpartition(".")
-            siblings = list(options.model_fields) if options else _siblings(model, parent)
+            siblings = [name for o in options for name in o.model_fields] or _siblings(model, parent)
             near = difflib.get_close_matches(last, siblings, 1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(siblings)}"
             message = f"unknown key {key!r}: {hint}"

@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from lockstep.parts import local
-from lockstep.run import OptimSection
+from lockstep.sections import OptimSection
 
 
 def learning_rate(optim: OptimSection, step: int, steps: int) -> float:

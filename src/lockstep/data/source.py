@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.run import DataSection, RunError
+from lockstep.run import RunError
+from lockstep.sections import DataSection
 
 if TYPE_CHECKING:
     from datasets import Dataset

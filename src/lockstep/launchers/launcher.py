@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lockstep.run import Run
+from lockstep.sections import Section
 
 # What ranks do: the dotted name of a function of (run, world), and further words for it.
 TRAIN = ("lockstep.worker.work",)
@@ -33,6 +34,14 @@ class Launcher(ABC):
 
     plugin: ClassVar[str] = "launchers"
     joins: ClassVar[bool] = False  # True: this process becomes one rank, and decides nothing without the others
+
+    class Options(Section):
+        """The launcher's own keys in the run file's `launch` section."""
+
+    @classmethod
+    def options(cls, run: Run) -> Any:
+        """This launcher's own keys, typed: an instance of its `Options`."""
+        return cls.Options.model_validate(run.launch.options)
 
     @abstractmethod
     def plan(self, run: Run) -> Plan:

@@ -11,8 +11,11 @@ import os
 import re
 from collections.abc import Sequence
 
+from pydantic import Field
+
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.run import Run, RunError
+from lockstep.sections import Positive, Section, Steps
 
 
 class Tcp(Launcher):
@@ -20,8 +23,15 @@ class Tcp(Launcher):
 
     joins = True
 
+    class Options(Section):
+        """What `init_process_group` asks for."""
+
+        master: str | None = Field(None, description="tcp://host:port of rank 0")
+        rank: Steps | None = Field(None, description="this process's rank")
+        world_size: Positive | None = Field(None, description="number of processes in all")
+
     def plan(self, run: Run) -> Plan:
-        launch = run.launch
+        launch = self.options(run)
         if launch.master is None or not re.fullmatch(r"tcp://[^:/]+:\d+", launch.master):
             raise RunError(f"launch.master: wanted is tcp://host:port of rank 0, not {launch.master!r}")
         if launch.rank is None or launch.world_size is None:
@@ -45,4 +55,4 @@ class Tcp(Launcher):
         from lockstep import worker
 
         os.environ.update(plan.variables)
-        return worker.main(run, str(run.launch.master), job)
+        return worker.main(run, str(self.options(run).master), job)

@@ -1,0 +1,8 @@
+"""One file a command: HELP, `arguments(parser)` and `main(known)`, which returns the exit status.
+
+Nothing here imports torch at the top, so that `lockstep --help` answers at once. A new command is a new file and its
+name in `NAMES`.
+"""
+
+# In the order of `lockstep --help`.
+NAMES = ("train", "plan", "verify", "evaluate", "predict", "report", "push", "list", "schema")

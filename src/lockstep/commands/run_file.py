@@ -1,0 +1,51 @@
+"""The run file on a command line: `[RUN.yaml] [key=value ...]`, also as `--key value` and `--key=value`.
+
+In: words. Out: a `Run`. Errors: `RunError`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from lockstep.quick_start import QUICK_START
+from lockstep.run import Run, load
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What a command that takes a run file has in common with the others."""
+    parser.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file; default: the quick start")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override keys, for example optim.learning_rate=3e-5"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def run_of(known: argparse.Namespace) -> Run:
+    """The run that was asked for; without a file the quick start."""
+    overrides = [known.run, *known.overrides] if known.run is not None else []
+    path = next((word for word in overrides if "=" not in word), None)
+    if path is not None:
+        overrides.remove(path)
+    return load(path, overrides, QUICK_START)
+
+
+def joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """`--key value` and `--key=value` as `key=value`, which argparse takes in any order; the command's own options come
+    first, where argparse wants them."""
+    own = {name: action for action in parser._actions for name in action.option_strings}
+    found, options, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if name in own:
+            options.append(word)
+            if own[name].nargs in ("+", "*"):  # as many values as there are
+                while rest and not rest[0].startswith("-") and "=" not in rest[0]:
+                    options.append(rest.pop(0))
+            elif own[name].nargs != 0 and not equals and rest:
+                options.append(rest.pop(0))
+        elif word.startswith("--") and (equals or rest):
+            found.append(word[2:] if equals else f"{word[2:]}={rest.pop(0)}")
+        else:
+            found.append(word)
+    return [*options, *found]

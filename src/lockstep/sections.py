@@ -1,0 +1,177 @@
+"""The sections of the run file: every key with its type, default and one line of description, unit included.
+
+In: mappings that were read from YAML. Out: frozen values; what is wrong is a pydantic error, which `messages` explains.
+A plug-in types the keys of its own in a nested `Options`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Steps = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A mapping of the run file: unknown keys are errors, values never change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class PluginSection(Section):
+    """A section whose further keys belong to the plug-in it names (`your.module.Class` for your own)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class TaskSection(PluginSection):
+    name: str = Field(
+        "classification",
+        description="classification | language_modeling | translation | token_classification, or your.module.Class; "
+        "its other keys are the task's",
+    )
+
+
+class DataSection(Section):
+    source: str | None = Field(None, description="Hub id, local folder, file or glob, or builtin/emotion")
+    config: str | None = Field(None, description="configuration of a Hub data set")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hub data set")
+    train: str | list[str] | None = Field(None, description="split name or path(s); default: the split called train")
+    validation: str | list[str] | None = Field(
+        None, description="split name or path(s); default: found by its usual names, or cut from train"
+    )
+    test: str | list[str] | None = Field(
+        None, description="split name or path(s); default: the split called test, if any"
+    )
+    validation_fraction: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="share of train cut off, seeded and stratified, where no validation split is given",
+    )
+    limit: Positive | None = Field(None, description="use at most this many examples of each split")
+    max_length: Positive = Field(128, description="tokens an example is truncated to")
+
+
+class ModelSection(Section):
+    source: str | None = Field(None, description="Hub id or local folder of a pretrained model")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hub model")
+    type: str | None = Field(None, description="model type of transformers (gpt2, bert, ...) to train from scratch")
+    config: dict[str, Any] = Field(default_factory=dict, description="entries of the model's config to set")
+    attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
+    adapter: dict[str, Any] = Field(
+        default_factory=dict,
+        description="train an adapter of peft (type: lora, r, ...) and nothing else; export: merged | adapter",
+    )
+    trust_remote_code: bool = Field(False, description="run code that comes with a Hub model; read it first")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSection:
+        if (self.source is None) == (self.type is None):
+            raise ValueError("give either source (pretrained) or type (from scratch), and not both")
+        return self
+
+
+class TokenizerSection(Section):
+    source: str | None = Field(None, description="Hub id or local folder; default: the model's own")
+    train: Literal["bpe", "wordpiece", "wordlevel", "unigram", "character"] | None = Field(
+        None, description="train one of this kind on the training texts"
+    )
+    vocab_size: Positive = Field(8000, description="entries of a trained tokenizer, at most")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> TokenizerSection:
+        if self.source is not None and self.train is not None:
+            raise ValueError("give either source or train, and not both")
+        return self
+
+
+class OptimSection(Section):
+    name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW or SGD with momentum, both fused")
+    learning_rate: float = Field(5e-5, gt=0, description="the highest rate of the schedule")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "linear", description="after warm-up: to 0 at the last step"
+    )
+    warmup_steps: Steps = Field(0, description="steps of linear warm-up from 0")
+    warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
+    weight_decay: float = Field(0.01, ge=0, description="not applied to biases and norms")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
+    clip: float | None = Field(1.0, ge=0, description="largest gradient norm; 0 or null: no clipping")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> OptimSection:
+        if self.warmup_steps and self.warmup_fraction:
+            raise ValueError("give warmup_steps or warmup_fraction, and not both")
+        return self
+
+
+class StrategySection(Section):
+    name: str = Field(
+        "ddp",
+        description="single | allreduce | ddp | hf_accelerate | hf_trainer | zero1 | zero2 | zero3 | fsdp2 | pipeline, "
+        "or your.module.Class",
+    )
+    exact: bool = Field(
+        True,
+        description="the same bits at every number of processes, where the strategy can; false: the engine's own "
+        "reduction",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
+
+
+class LaunchSection(PluginSection):
+    name: str = Field("local", description="local | tcp, or your.module.Class; its other keys are the launcher's")
+    processes: Positive | Literal["auto"] = Field(
+        "auto", description="processes a machine; auto: one a GPU, else one a core, at most micro_batches"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    threads: Positive | Literal["auto"] = Field(
+        "auto", description="threads a process; auto: cores / micro_batches if exact, else its share"
+    )
+    max_restarts: Steps = Field(0, description="times a job whose rank died starts again from its last checkpoint")
+    timeout_s: float = Field(600.0, gt=0, description="seconds a collective may wait for the other ranks")
+    hang_s: float = Field(
+        300.0,
+        ge=0,
+        description="seconds a rank may be silent, or in one place, before it is named and the job ends; 0: any",
+    )
+
+
+class EvaluateSection(Section):
+    every: Steps = Field(0, description="steps between evaluations; 0: only at the end")
+    batch_size: Positive | None = Field(
+        None, description="examples per evaluation batch on a rank; default: 4 micro-batches"
+    )
+
+
+class CheckpointSection(Section):
+    every: Steps = Field(200, description="steps between checkpoints; 0: only at a stop and at the end")
+    keep: Positive = Field(2, description="newest checkpoints kept")
+    best: str | None = Field(
+        None,
+        pattern=r"^-?\w+$",
+        description="metric by which the best evaluated checkpoint is saved and kept too: accuracy, or -loss (less is "
+        "better)",
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        "continue", description="when a checkpoint cannot be written: train on, or stop with status 1"
+    )
+
+
+class TrackSection(Section):
+    to: list[str] = Field(default_factory=list, description="tensorboard, ...; console and jsonl always")
+    every: Positive = Field(10, description="steps between lines of metrics.jsonl")
+
+
+class HubSection(Section):
+    push_to: str | None = Field(None, description="USER/REPO the export is uploaded to at the end")
+    private: bool = Field(True, description="create the repository private")
