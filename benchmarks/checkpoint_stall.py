@@ -23,7 +23,7 @@ from harness import build, run_on
 from run import processor
 
 from lockstep.checkpoint import Checkpoints
-from lockstep.cli import QUICK_START
+from lockstep.quick_start import QUICK_START
 from lockstep.data.feed import Feed
 from lockstep.run import Run, load
 from lockstep.world import World

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lockstep.batch import StepBatch, StepResult
 from lockstep.checkpoint import Checkpoints
-from lockstep.cli import QUICK_START
+from lockstep.quick_start import QUICK_START
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.parts import Saved

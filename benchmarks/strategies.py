@@ -20,7 +20,7 @@ from pathlib import Path
 from run import processor
 
 from lockstep import plugins
-from lockstep.cli import QUICK_START
+from lockstep.quick_start import QUICK_START
 from lockstep.recording import Recording, read
 from lockstep.run import Run, RunError, keep, load
 from lockstep.strategies.strategy import of

@@ -1,7 +1,6 @@
 """The command as a user runs it, in processes of its own: to the end, stopped, killed, and started in other ways."""
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -134,21 +133,6 @@ def test_a_stop_on_request_is_75_and_the_same_command_goes_on(
     assert not (tmp_path / "out" / "export").exists()
     assert f"resuming after step {stopped}" in finish(tmp_path, cache, option)
     assert bits(tmp_path) == bits(untouched)
-
-
-def test_killed_at_random_moments_it_still_ends_with_the_same_bits(
-    tmp_path: Path, cache: Path, untouched: Path
-) -> None:
-    write(tmp_path)
-    for moment in sorted(random.Random(1).sample(range(3, STEPS - 3), 3)):
-        process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
-        until(lambda m=moment: step_of(tmp_path) >= m, f"step {moment}", process)
-        os.killpg(process.pid, signal.SIGKILL)
-        assert ended(process)[0] == -signal.SIGKILL
-        until(lambda: not processes_in(tmp_path), "the ranks to end with their launcher")
-    assert "resuming after step" in finish(tmp_path, cache)
-    assert bits(tmp_path) == bits(untouched)
-    each_step_once(tmp_path, untouched)
 
 
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, cache: Path) -> None:

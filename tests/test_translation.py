@@ -21,6 +21,7 @@ from lockstep.cli import main
 from lockstep.data.prepare import prepare
 from lockstep.decoding import Decoding, by_forward, by_transformers
 from lockstep.run import Run, RunError
+from lockstep.strategies.strategy import checked
 from lockstep.tasks.translation import Translation
 from lockstep.train import evaluate
 from lockstep.world import World
@@ -145,8 +146,10 @@ def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
 
 def test_beams_that_a_strategy_cannot_search_with_are_refused(tmp_path: Path) -> None:
     run = teach(tmp_path, "pipeline", "task.beams=2", "strategy.options.stages=2")
-    with pytest.raises(AssertionError, match="decodes greedily only"):
-        run_on(2, gathered, run, run=run)
+    with pytest.raises(RunError, match="decodes greedily only"):
+        checked(run, 2)
+    nothing_written = teach(tmp_path, "pipeline", "task.beams=2", "task.bleu=false", "task.samples=0")
+    assert checked(nothing_written, 2)
 
 
 def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:

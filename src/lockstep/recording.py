@@ -23,7 +23,7 @@ from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.memory import Held, measured, tensor_bytes
 from lockstep.run import Run
-from lockstep.strategies.strategy import Strategy, of
+from lockstep.strategies.strategy import Strategy, checked
 from lockstep.train import evaluate
 from lockstep.world import World
 
@@ -65,9 +65,7 @@ def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
 def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     """Run a few steps and write down what they did in OUTPUT; then `timed` more for their speed and memory.
     Collective."""
-    strategy_class = of(run)
-    strategy_class.check(run, world.size)
-    strategy = strategy_class(run, world)
+    strategy = checked(run, world.size)(run, world)
     task_class = plugins.find("tasks", run.task.name)
     prepared = prepare(run, task_class)
     world.join()
@@ -87,7 +85,7 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     writer.gradients.clear()
     seconds, held = _cost(run, world, strategy, feed, int(timed), before)
     rate = run.batch_size / seconds if seconds else None
-    bits, rounding = strategy_class.gives_bits(run), strategy_class.rounding(run)
+    bits, rounding = strategy.gives_bits(run), strategy.rounding(run)
     found = Recording(run.strategy.name, world.size, bits, rounding, probe, writer.steps, dtypes, seconds, rate, held)
     strategy.close()
     if world.is_main:

@@ -72,12 +72,13 @@ def planned(run: Run) -> tuple[Launcher, Plan]:
 def checked(run: Run, plan: Plan) -> Prepared:
     """Data, tokens, and every check that needs no process group. Errors: `RunError`."""
     from lockstep.data.prepare import prepare
+    from lockstep.strategies import strategy as strategies
 
-    strategy: Any = _find("strategy.name", "strategies", run.strategy.name)
+    _find("strategy.name", "strategies", run.strategy.name)
     for name in run.track.to:
         tracker: Any = _find("track.to", "track", name)
         tracker.check()
-    strategy.variant(run).check(run, plan.processes)
+    strategies.checked(run, plan.processes)
     return prepare(run, plugins.find("tasks", run.task.name), fresh=True)
 
 

@@ -84,9 +84,8 @@ def main_of_file(path: str, job: Sequence[str] = TRAIN) -> None:
 
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
-    task_class, strategy_class = plugins.find("tasks", run.task.name), strategies.of(run)
-    strategy_class.check(run, world.size)
-    strategy = strategy_class(run, world)
+    strategy = strategies.checked(run, world.size)(run, world)
+    task_class = plugins.find("tasks", run.task.name)
     prepared = prepare(run, task_class)
     world.join()
     console = Console(world.is_main)
@@ -139,14 +138,13 @@ def work(run: Run, world: World) -> int:
             tracker.close()
     weights = strategy.export()
     strategy.close()
-    if world.is_main:
-        assert weights is not None
+    if weights is not None:
         write_export(run, task, weights, scores, feed.total)
         write_report(run.folder)
-        closing(console, run, task, scores, counts, strategy_class.gives_bits(run))
-    # The upload is rank 0's alone and may take long: no other rank waits for it in a collective.
-    if world.is_main and run.hub.push_to:
-        console.say(f"pushed to {publish(run.folder / 'export', run.hub.push_to, run.hub.private)}")
+        closing(console, run, task, scores, counts, strategy.gives_bits(run))
+        # The upload is rank 0's alone and may take long: no other rank waits for it in a collective.
+        if run.hub.push_to:
+            console.say(f"pushed to {publish(run.folder / 'export', run.hub.push_to, run.hub.private)}")
     return DONE
 
 

@@ -140,11 +140,7 @@ class Strategy(ABC):
 
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         """The tokens that the model writes, int64 [B, N]. Every rank gives inputs of its own. Collective."""
-        if how.beams > 1 or how.temperature > 0:
-            raise RunError(
-                f"strategy.name: {self.run.strategy.name} decodes greedily only; set task.beams to 1 and "
-                "task.temperature to 0"
-            )
+        assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
         return decoding.by_forward(self.forward, lambda count: self.share.sum(count.float()), inputs, how)
 
     @abstractmethod
@@ -182,3 +178,16 @@ def of(run: Run) -> type[Strategy]:
     """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
     found: type[Strategy] = plugins.find("strategies", run.strategy.name)
     return found.variant(run)
+
+
+def checked(run: Run, processes: int) -> type[Strategy]:
+    """The same, after it refused what cannot work. Errors: `RunError`."""
+    found = of(run)
+    found.check(run, processes)
+    task: type[Task] = plugins.find("tasks", run.task.name)
+    if found.generate is Strategy.generate and not task.writes_greedily(run):
+        raise RunError(
+            f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and task.temperature to 0, "
+            "or let nothing be written (task.samples=0, task.bleu=false)"
+        )
+    return found

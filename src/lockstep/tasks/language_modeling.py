@@ -225,6 +225,11 @@ class LanguageModeling(Task):
         first = int(np.argmax(columns.ragged("targets").row(row) >= 0)) + 1
         return ids[: first if first > 1 else max(1, min(len(ids), self.options.block_size) // 4)]
 
+    @classmethod
+    def writes_greedily(cls, run: Run) -> bool:
+        options = LanguageModelingOptions.model_validate(run.task.options)
+        return options.temperature == 0 or options.samples == 0
+
     def _decoding(self, tokens: int) -> Decoding:
         from lockstep.decoding import Decoding
 

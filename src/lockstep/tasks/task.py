@@ -86,6 +86,11 @@ class Task(ABC):
         a blank batch, the same sums with nothing in them. `generate` is collective: call it as often on every rank."""
         return {}
 
+    @classmethod
+    def writes_greedily(cls, run: Run) -> bool:
+        """Whether all that evaluations write is the likeliest token each time: nothing is searched, nothing drawn."""
+        return True
+
     def samples(self, generate: Callable[[Mapping[str, Tensor], Decoding], Tensor]) -> list[str]:
         """A few texts for a person to read, made after each evaluation; the same on every rank. Collective."""
         return []

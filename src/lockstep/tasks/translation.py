@@ -173,6 +173,11 @@ class Translation(Task):
             f"{written}.decode(tokens[0], skip_special_tokens=True)"
         )
 
+    @classmethod
+    def writes_greedily(cls, run: Run) -> bool:
+        options = TranslationOptions.model_validate(run.task.options)
+        return options.beams == 1 or not (options.bleu or options.samples)
+
     def _decoding(self) -> Decoding:
         from lockstep.decoding import Decoding
 
