@@ -19,6 +19,7 @@ FLOORS = {
     "run": 0,
     "quick_start": 0,
     "console": 0,
+    "launched": 1,
     "batch": 1,
     "world": 1,
     "data": 2,

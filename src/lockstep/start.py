@@ -5,10 +5,12 @@ In: a run. Out: an exit status. Nothing here imports torch at the top.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
-from lockstep import plugins
+from lockstep import launched, plugins
 from lockstep.console import Console
 from lockstep.run import Run, RunError, keep
 
@@ -24,6 +26,10 @@ def train(run: Run) -> int:
 
         return worker.main(run)
     launcher, plan = planned(run)
+    from lockstep import hub
+
+    for note in hub.check(run):
+        Console(True).say(f"note: {note}")
     prepared = checked(run, plan)
     from lockstep.manifest import check_resumable, finished
 
@@ -31,7 +37,7 @@ def train(run: Run) -> int:
     if finished(run, manifest) and not launcher.joins:
         assert manifest is not None
         Console(True).say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
-        return 0
+        return hub.push_pending(run, Console(True).say)
     if plan.variables.get("RANK", "0") == "0":
         keep(run)
     return launcher.start(run, plan)
@@ -56,6 +62,12 @@ def joining() -> bool:
 def launcher_of(run: Run) -> Launcher:
     """The launcher of a run. Errors: `RunError`."""
     return _find("launch.name", "launchers", run.launch.name)()
+
+
+def launcher_named(name: str) -> Launcher:
+    """The launcher that OUTPUT/launch.json names; what was started by hand is looked after as `local` is. Errors:
+    `RunError`."""
+    return _find("launcher", "launchers", name or "local")()
 
 
 def planned(run: Run) -> tuple[Launcher, Plan]:

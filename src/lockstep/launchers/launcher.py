@@ -1,4 +1,4 @@
-"""The interface of a launcher: what would be started, and starting it.
+"""The interface of a launcher: what would be started, starting it, and looking after it from another terminal.
 
 In: a run. Out: a `Plan`, which is data (`lockstep plan` prints it, tests compare it), and an exit status. Never
 imports torch at the top.
@@ -7,10 +7,12 @@ imports torch at the top.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lockstep import launched
+from lockstep.launched import Launched, State
 from lockstep.run import Run
 from lockstep.sections import Section
 
@@ -34,6 +36,11 @@ class Launcher(ABC):
 
     plugin: ClassVar[str] = "launchers"
     joins: ClassVar[bool] = False  # True: this process becomes one rank, and decides nothing without the others
+    # True: `start` hands the job over to a scheduler or a service, and writes OUTPUT/launch.json itself as soon as it
+    # has the job's id: `launched.write(run.folder, launched.here("slurm", plan.processes, job=ID, facts={...}))`.
+    submits: ClassVar[bool] = False
+    # False: the ranks do not see this machine's files, so that no data is prepared here and OUTPUT is not looked at.
+    shares_files: ClassVar[bool] = True
 
     class Options(Section):
         """The launcher's own keys in the run file's `launch` section."""
@@ -50,3 +57,20 @@ class Launcher(ABC):
     @abstractmethod
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         """Do exactly what the plan says; every process does `job`. Returns the exit status of the command."""
+
+    # -- a run that was launched, maybe by another process -----------------------------------------------------------
+    # These three suit a launcher whose `start` lasts as long as the job. One that submits has its own.
+
+    def state(self, run: Run, record: Launched) -> State:
+        """What the run is doing now; asks whoever runs it. Errors: `RunError`, if nobody can be asked."""
+        return launched.state_of_process(record)
+
+    def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
+        """Lines of its log, oldest first; with `follow` on until it has ended. Errors: `RunError`."""
+        return launched.lines_of(run.folder / launched.LOG, follow, lambda: self.state(run, record).live)
+
+    def stop(self, run: Run, record: Launched) -> str:
+        """Ask it to save a checkpoint and end with status 75, and not to be started again by its scheduler. Returns at
+        once, with what was done ("SIGTERM sent to process 12"); whoever called asks for the `state`. Errors:
+        `RunError`."""
+        return launched.stop_process(record)
