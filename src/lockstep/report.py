@@ -1,98 +1,194 @@
-"""One self-contained page for a run: what was run, its curves and its results, without any network.
+"""One self-contained page for a run, or for several runs side by side; no network, no script.
 
-In: OUTPUT's run.yaml and metrics.jsonl. Out: OUTPUT/report.html.
+In: what output folders remember (history.py). Out: OUTPUT/report.html, or a comparison wherever it is wanted. Imports
+no torch: a page can be written where nothing can be trained.
 """
 
 from __future__ import annotations
 
-import html
-import json
-import math
+import os
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-_STYLE = """
-:root{color-scheme:light dark;--line:#2563eb;--other:#d97706;--grid:#8884}
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}
-table{border-collapse:collapse}td,th{padding:.25rem .75rem;border-bottom:1px solid var(--grid);text-align:right}
-td:first-child,th:first-child{text-align:left}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(20rem,1fr));gap:1.5rem}
-figure{margin:0}figcaption{font-weight:600}svg{width:100%;height:auto;overflow:visible}
-svg text{font-size:11px;fill:currentColor}pre{overflow-x:auto;padding:1rem;border:1px solid
-var(--grid);border-radius:.5rem}
-"""
-# what is drawn -> (splits, key in metrics.jsonl)
-_PLOTS = {
-    "loss": (("train", "validation"), "loss"),
-    "accuracy": (("validation",), "accuracy"),
-    "perplexity": (("validation",), "perplexity"),
-    "BLEU": (("validation",), "bleu"),
-    "F1": (("validation",), "f1"),
-    "learning rate": (("train",), "learning_rate"),
-    "gradient norm before clipping": (("train",), "grad_norm"),
-    "examples per second": (("train",), "examples_per_s"),
-    "padding: tokens computed per real token": (("train",), "padding"),
-}
+from lockstep import charts, messages, panels
+from lockstep.history import History, read
+
+_NO_METRICS = ("step", "examples")
 
 
 def write_report(folder: Path) -> Path:
-    """Write `report.html` of an output folder. Errors: `OSError` when it holds no run."""
-    run = (folder / "run.yaml").read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    results = {line["split"]: line for line in lines if line["split"] != "train"}
-    names = [k for k in next(iter(results.values()), {}) if k not in ("step", "split")]
-    head = "".join(f"<th>{html.escape(n)}</th>" for n in ["split", "step", *names])
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_text(line.get(k)))}</td>" for k in ["split", "step", *names]) + "</tr>"
-        for line in results.values()
+    """Write `report.html` of an output folder, of a run at any stage. Errors: `OSError` or `ValueError` when it holds
+    no run."""
+    history = read(folder)
+    return _write(folder / "report.html", "run.html.jinja", title=history.name, **_page(history))
+
+
+def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+    """Write one page about several runs to `path`: what differs, a table of results, and their curves over one another.
+    Errors: `OSError` or `ValueError`, naming the folder that holds no run."""
+    histories = {}
+    for folder, name in zip(folders, _names(folders), strict=True):
+        try:
+            histories[name] = read(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder} is not the output folder of a run: {error}") from None
+    title = f"{len(histories)} runs"
+    return _write(path, "comparison.html.jinja", title=title, **_comparison(histories, path.parent))
+
+
+def _write(path: Path, template: str, **values: Any) -> Path:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    pages = Environment(
+        loader=PackageLoader("lockstep", "pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    plots = "".join(_plot(title, lines, splits, key) for title, (splits, key) in _PLOTS.items())
-    page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{html.escape(folder.name)}</title><style>{_STYLE}</style><h1>{html.escape(folder.name)}</h1>"
-        f"<h2>Results</h2><table><tr>{head}</tr>{rows}</table><h2>Curves</h2><div class=plots>{plots}</div>"
-        f"<h2>Run file</h2><pre>{html.escape(run)}</pre></html>"
-    )
-    path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
+    text = pages.get_template(template).render(written=time.strftime("%Y-%m-%d %H:%M"), **values)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
     return path
 
 
-def _text(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else f"{value}"
+# -- one run ---------------------------------------------------------------------------------------------------------
 
 
-def _plot(title: str, lines: list[dict], splits: tuple[str, ...], key: str) -> str:
-    """One SVG line chart; nothing when there are fewer than two points in every split."""
-    series = {}
-    for split in splits:
-        points = [(line["step"], line[key]) for line in lines if line["split"] == split and key in line]
-        points = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-        if len(points) > 1:
-            series[split] = points
-    if not series:
-        return ""
-    xs = [x for points in series.values() for x, _ in points]
-    ys = [y for points in series.values() for _, y in points]
-    low, high = min(*ys), max(*ys)
-    low, high = (low, high) if high > low else (low - 1, high + 1)
-    width, height = 400, 200
+def _page(history: History) -> dict[str, Any]:
+    """What the page of one run shows."""
+    results = history.results
+    final = history.facts_of("finish")
+    return {
+        "history": history,
+        "tiles": _tiles(history, final),
+        "results": _table(results, final.get("best_possible", {})),
+        "curves": panels.curves(history),
+        "time": panels.time_of_ranks(history),
+        "prices": panels.prices(history),
+        "timeline": panels.timeline(history),
+        "memory": panels.memory(history),
+        "matrices": [
+            {"split": split, **_matrix(tables["confusion"])}
+            for split, tables in history.tables.items()
+            if "confusion" in tables
+        ],
+        "samples": history.samples[-1:],
+        "profiles": history.profiles,
+        "facts": panels.facts(history),
+    }
 
-    def place(x: float, y: float) -> str:
-        across = (x - min(xs)) / max(1, max(xs) - min(xs)) * width
-        return f"{across:.1f},{height - (y - low) / (high - low) * height:.1f}"
 
-    drawn = ""
-    for i, (split, points) in enumerate(series.items()):
-        colour = ("var(--line)", "var(--other)")[i]
-        line = " ".join(place(x, y) for x, y in points)
-        drawn += f'<polyline fill="none" stroke="{colour}" points="{line}"/>'
-        if len(series) > 1:
-            drawn += f'<text x="{width - 90}" y="{14 + 14 * i}" style="fill:{colour}">{split}</text>'
-    axes = (
-        f'<line x1="0" y1="{height}" x2="{width}" y2="{height}" stroke="var(--grid)"/>'
-        f'<text x="0" y="-4">{high:.4g}</text><text x="0" y="{height + 14}">{low:.4g}</text>'
-        f'<text x="{width}" y="{height + 14}" text-anchor="end">step {max(xs)}</text>'
-    )
-    box = f"0 -16 {width} {height + 36}"
-    return f'<figure><figcaption>{title}</figcaption><svg viewBox="{box}">{axes}{drawn}</svg></figure>'
+def _tiles(history: History, final: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The few numbers a person looks for first: (name, value)."""
+    tiles = []
+    for split in ("test", "validation"):
+        if split in history.results:
+            numbers = {k: v for k, v in history.results[split].items() if k not in _NO_METRICS}
+            tiles += [(f"{name.replace('_', ' ')}, {split}", charts.number(v)) for name, v in list(numbers.items())[:3]]
+            break
+    if attempts := history.attempts:
+        tiles.append(("running time", charts.seconds(sum(a.ended - a.began for a in attempts))))
+    if rate := history.series("train", "examples_per_s"):
+        tiles.append(("examples per second", charts.number(round(panels.middle([y for _, y in rate]), 1))))
+    if history.peak_bytes:
+        tiles.append(("most memory on a rank", charts.size(max(history.peak_bytes))))
+    if final.get("weights"):
+        tiles.append(("weights, sha256", str(final["weights"])[:12]))
+    return tiles
+
+
+def _table(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """A row for each metric, a column for each split."""
+    names = list(dict.fromkeys(name for numbers in results.values() for name in numbers if name != "step"))
+    rows = []
+    for name in names:
+        cells = []
+        for split, numbers in results.items():
+            text = charts.number(numbers[name]) if name in numbers else ""
+            limit = best.get(split, {}).get(name)
+            cells.append((text, f"best possible {charts.number(limit)}" if limit is not None else ""))
+        rows.append((name, cells))
+    return {"splits": [f"{split}, step {numbers['step']:,}" for split, numbers in results.items()], "rows": rows}
+
+
+def _matrix(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A confusion matrix, each cell with its share of its row: (count, share)."""
+    rows = [(label, sum(counts), counts) for label, counts in zip(table["labels"], table["counts"], strict=True)]
+    return {
+        "labels": table["labels"],
+        "rows": [(label, total, [(n, n / total if total else 0.0) for n in counts]) for label, total, counts in rows],
+    }
+
+
+# -- several runs ----------------------------------------------------------------------------------------------------
+
+
+def _comparison(histories: Mapping[str, History], beside: Path) -> dict[str, Any]:
+    """What the page of several runs shows."""
+    flat = {name: messages.flat(history.run) for name, history in histories.items()}
+    keys = list(dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output")))
+    differing = [key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1]
+    return {
+        "runs": [
+            (name, history, os.path.relpath(history.folder / "report.html", beside))
+            for name, history in histories.items()
+        ],
+        "differing": [(key, [_value(values.get(key)) for values in flat.values()]) for key in differing],
+        "same": len(keys) - len(differing),
+        "results": _side_by_side(histories),
+        "curves": panels.overlaid(histories),
+        "time": panels.time_of_runs(histories),
+    }
+
+
+def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]]]:
+    """(what, its value in each run), the rows that some run has."""
+    columns: list[dict[str, str]] = []
+    for history in histories.values():
+        column = {"state": history.state, "steps": charts.number(history.steps)}
+        for split, numbers in history.results.items():
+            for name, value in numbers.items():
+                if name not in _NO_METRICS:
+                    column[f"{split} {name}"] = charts.number(value)
+        for name, key in (("examples per second", "examples_per_s"), ("seconds a step", "seconds_per_step")):
+            if points := history.series("train", key):
+                column[name] = charts.number(float(f"{panels.middle([y for _, y in points]):.4g}"))
+        if history.attempts:
+            column["running time"] = charts.seconds(sum(a.ended - a.began for a in history.attempts))
+            column["starts"] = str(len(history.attempts))
+            column["processes"] = str(history.facts.get("processes", ""))
+        if history.peak_bytes:
+            column["most memory on a rank"] = charts.size(max(history.peak_bytes))
+        column |= {name: text for name, text, _ in panels.prices(history)}
+        if weights := history.facts_of("finish").get("weights"):
+            column["weights, sha256"] = str(weights)[:12]
+        columns.append(column)
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    return [(name, [column.get(name, "") for column in columns]) for name in names]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names; with as much of their paths as tells them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    if len(set(parts)) < len(parts):
+        twice = next(folder for folder, p in zip(folders, parts, strict=True) if parts.count(p) > 1)
+        raise ValueError(f"{twice} is given twice")
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _value(value: object) -> str:
+    return "" if value is None else charts.number(value) if isinstance(value, int | float) else str(value)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.095 or share == 0 else f"{share:.1%}"

@@ -1,0 +1,218 @@
+"""What an output folder remembers of its run: the run file, numbers, events, times of each rank, samples, tables.
+
+In: OUTPUT, of a run that is finished, stopped, killed or still going. Out: one `History`. Half lines, which a kill may
+leave, are passed over; of a step that was trained twice the last line counts. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+# Phases that are the rank's own work where no waiting for other ranks is inside; see phases.py.
+COMPUTE = ("forward", "backward", "forward+backward")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run's processes, until they ended."""
+
+    began: float  # unix seconds
+    ended: float  # of the last sign of life
+    first: int  # updates done when it began
+    last: int  # updates done at the last sign of life
+    how: str  # finish | stop | failed | lost (killed, or still going)
+    facts: dict[str, Any]  # what the start event tells: versions, hosts, launch, ...
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """How much slower than the middle one the slowest rank does its own work."""
+
+    rank: int
+    host: str
+    ratio: float  # its seconds of own work over the median rank's
+    seconds: float  # what it took more than the median rank, over the stretch that is looked at
+
+
+@dataclass(frozen=True)
+class History:
+    """A run as its folder tells it."""
+
+    folder: Path
+    text: str  # run.yaml as it is
+    run: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]  # lines of ranks.jsonl: seconds of phases and memory of each rank between log points
+    events: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    tables: dict[str, dict[str, Any]]  # split -> name of a table -> the table
+    profiles: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return str(self.run.get("name") or self.folder.name)
+
+    def series(self, split: str, key: str) -> list[tuple[float, float]]:
+        """(step, value) of a number that is finite."""
+        found = ((line["step"], line.get(key)) for line in self.metrics if line["split"] == split)
+        return [(float(x), float(y)) for x, y in found if isinstance(y, int | float) and math.isfinite(y)]
+
+    @property
+    def results(self) -> dict[str, dict[str, Any]]:
+        """split -> its last numbers, for all splits but train."""
+        found: dict[str, dict[str, Any]] = {}
+        for line in self.metrics:
+            if line["split"] != "train":
+                found[line["split"]] = {k: v for k, v in line.items() if k != "split"}
+        return found
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """Every start, in order of time; empty for a folder without events."""
+        starts = [event for event in self.events if event["event"] == "start"]
+        signs = [*self.events, *self.ranks]
+        found = []
+        for i, start in enumerate(starts):
+            until = starts[i + 1]["time"] if i + 1 < len(starts) else math.inf
+            during = [sign for sign in signs if start["time"] <= sign["time"] < until]
+            ends = [e["event"] for e in during if e.get("event") in ("finish", "stop", "failed")]
+            found.append(
+                Attempt(
+                    start["time"],
+                    max(sign["time"] for sign in during),
+                    start["step"],
+                    max(sign["step"] for sign in during if "step" in sign),
+                    ends[-1] if ends else "lost",
+                    start,
+                )
+            )
+        return found
+
+    @property
+    def state(self) -> str:
+        """One word or two for how far it is."""
+        words = {"finish": "finished", "stop": "stopped on request", "failed": "failed", "lost": "not finished"}
+        if self.attempts:
+            return words[self.attempts[-1].how]
+        return "finished" if (self.folder / "export" / "config.json").is_file() else "not finished"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the newest start told about processes, hosts and versions."""
+        return self.attempts[-1].facts if self.attempts else {}
+
+    def facts_of(self, event: str) -> dict[str, Any]:
+        """What the newest event of a name told."""
+        return next((e for e in reversed(self.events) if e["event"] == event), {})
+
+    @property
+    def steps(self) -> int:
+        """Updates done."""
+        return max((int(line["step"]) for line in self.metrics), default=0)
+
+    @cached_property
+    def timed(self) -> list[dict[str, Any]]:
+        """The lines of ranks.jsonl that have the newest number of ranks: those that can be added up rank by rank."""
+        return [line for line in self.ranks if line["ranks"] == self.ranks[-1]["ranks"]]
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        """phase -> seconds on each rank, over `timed`."""
+        sums: dict[str, list[float]] = {}
+        for line in self.timed:
+            for phase, each in line["seconds"].items():
+                before = sums.get(phase, [0.0] * len(each))
+                sums[phase] = [a + b for a, b in zip(before, each, strict=True)]
+        return sums
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Phases in which a rank waits for nobody but itself."""
+        waits = self.facts.get("waits_inside", [])
+        return ("data", *(phase for phase in (*COMPUTE, "optimizer") if phase not in waits))
+
+    @property
+    def sees_stragglers(self) -> bool:
+        """Whether a slow rank can be told from those that wait for it: some computing is timed without waiting."""
+        return any(phase in self.seconds for phase in COMPUTE if phase in self.own)
+
+    def own_seconds(self, line: dict[str, Any]) -> list[float]:
+        """Each rank's own work in one line of ranks.jsonl, in seconds a step."""
+        columns = [each for phase, each in line["seconds"].items() if phase in self.own]
+        return [sum(each) / max(1, line["steps"]) for each in zip(*columns, strict=True)]
+
+    @property
+    def slowest(self) -> Slowest | None:
+        """The rank that works longest; None with fewer than two ranks, or where it cannot be told."""
+        if not self.ranks or self.ranks[-1]["ranks"] < 2 or not self.sees_stragglers:
+            return None
+        columns = [each for phase, each in self.seconds.items() if phase in self.own]
+        work = [sum(each) for each in zip(*columns, strict=True)]
+        rank = max(range(len(work)), key=work.__getitem__)
+        others = median(work[:rank] + work[rank + 1 :])
+        hosts = self.facts.get("hosts", [])
+        host = hosts[rank] if rank < len(hosts) else ""
+        return Slowest(rank, host, work[rank] / others if others else 1.0, work[rank] - others)
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """The most memory each rank held."""
+        columns = zip(*(line["memory_bytes"] for line in self.timed), strict=True)
+        return [int(max(each)) for each in columns]
+
+
+def read(folder: Path) -> History:
+    """The history of an output folder. Errors: `OSError` when it holds no run.yaml, `ValueError` when that is no
+    mapping."""
+    text = (folder / "run.yaml").read_text(encoding="utf-8")
+    try:
+        run = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"run.yaml is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(run, dict):
+        raise ValueError("run.yaml holds no mapping of keys")
+    last: dict[tuple[int, str], dict[str, Any]] = {}
+    for line in lines_of(folder / "metrics.jsonl", ("step", "split")):
+        last[line["step"], line["split"]] = line
+    return History(
+        folder,
+        text,
+        run,
+        sorted(last.values(), key=lambda line: line["step"]),
+        list(lines_of(folder / "ranks.jsonl", ("time", "step", "steps", "ranks", "seconds", "memory_bytes"))),
+        list(lines_of(folder / "events.jsonl", ("time", "event"))),
+        list(lines_of(folder / "samples.jsonl", ("step", "samples"))),
+        _object(folder / "tables.json"),
+        [found for path in sorted(folder.glob("profile/*.summary.json")) if (found := _object(path))],
+    )
+
+
+def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl file that have the keys that are needed; nothing where there is no file."""
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and all(key in line for key in needed):
+                yield line
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
