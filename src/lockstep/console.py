@@ -1,82 +1,136 @@
 """What a person sees: the opening lines, a progress bar, and the closing table. One voice for all ranks.
 
-In: facts and numbers. Out: text on the terminal; plain lines without a bar when it is not one.
+In: facts and numbers. Out: text on the terminal, with a bar where it is one, in plain lines where it is not (a pipe, the
+log of a job); and the same lines in a log file, for `lockstep logs`.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
+
+LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
+Voice = Literal["normal", "quiet", "verbose"]
 
 
 class Console:
-    """Speaks on rank 0; on every other rank it is silent."""
+    """Speaks on rank 0; on every other rank it is silent. Trackers' threads may call `say` and `note` too."""
 
-    def __init__(self, loud: bool) -> None:
+    def __init__(self, loud: bool, log: Path | None = None, voice: Voice = "normal") -> None:
+        """`log` is a file that gets the lines too, if this rank is the one that speaks. `voice`: quiet says notes only;
+        verbose says every line of the log."""
         self.rich = RichConsole(quiet=not loud, highlight=False, soft_wrap=True)
-        self._loud = loud
-        self._bar: Progress | None = None
-        self._row: TaskID | None = None
-        self._last_line = 0.0
+        self._loud, self._voice = loud, voice
+        self._log = log if loud else None
+        self._bar: _Bar | None = None
+        self._memory = ""
+        self._began = self._last_line = 0.0
 
     def facts(self, rows: Mapping[str, str]) -> None:
         """`name  value` lines."""
         for name, value in rows.items():
-            self.rich.print(f"[bold]{name:<10}[/bold] {_plain(value)}")
+            if self._voice != "quiet":
+                self.rich.print(f"[bold]{name:<10}[/bold] {_plain(value)}")
+            append(self._log, f"{name:<10} {value}")
 
     def say(self, text: str) -> None:
         """One line or more."""
-        self.rich.print(_plain(text))
+        if self._voice != "quiet":
+            self.rich.print(_plain(text))
+        append(self._log, text)
 
-    def start(self, total: int, done: int) -> None:
-        """Show progress over `total` steps, `done` of which lie behind."""
-        self._total = total
-        if self._loud and self.rich.is_terminal:
-            self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(compact=True),
-                TextColumn("left"),
-                console=self.rich,
-                refresh_per_second=2,  # drawing costs a core's time that training could use
-            )
-            self._row = self._bar.add_task("", total=total, completed=done, numbers="")
+    def note(self, text: str) -> None:
+        """Something that a person should know, also one who asked for quiet."""
+        self.rich.print(f"[yellow]note:[/yellow] {_plain(text)}")
+        append(self._log, f"note: {text}")
+
+    def start(self, total: int, done: int, place: Callable[[], str] = str) -> None:
+        """Show progress over `total` steps, `done` of which lie behind. `place` says where the program is, if it is not
+        in a step."""
+        self._total, self._began = total, time.monotonic()
+        if self._loud and self._voice != "quiet" and self.rich.is_interactive:
+            self._bar = _Bar(self.rich, total, done, place)
             self._bar.start()
 
     def advance(self, step: int) -> None:
         """A step is done; costs the host microseconds."""
-        if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, completed=step)
+        if self._bar is not None:
+            self._bar.update(self._bar.row, completed=step)
 
     def log(self, step: int, split: str, numbers: Mapping[str, float]) -> None:
-        """Numbers of a split after `step` updates."""
-        if split != "train":
-            self.say(
-                f"step {step:>6}  {split}: " + ", ".join(f"{k} {v:.4g}" for k, v in numbers.items() if k != "examples")
-            )
-            return
-        text = f"loss {numbers['loss']:.4f}  {numbers['examples_per_s']:.0f} examples/s"
-        if "skipped_steps" in numbers:
-            self.say(f"step {step:>6}  {numbers['skipped_steps']:.0f} step(s) skipped: not finite")
-        if "spike" in numbers:
-            self.say(f"step {step:>6}  the loss jumped to {numbers['loss']:.4g}")
-        if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, numbers=text)
-        elif self._loud and (time.monotonic() - self._last_line > 5 or step == self._total):
-            self._last_line = time.monotonic()
-            left = (self._total - step) * numbers["seconds_per_step"]
-            self.say(f"step {step:>6}/{self._total}  {text}  rate {numbers['learning_rate']:.2e}  {clock(left)} left")
+        """Numbers of a split after `step` updates; those of `system` are what ranks take of their machines."""
+        if split == "system":
+            self._system(step, numbers)
+        elif split == "train":
+            self._train(step, numbers)
+        else:
+            self.say(f"step {step:>6}  {split}: " + _listed({k: v for k, v in numbers.items() if k != "examples"}))
 
-    def show(self, step: int, samples: Iterable[str]) -> None:
-        """Texts that the model wrote after `step` updates."""
-        for text in samples:
+    def _system(self, step: int, numbers: Mapping[str, float]) -> None:
+        held = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
+        self._memory = "".join(
+            f"  {value:.2f} GB{' on the GPU' if kind.startswith('gpu') else ''}"
+            for kind, value in held.items()
+            if value is not None
+        )
+        if self._voice == "verbose":
+            self.say(f"step {step:>6}  system: {_listed(numbers)}")
+
+    def _train(self, step: int, numbers: Mapping[str, float]) -> None:
+        if "skipped_steps" in numbers:
+            self.note(f"step {step}: {numbers['skipped_steps']:.0f} step(s) skipped: not finite")
+        if "spike" in numbers:
+            self.note(f"step {step}: the loss jumped to {numbers['loss']:.4g}")
+        text = (
+            f"loss {numbers['loss']:.4f}  rate {numbers['learning_rate']:.2e}  {numbers['examples_per_s']:,.0f} "
+            f"examples/s  {numbers['tokens_per_s']:,.0f} tokens/s{self._memory}"
+        )
+        if self._bar is not None:
+            self._bar.numbers = text
+        if self._voice == "verbose":
+            self.say(f"step {step:>6}  train: {_listed(numbers)}")
+        elif self._loud and self._is_time(step):
+            left = (self._total - step) * numbers["seconds_per_step"]
+            line = f"step {step:>6}/{self._total}  {text}  {clock(left)} left"
+            if self._bar is None:
+                self.say(line)
+            else:
+                append(self._log, line)
+
+    def _is_time(self, step: int) -> bool:
+        """Whether another plain line is due: every 5 s at first, every minute from twenty minutes on."""
+        now = time.monotonic()
+        if now - self._last_line < min(60, max(5, (now - self._began) / 20)) and step != self._total:
+            return False
+        self._last_line = now
+        return True
+
+    def show(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
+        """What the model makes of a few examples after `step` updates."""
+        for sample in samples:
+            first, *rest = sample.items()
+            text = first[1] + "".join(
+                f" \u27f6 {value}" if place == 0 else f" ({name}: {value})" for place, (name, value) in enumerate(rest)
+            )
             self.say(f"step {step:>6}  sample: " + text.replace("\n", "\n" + " " * 13))
 
     def stop(self) -> None:
@@ -92,12 +146,59 @@ class Console:
             table.add_column(column, justify="left" if i == 0 else "right")
         for row in rows:
             table.add_row(*(_plain(cell) for cell in row))
-        self.rich.print(table)
+        if self._voice != "quiet":
+            self.rich.print(table)
+        plain = RichConsole(file=io.StringIO(), width=120, highlight=False)
+        plain.print(table)
+        append(self._log, plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
 
 
-def error(text: str) -> None:
-    """A message for the user on standard error."""
+class _Bar(Progress):
+    """Two lines: how far it is and how long it will take; the last numbers."""
+
+    def __init__(self, console: RichConsole, total: int, done: int, place: Callable[[], str]) -> None:
+        self.numbers, self._place = "", place
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=max(4, min(30, console.width - 50))),
+            MofNCompleteColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            refresh_per_second=2,  # drawing costs a core's time that training could use
+        )
+        self.row: TaskID = self.add_task("training", total=total, completed=done)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:
+            place = self._place()
+            task.description = "training" if place.startswith("step ") or not place else place.partition(",")[0]
+        yield from super().get_renderables()
+        if self.numbers:
+            yield Text(self.numbers, no_wrap=True, overflow="ellipsis")
+
+
+def _listed(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+
+
+def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
+    """The highest of all ranks' numbers of a kind, `KIND/rank0` and so on."""
+    return max((value for name, value in numbers.items() if name.startswith(f"{kind}/")), default=None)
+
+
+def error(text: str, log: Path | None = None) -> None:
+    """A message for the user on standard error, and in the run's log file where there is one."""
     print(f"lockstep: {text}", file=sys.stderr, flush=True)
+    append(log, f"lockstep: {text}")
+
+
+def append(log: Path | None, text: str) -> None:
+    """A line, or more, at the end of a log file. A disk that is full ends no training because of it."""
+    if log is not None:
+        with suppress(OSError), open(log, "a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
 
 
 def clock(seconds: float) -> str:

@@ -22,7 +22,6 @@ from typing import Any, Literal
 from lockstep.run import RunError
 
 FILE = "launch.json"
-LOG = "log.txt"  # what rank 0 said, and what any rank said of a failure
 # Set for ranks by a launcher that has written launch.json itself; ranks without it were started by hand (torchrun,
 # accelerate launch, srun), and rank 0 writes the file.
 VARIABLE = "LOCKSTEP_LAUNCHER"

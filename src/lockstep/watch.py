@@ -3,7 +3,8 @@
 In: every rank's place in the program (`World.at`), which costs an assignment. Out: one message, and status 1, so that a
 launcher starts the job again. Each rank has a thread that beats in the store the ranks met in. Two things can be seen:
 a beat that stays away (a stopped process, a machine that is gone), and a place that stays the same while hearts beat
-(a rank in an endless loop, or ranks that wait in different collectives). Time-outs of collectives stay what they are.
+(a rank in an endless loop, or ranks that wait in different collectives). Which collective it is, torch's flight recorder
+knows. Time-outs of collectives stay what they are.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Watch:
             self._store.set(str(self.world.rank), json.dumps({"over": True}))
         except RuntimeError as caught:  # the store is gone, and with it whoever held it
             if not self._over.is_set():
-                error(f"rank {self.world.rank} lost contact with the store: {' '.join(str(caught).split())[:200]}")
+                text = " ".join(str(caught).split())[:200]
+                error(f"rank {self.world.rank} lost contact with the store: {text}", self.world.log)
 
     def _beat(self, beats: int, stuck: bool) -> dict[str, Any]:
         frame = sys._current_frames().get(self._main) if stuck else None
@@ -87,6 +89,7 @@ class Watch:
             "place": self.world.place,
             "progress": self.world.progress,
             "stack": traceback.format_stack(frame)[-12:] if frame is not None else [],
+            "collectives": open_collectives() if stuck else [],
             "over": False,
         }
 
@@ -108,7 +111,7 @@ class Watch:
     def _tell(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
         """Say who it is, once for the job, and end this rank."""
         if self._store.add("told", 1) == 1:
-            error(verdict(found, silent, self.limit_s))
+            error(verdict(found, silent, self.limit_s), self.world.log)
             for rank in silent:
                 if found[rank]["host"] == self.world.host:  # a stopped process does not end when it is asked to
                     with contextlib.suppress(OSError):
@@ -125,6 +128,10 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float)
     def who(rank: int) -> str:
         return f"rank {rank} (pid {beats[rank]['pid']}) on {beats[rank]['host']}, {beats[rank]['place']}"
 
+    def inside(rank: int) -> str:
+        found = beats[rank].get("collectives")
+        return f", in {'; '.join(found)}" if found else ""
+
     if silent:
         names = "; ".join(who(rank) for rank in silent)
         return (
@@ -137,10 +144,23 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float)
     others = sorted(set(beats) - set(behind))
     lines = [f"nothing has moved for {limit_s:g} s. Held up by:"]
     for rank in behind:
-        lines += [f"  {who(rank)}; its stack:", "".join(beats[rank]["stack"]).rstrip()]
+        lines += [f"  {who(rank)}{inside(rank)}; its stack:", "".join(beats[rank]["stack"]).rstrip()]
     if others:
-        lines.append("  waiting for it: " + "; ".join(who(rank) for rank in others))
+        lines.append("  waiting for it: " + "; ".join(who(rank) + inside(rank) for rank in others))
     return "\n".join(lines)
+
+
+def open_collectives() -> list[str]:
+    """The collectives that this rank has entered and that have not ended, as torch's flight recorder has them; nothing
+    where it was built without one."""
+    dump = getattr(dist.distributed_c10d._c10d, "_dump_fr_trace_json", None)  # type: ignore[attr-defined]
+    entries = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+    return [
+        f"{entry['profiling_name']} number {entry['collective_seq_id']} of {entry['process_group'][1] or 'its group'} "
+        f"({', '.join(f'{kind} {size}' for kind, size in zip(entry['input_dtypes'], entry['input_sizes'], strict=False))})"
+        for entry in entries
+        if not entry["retired"]
+    ]
 
 
 def waits(stack: list[str]) -> bool:

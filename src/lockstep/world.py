@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -25,9 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.console import LOG
 from lockstep.run import Run, RunError
 
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CONTROL = "control"  # the group on which decisions travel
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -44,6 +46,7 @@ class World:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.host = socket.gethostname()
+        self.log = run.folder / LOG
         self.device = pick_device(run, self.local_rank)
         self.threads = threads_of(run, self.local_size)
         self._init_method = init_method
@@ -69,6 +72,8 @@ class World:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition for reproducible results
             torch.use_deterministic_algorithms(True)
         if self.size > 1:
+            # torch's flight recorder remembers the newest collectives: what a rank waits in when it does not move
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             arguments: dict[str, Any] = {"device_id": self.device} if self.device.type == "cuda" else {}
             dist.init_process_group(
@@ -80,7 +85,7 @@ class World:
                 **arguments,
             )
             # Decisions travel on a group of their own, so that they never wait behind gradients or for the device.
-            self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._control = dist.new_group(backend="gloo", timeout=self._timeout, group_desc=CONTROL)
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         end_at_second_interrupt()
@@ -174,6 +179,21 @@ class World:
         def answer() -> int:
             work.wait()
             return int(box)
+
+        return answer
+
+    def each(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Begin to gather a few numbers of every rank, as many on each; what is returned waits for them, in rank
+        order. Collective, and nobody waits before asking for them."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        if self._control is None:
+            return lambda: [mine.tolist()]
+        boxes = [torch.empty_like(mine) for _ in range(self.size)]
+        work = dist.all_gather(boxes, mine, group=self._control, async_op=True)
+
+        def answer() -> list[list[float]]:
+            work.wait()
+            return [box.tolist() for box in boxes]
 
         return answer
 

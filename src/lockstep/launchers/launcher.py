@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lockstep import launched
+from lockstep.console import LOG
 from lockstep.launched import Launched, State
 from lockstep.run import Run
 from lockstep.sections import Section
@@ -67,7 +68,7 @@ class Launcher(ABC):
 
     def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
         """Lines of its log, oldest first; with `follow` on until it has ended. Errors: `RunError`."""
-        return launched.lines_of(run.folder / launched.LOG, follow, lambda: self.state(run, record).live)
+        return launched.lines_of(run.folder / LOG, follow, lambda: self.state(run, record).live)
 
     def stop(self, run: Run, record: Launched) -> str:
         """Ask it to save a checkpoint and end with status 75, and not to be started again by its scheduler. Returns at

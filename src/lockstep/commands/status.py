@@ -1,0 +1,143 @@
+"""`lockstep status`: what a run is doing, wherever it was launched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep import launched, start
+from lockstep.console import Console
+from lockstep.launched import Launched, State
+from lockstep.run import Run, RunError, load
+
+if TYPE_CHECKING:
+    from lockstep.manifest import Manifest
+
+HELP = "what the run of OUTPUT is doing, how far it is, and whether it can be resumed"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output")
+    parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints")
+    parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
+
+
+def main(known: argparse.Namespace) -> int:
+    run, record = run_of(known.output)
+    state = start.launcher_named(record.launcher).state(run, record) if record else State("unknown", NOT_WRITTEN)
+    metrics = last_metrics(run.folder)
+    sound, damaged = checkpoints(run, known.verify)
+    total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
+    step = max([line["step"] for line in metrics.values()] + list(sound), default=0)
+    finished = bool(sound) and max(sound) >= (total or 0) and (run.folder / "export" / "config.json").exists()
+    if known.json:
+        facts = {
+            "output": str(run.folder),
+            "launcher": record.launcher if record else None,
+            "job": record.job if record else None,
+            "state": state.word,
+            "text": state.text,
+            "status": state.status,
+            "step": step,
+            "steps": total,
+            "finished": finished,
+            "metrics": metrics,
+            "checkpoints": sorted(sound),
+            "damaged": damaged,
+            "resumable_from": max(sound, default=None) if not finished else None,
+        }
+        print(json.dumps(facts, indent=1))
+        return 0
+    rows = {"run": f"{run.name} -> {run.folder}"}
+    if record:
+        rows["launched"] = origin(record)
+    rows["state"] = told(state)
+    rows["step"] = f"{step} of {total} ({100 * step // total} %)" if total else str(step)
+    for split, line in metrics.items():
+        rows[split] = f"step {line['step']}: " + ", ".join(
+            f"{k} {v:.4g}" for k, v in line.items() if k not in ("step", "split") and isinstance(v, int | float)
+        )
+    rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint yet"
+    for name, reason in damaged.items():
+        rows[name] = f"cannot be used: {reason}"
+    rows["resume"] = advice(run, state, finished, max(sound, default=None))
+    Console(True).facts(rows)
+    return 0
+
+
+NOT_WRITTEN = (
+    f"there is no readable {launched.FILE}: nothing has been launched into this folder, or an older version did"
+)
+
+
+def run_of(output: str) -> tuple[Run, Launched | None]:
+    """The run of an output folder and its last launch. Errors: `RunError` where it is no output folder."""
+    folder = Path(output)
+    if not (folder / "run.yaml").is_file():
+        raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
+    return load(folder / "run.yaml", [f"output={json.dumps(output)}"]), launched.read(folder)
+
+
+def origin(record: Launched) -> str:
+    """How, where and when."""
+    how = record.launcher or "by hand"
+    job = f", job {record.job}" if record.job else ""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
+    return f"{how}{job}, {record.processes} process(es), from {record.process.host}, {when}"
+
+
+def told(state: State) -> str:
+    """The state in a sentence."""
+    words = {
+        "done": "done (status 0)",
+        "stopped": "stopped on request (status 75)",
+        "failed": f"failed (status {state.status})" if state.status is not None else "failed",
+    }
+    return words.get(state.word, state.word) + (f": {state.text}" if state.text else "")
+
+
+def last_metrics(folder: Path) -> dict[str, dict[str, Any]]:
+    """The last line of metrics.jsonl of each split."""
+    found: dict[str, dict[str, Any]] = {}
+    path = folder / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+            found[values["split"]] = values
+        except (ValueError, KeyError, TypeError):  # half a line, which a kill may have left
+            continue
+    return found
+
+
+def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str, str]]:
+    """Those that can be resumed from, by step, and what is wrong with the others, by name. Contents of files are
+    compared with their hashes only if `thorough`."""
+    from lockstep.manifest import broken, candidates, misfit
+
+    sound: dict[int, Manifest] = {}
+    damaged: dict[str, str] = {}
+    for path, found in candidates(run):
+        reason = found if isinstance(found, str) else (broken if thorough else misfit)(path, found)
+        if reason is None and not isinstance(found, str):
+            sound[found.step] = found
+        else:
+            damaged[path.name] = reason or "not readable"
+    return sound, damaged
+
+
+def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:
+    """Whether it can go on, from where, and how."""
+    if finished:
+        return f"nothing is left to do; the model is in {run.folder / 'export'}"
+    again = shlex.join(["lockstep", "train", str(run.folder / "run.yaml")])
+    if state.live:
+        return (
+            f"from step {newest}, if it were stopped now by force" if newest else "from the start, if stopped by force"
+        )
+    if newest is None:
+        return f"there is no checkpoint: `{again}` begins from the start"
+    return f"`{again}` goes on from step {newest}"
