@@ -30,7 +30,7 @@ _PHASES = {
     "forward": ("forward", "c0"),
     "backward": ("backward", "c4"),
     "forward+backward": ("forward and backward", "c0"),
-    "backward+reduction": ("backward while gradients travel", "c5"),
+    "overlapped": ("computing while gradients travel", "c5"),
     "reduction": ("waiting for gradients", "c3"),
     "optimizer": ("optimizer", "c2"),
     "evaluation": ("evaluation", "c6"),

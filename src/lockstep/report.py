@@ -22,7 +22,7 @@ def write_report(folder: Path) -> Path:
     """Write `report.html` of an output folder, of a run at any stage. Errors: `OSError` or `ValueError` when it holds
     no run."""
     history = read(folder)
-    return _write(folder / "report.html", "run.html.jinja", title=history.name, **_page(history))
+    return write_page(folder / "report.html", "run.html.jinja", title=history.name, **_page(history))
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -35,10 +35,11 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder} is not the output folder of a run: {error}") from None
     title = f"{len(histories)} runs"
-    return _write(path, "comparison.html.jinja", title=title, **_comparison(histories, path.parent))
+    return write_page(path, "comparison.html.jinja", title=title, **_comparison(histories, path.parent))
 
 
-def _write(path: Path, template: str, **values: Any) -> Path:
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Render a template of `pages/` to `path`, in one go. Errors: `OSError`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     pages = Environment(

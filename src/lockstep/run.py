@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,7 @@ from lockstep.sections import (
     ModelSection,
     OptimSection,
     PluginSection,
+    ProfileSection,
     Positive,
     Section,
     StrategySection,
@@ -32,6 +35,9 @@ from lockstep.sections import (
     TokenizerSection,
     TrackSection,
 )
+
+
+_KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
 
 
 class RunError(Exception):
@@ -69,6 +75,7 @@ class Run(Section):
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
     track: TrackSection = Field(default_factory=TrackSection)  # type: ignore[arg-type]
+    profile: ProfileSection = Field(default_factory=ProfileSection)  # type: ignore[arg-type]
     hub: HubSection = Field(default_factory=HubSection)  # type: ignore[arg-type]
 
     @model_validator(mode="before")
@@ -95,6 +102,16 @@ class Run(Section):
             )
         return self
 
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Run:
+        """The run of a file, or of a mapping of the same keys, and overrides as dotted key -> value.
+
+        Errors: `RunError` with key, value, what is allowed, file and line.
+        """
+        if isinstance(source, Mapping):
+            return load(None, overrides or {}, source)
+        return load(source, overrides or {})
+
     @property
     def folder(self) -> Path:
         """OUTPUT: where everything this run writes goes."""
@@ -117,7 +134,7 @@ class Run(Section):
         With `strategy.exact` neither the strategy nor the number of processes is among them.
         """
         values = self.model_dump(mode="json")
-        for key in ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "hub"):
+        for key in ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "hub"):
             del values[key]
         values["model"].pop("trust_remote_code")
         if self.strategy.exact:
@@ -125,13 +142,18 @@ class Run(Section):
         return messages.flat(values)
 
 
-def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any] | None = None) -> Run:
-    """The run of a file and `key=value` overrides; `defaults` is the mapping used where there is no file.
+def load(
+    path: str | Path | None,
+    overrides: Sequence[str] | Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+) -> Run:
+    """The run of a file and overrides (`key=value` words, or dotted key -> value); `defaults` is the mapping used where
+    there is no file.
 
     Errors: `RunError` with key, value, what is allowed, file and line.
     """
     text, origin = "", "the command line"
-    values: Any = defaults or {}
+    values: Any = dict(defaults or {})
     if path is not None:
         origin = str(path)
         try:
@@ -146,7 +168,7 @@ def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any]
                 f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}"
             )
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
-    overridden = dict(map(_override, overrides))
+    overridden = overrides_of(overrides)
     for key, value in overridden.items():
         _set(values := _copied(values), key, value)
     for given, replaced in (("steps", "epochs"), ("epochs", "steps")):
@@ -166,36 +188,71 @@ def load(path: str | Path | None, overrides: list[str], defaults: dict[str, Any]
 
 
 def check_plugins(run: Run, origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> Run:
-    """Resolve the task's and the launcher's name and type the keys of their own; only torch-free plug-ins are
-    imported."""
+    """Resolve the names of plug-ins and type the keys of their own; only torch-free plug-ins are imported."""
+    source = _Source(origin, lines, overridden)
+    if "." not in run.strategy.name:
+        source.known("strategy.name", "strategies", run.strategy.name)
+    for name in run.track.to:
+        if "." not in name:
+            source.known("track.to", "track", name)
+    own = {
+        "task": source.typed("task", "tasks", run.task),
+        "launch": source.typed("launch", "launchers", run.launch),
+        "track": source.trackers(run.track),
+    }
+    return run.model_copy(update=own)
 
-    def where(key: str) -> str:
-        return messages.where(key, origin, lines, overridden)
 
-    def typed(key: str, kind: str, section: PluginSection) -> PluginSection:
-        try:
-            options: type[Section] = plugins.find(kind, section.name).Options  # type: ignore[attr-defined]
-            own = options.model_validate(section.options).model_dump()
-        except plugins.PluginError as error:
-            raise RunError(f"{key}.name: {error} ({where(f'{key}.name')})") from None
-        except ValidationError as error:
-            text = messages.explain(error, Run, origin, lines, overridden, key, (type(section), options))
-            raise RunError(text) from None
+@dataclass(frozen=True)
+class _Source:
+    """Where a run was read from, which is what messages about its plug-ins name."""
+
+    origin: str
+    lines: dict[str, int]
+    overridden: dict[str, Any]
+
+    def where(self, key: str) -> str:
+        return messages.where(key, self.origin, self.lines, self.overridden)
+
+    def known(self, key: str, kind: str, name: str) -> None:
+        if name not in (names := plugins.names(kind)):
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise RunError(f"{key}: unknown name {name!r}; {hint}known are {', '.join(names)} ({self.where(key)})")
+
+    def typed(self, key: str, kind: str, section: PluginSection) -> PluginSection:
+        """The section with the keys of its plug-in, defaults filled in."""
+        beside = (type(section),)
+        own = self.options(key, f"{key}.name", kind, section.name, section.options, beside)
         return type(section)(**{k: getattr(section, k) for k in type(section).model_fields}, **own)
 
-    for key, kind, names in (
-        ("strategy.name", "strategies", [run.strategy.name]),
-        ("track.to", "track", run.track.to),
-    ):
-        for name in names:
-            if "." not in name and name not in plugins.names(kind):
-                known = plugins.names(kind)
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                raise RunError(f"{key}: unknown name {name!r}; {hint}known are {', '.join(known)} ({where(key)})")
-    return run.model_copy(
-        update={"task": typed("task", "tasks", run.task), "launch": typed("launch", "launchers", run.launch)}
-    )
+    def trackers(self, section: TrackSection) -> TrackSection:
+        """The section with the keys of every tracker that it names or has keys of."""
+        own = {k: getattr(section, k) for k in type(section).model_fields}
+        for name in dict.fromkeys([*section.to, *section.options]):
+            key, given = f"track.{name}", section.options.get(name, {})
+            if name not in section.to and "." not in name and name not in (there := plugins.names("track")):
+                near = difflib.get_close_matches(name, [*type(section).model_fields, *there], 1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"trackers are {', '.join(there)}"
+                raise RunError(f"unknown key {key!r}: {hint} ({self.where(key)})")
+            if not isinstance(given, dict):
+                raise RunError(f"{key}: wanted is a mapping of the tracker's keys, not {given!r} ({self.where(key)})")
+            own[name] = self.options(key, "track.to", "track", name, given, ())
+        return type(section)(**own)
+
+    def options(
+        self, key: str, named_by: str, kind: str, name: str, given: dict[str, Any], beside: tuple[type[Section], ...]
+    ) -> dict[str, Any]:
+        """A plug-in's own keys, defaults filled in; `beside` are those that may stand with them."""
+        try:
+            options: type[Section] = plugins.find(kind, name).Options  # type: ignore[attr-defined]
+            return options.model_validate(given).model_dump()
+        except plugins.PluginError as error:
+            raise RunError(f"{named_by}: {error} ({self.where(named_by)})") from None
+        except ValidationError as error:
+            allowed = (*beside, options)
+            text = messages.explain(error, Run, self.origin, self.lines, self.overridden, key, allowed)
+            raise RunError(text) from None
 
 
 def keep(run: Run) -> None:
@@ -217,10 +274,20 @@ def schema() -> dict[str, Any]:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
+def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides as dotted key -> value. Errors: `RunError` for what is no key, or no `key=value`."""
+    if not isinstance(given, Mapping):
+        return dict(map(_override, given))
+    for key in given:
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise RunError(f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate")
+    return dict(given)
+
+
 def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip().lstrip("-").replace("-", "_")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+    if not equals or not _KEY.fullmatch(key):
         raise RunError(f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
     try:
         return key, yaml.safe_load(value)

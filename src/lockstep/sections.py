@@ -20,15 +20,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
-class PluginSection(Section):
-    """A section whose further keys belong to the plug-in it names (`your.module.Class` for your own)."""
+class OpenSection(Section):
+    """A section whose further keys belong to plug-ins (`your.module.Class` for your own)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str
 
     @property
     def options(self) -> dict[str, Any]:
         return dict(self.__pydantic_extra__ or {})
+
+
+class PluginSection(OpenSection):
+    """A section whose further keys belong to the plug-in it names."""
+
+    name: str
 
 
 class TaskSection(PluginSection):
@@ -167,11 +172,37 @@ class CheckpointSection(Section):
     )
 
 
-class TrackSection(Section):
-    to: list[str] = Field(default_factory=list, description="tensorboard, ...; console and jsonl always")
+class TrackSection(OpenSection):
+    to: list[str] = Field(
+        default_factory=list,
+        description="tensorboard | wandb | mlflow | trackio, or your.module.Class; console and jsonl always; each has "
+        "keys of its own under its name",
+    )
     every: Positive = Field(10, description="steps between lines of metrics.jsonl")
+    wait_s: float = Field(60.0, ge=0, description="seconds to wait at the end for trackers that are still sending")
+    console: Literal["normal", "quiet", "verbose"] = Field(
+        "normal", description="what is said on the terminal; quiet: notes and errors only; verbose: every line of the log"
+    )
+
+
+class ProfileSection(Section):
+    steps: Steps = Field(0, description="steps to look into with torch.profiler, for OUTPUT/profile/; 0: none")
+    after: Steps = Field(3, description="steps to let pass first, counted from each start, besides one to warm up")
 
 
 class HubSection(Section):
-    push_to: str | None = Field(None, description="USER/REPO the export is uploaded to at the end")
-    private: bool = Field(True, description="create the repository private")
+    push_to: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*$",
+        description="USER/REPO the export is uploaded to at the end; the token comes from HF_TOKEN",
+    )
+    private: bool = Field(True, description="create the repository private, and refuse one that is public")
+    license: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9][a-z0-9.-]*$",
+        description="of the model, as the Hub writes it: apache-2.0, mit, cc-by-4.0, other",
+    )
+    language: str | list[str] | None = Field(
+        None, description="of the texts, as ISO codes: en, or [en, de]; default: those of a translation's columns"
+    )
+    tags: list[str] = Field(default_factory=list, description="words that the Hub finds the model by")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep import optim
 from lockstep.batch import StepBatch, StepResult, Sums
@@ -20,9 +22,12 @@ from lockstep.checkpoint import Checkpoints
 from lockstep.data import pieces
 from lockstep.data.feed import Feed
 from lockstep.data.tokens import Columns
+from lockstep.journal import Journal
+from lockstep.profiling import Profiler
 from lockstep.run import Run
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.task import Task
+from lockstep.track.tracker import Sample
 from lockstep.world import World
 
 
@@ -55,6 +60,7 @@ class Meter:
             "tokens_per_s": line.tokens / line.seconds,
             "seconds_per_step": line.seconds / line.steps,
             "padding": line.padded / line.tokens,
+            "padding_by_chance": line.padded_by_chance / line.tokens,
         }
 
     @contextmanager
@@ -135,14 +141,16 @@ def train(
     log: Callable[[int, str, dict[str, float]], None],
     advance: Callable[[int], None],
     step: int,
-    show: Callable[[int, list[str]], None] = lambda step, samples: None,
+    show: Callable[[int, Sequence[Sample]], None] = lambda step, samples: None,
+    journal: Journal | None = None,
 ) -> tuple[int, Counts]:
     """Train from `step` updates done to the run's last, or until asked to stop. Collective.
 
     Returns updates done (fewer than `feed.total` after a stop; a checkpoint of them is written) and what they took.
     """
-    meter = Meter()
-    for batch in feed.steps(after=step):
+    meter, journal, profiler, phases = Meter(), journal or Journal(None), Profiler(run, world), strategy.phases
+    phases.take()  # what came before the first step is not in its phases
+    for batch in phases.during("data", feed.steps(after=step)):
         world.at(f"step {step}")
         rate = optim.learning_rate(run.optim, step, feed.total)
         try:
@@ -153,23 +161,45 @@ def train(
         last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
         meter.add(batch, result)
         advance(step)
+        journal.answer()
         if due(step, run.track.every, last):
             log(step, "train", meter.line(result, rate))
+            journal.times(step, phases.take())
         scores: dict[str, float] = {}
         with meter.paused():
-            checkpoints.advance()
+            profiler.advance(step)
+            with phases("checkpoint"):
+                checkpoints.advance()
+            journal.saved(checkpoints.newest)
             if due(step, run.evaluate.every, False) and step < feed.total:
-                scores = evaluate(run, world, task, strategy, task.splits["validation"])
-                log(step, "validation", scores)
-                show(step, task.samples(strategy.generate))
+                with phases("evaluation"):
+                    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+                    log(step, "validation", scores)
+                    show(step, samples(task, strategy, world))
+                journal.event("evaluation", step)
             if due(step, run.checkpoint.every, last) or (scores and checkpoints.is_best(scores)):
                 world.at(f"saving after step {step}")
-                checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
+                with phases("checkpoint"):
+                    checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
         if last:
             break
     world.at("waiting for the last checkpoint")
-    checkpoints.settle()
+    with phases("checkpoint"):
+        checkpoints.settle()
+    journal.saved(checkpoints.newest)
+    profiler.close()
     return step, meter.total
+
+
+def samples(task: Task, strategy: Strategy, world: World) -> list[dict[str, str]]:
+    """What the model makes of a few examples. Collective."""
+
+    def here(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(world.device) for name, tensor in inputs.items()}
+
+    return task.samples(
+        lambda inputs, how: strategy.generate(here(inputs), how), lambda inputs: strategy.forward(here(inputs))
+    )
 
 
 def due(step: int, every: int, last: bool) -> bool:
@@ -186,7 +216,20 @@ def evaluate(
     rows: np.ndarray | None = None,
     texts: bool = True,
 ) -> dict[str, float]:
-    """Metrics of a split (or of some of its rows), every example exactly once, on all ranks. Collective.
+    """Metrics of a split (or of some of its rows), every example exactly once, on all ranks. Collective."""
+    return scored(run, world, task, strategy, columns, rows, texts)[0]
+
+
+def scored(
+    run: Run,
+    world: World,
+    task: Task,
+    strategy: Strategy,
+    columns: Columns,
+    rows: np.ndarray | None = None,
+    texts: bool = True,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics of a split, as `evaluate`, and its tables, which a report shows. Collective.
 
     Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and
     blank batches (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its
@@ -210,4 +253,4 @@ def evaluate(
             sums[name] = sums[name] + value if name in sums else value
     sums = {name: strategy.share.sum(value).cpu() for name, value in sorted(sums.items())}
     assert int(sums["examples"]) == len(rows), f"{int(sums['examples'])} of {len(rows)} examples were evaluated"
-    return {**task.metrics(sums), "examples": len(rows)}
+    return {**task.metrics(sums), "examples": len(rows)}, task.tables(sums)

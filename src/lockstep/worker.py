@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -21,21 +22,25 @@ import torch
 import transformers
 import transformers.modeling_utils  # what every model needs: workers fork from a process that has imported it
 
-from lockstep import plugins
+from lockstep import launched, plugins
 from lockstep.checkpoint import CheckpointError, Checkpoints, check_resumable, finished
-from lockstep.console import Console, clock, error
+from lockstep.console import LOG, Console, append, clock, error
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
-from lockstep.hub import publish, write_export
+from lockstep.hub import push_pending, require, write_export
+from lockstep.journal import Journal
+from lockstep.journal import facts as start_facts
 from lockstep.launchers.launcher import TRAIN
 from lockstep.report import write_report
 from lockstep.run import Run, RunError, keep, load
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.track.jsonl import Jsonl
-from lockstep.train import Counts, TrainingFailed, evaluate, train
+from lockstep.track.tracker import End, Sample
+from lockstep.track.trackers import Trackers
+from lockstep.train import Counts, TrainingFailed, samples, scored, train
+from lockstep.usage import Usage
 from lockstep.watch import Watch
 from lockstep.world import World
 
@@ -57,13 +62,13 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
         return getattr(importlib.import_module(module), function)(run, world, *job[1:])
     except RunError as caught:
         if world is None or world.is_main:
-            error(str(caught))
+            error(str(caught), run.folder / LOG)
         return BAD
     except Exception as caught:
         if not isinstance(caught, CheckpointError | TrainingFailed):
-            tell_failure(caught, world)
+            tell_failure(caught, world, run.folder / LOG)
         elif world is None or world.is_main:
-            error(str(caught))
+            error(str(caught), run.folder / LOG)
         if world is not None and world.size > 1:
             if lost_contact(caught):
                 world.wait_to_be_stopped(1.0)  # so that the launcher sees the rank that failed by itself first
@@ -88,63 +93,96 @@ def work(run: Run, world: World) -> int:
     task_class = plugins.find("tasks", run.task.name)
     prepared = prepare(run, task_class)
     world.join()
-    console = Console(world.is_main)
+    console = Console(world.is_main, world.log, run.track.console)
+    if world.is_main:
+        append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
     if finished_already(run, world, prepared):
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
-        return DONE
+        return push_pending(run, console.say) if world.is_main else DONE
     task: Task = task_class(run, prepared)
     strategy.build(task)
     feed = Feed(run, task, strategy.leaves(), world.device)
-    console.facts(facts(run, world, task, strategy, feed))
-    checkpoints = Checkpoints(run, world, prepared, feed.total, lambda text: console.say(f"note: {text}"))
+    opening = facts(run, world, task, strategy, feed)
+    console.facts(opening)
+    checkpoints = Checkpoints(run, world, prepared, feed.total, console.note)
     rehearse(run, world, strategy, feed)
+    if world.is_main:
+        launched.note(run.folder, main=launched.Process.this(), steps=feed.total)
     step, notes = checkpoints.resume(strategy)
-    for note in notes:
-        console.say(f"note: {note}")
+    for text in notes:
+        console.note(text)
     if step:
         console.say(f"resuming after step {step} of {feed.total}")
-    trackers = [plugins.find("track", name)(run, step) for name in run.track.to] if world.is_main else []
-    trackers += [Jsonl(run, step)] if world.is_main else []
+    journal = Journal(world, run.folder)
+    told = start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside)
+    journal.event("start", step, **told)
+    trackers = Trackers(run, step, checkpoints.trackers, console.say, console.note, world.is_main)
+    usage = Usage(world)
+    end: End = "failed"
 
     def log(step: int, split: str, numbers: dict[str, float]) -> None:
-        for sink in (console, *trackers):
-            sink.log(step, split, numbers)
+        console.log(step, split, numbers)
+        trackers.log(step, split, numbers)
+        if split == "train":
+            usage.ask(step)
 
-    def show(step: int, samples: list[str]) -> None:
-        for sink in (console, *trackers):
-            sink.show(step, samples)
+    def advance(step: int) -> None:
+        console.advance(step)
+        if (found := usage.found()) is not None:
+            log(found[0], "system", found[1])
+
+    def show(step: int, samples: Sequence[Sample]) -> None:
+        console.show(step, samples)
+        trackers.show(step, samples)
 
     watch = Watch(world, run.launch.hang_s).start()
     try:
-        console.start(feed.total, step)
-        step, counts = train(run, world, task, strategy, feed, checkpoints, log, console.advance, step, show)
+        console.start(feed.total, step, lambda: world.place)
+        step, counts = train(run, world, task, strategy, feed, checkpoints, log, advance, step, show, journal)
+        advance(step)
         console.stop()
         if step < feed.total:
             there = "there" if checkpoints.newest == step else f"step {checkpoints.newest or 0}"
             console.say(f"stopped on request after step {step} of {feed.total}; the same command goes on from {there}")
             strategy.close()
+            journal.event("stop", step)
+            end = "stopped"
             return STOPPED
         console.facts({"precision": precisions(run, strategy)})
         scores: dict[str, dict[str, float]] = {}
-        for split in ("validation", "test"):
-            if split in task.splits:
-                scores[split] = evaluate(run, world, task, strategy, task.splits[split])
-                log(step, split, scores[split])
-        show(step, task.samples(strategy.generate))
+        tables: dict[str, dict[str, Any]] = {}
+        with strategy.phases("evaluation"):
+            for split in ("validation", "test"):
+                if split in task.splits:
+                    scores[split], tables[split] = scored(run, world, task, strategy, task.splits[split])
+                    log(step, split, scores[split])
+            show(step, samples(task, strategy, world))
+        journal.event("evaluation", step)
+        journal.times(step, strategy.phases.take())
+        journal.answer()
+        end = "done"
+    except BaseException as caught:
+        journal.failed(caught, world.place)
+        raise
     finally:
         watch.stop()
         console.stop()
-        for tracker in trackers:
-            tracker.close()
+        trackers.close(end)
     weights = strategy.export()
     strategy.close()
     if weights is not None:
         write_export(run, task, weights, scores, feed.total)
-        write_report(run.folder)
-        closing(console, run, task, scores, counts, strategy.gives_bits(run))
+        weights_sha256 = digest_of(run.folder / "export")
+        best = {split: task.best_possible(split) for split in scores}
+        journal.event("finish", step, weights=weights_sha256, best_possible=best)
+        try:
+            (run.folder / "tables.json").write_text(json.dumps(tables), encoding="utf-8")
+            write_report(run.folder)
+        except (OSError, ValueError) as caught:  # the run is done, whatever becomes of a page about it
+            console.note(f"{run.folder}/report.html could not be written: {caught}")
+        closing(console, run, task, scores, counts, strategy.gives_bits(run), weights_sha256)
         # The upload is rank 0's alone and may take long: no other rank waits for it in a collective.
-        if run.hub.push_to:
-            console.say(f"pushed to {publish(run.folder / 'export', run.hub.push_to, run.hub.private)}")
+        return push_pending(run, console.say)
     return DONE
 
 
@@ -159,7 +197,8 @@ def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed) -> None:
         error(
             f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice for the longest examples (a "
             f"step of {run.batch_size} in {run.micro_batches} micro-batches): {text[:200]}\nUse more micro_batches, a "
-            f"smaller batch_size or data.max_length, precision=bf16, or a strategy that shares out the model (fsdp2)"
+            f"smaller batch_size or data.max_length, precision=bf16, or a strategy that shares out the model (fsdp2)",
+            world.log,
         )
         sys.stderr.flush()
         os._exit(BAD)  # the others wait in a collective: the launcher ends them
@@ -173,6 +212,7 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
         try:
             found = finished(run, check_resumable(run, prepared))
             keep(run)
+            require(run)
         except RunError as caught:
             found = str(caught)
     found = world.from_main(found)
@@ -210,7 +250,13 @@ def precisions(run: Run, strategy: Strategy) -> str:
 
 
 def closing(
-    console: Console, run: Run, task: Task, scores: dict[str, dict[str, float]], counts: Counts, exact: bool
+    console: Console,
+    run: Run,
+    task: Task,
+    scores: dict[str, dict[str, float]],
+    counts: Counts,
+    exact: bool,
+    weights: str,
 ) -> None:
     """The closing table, where the results are, and what to try next."""
     best = {split: task.best_possible(split) for split in scores}
@@ -234,15 +280,10 @@ def closing(
             }
         )
     folder = run.folder
-    weights = hashlib.sha256()
-    for path in sorted((folder / "export").glob("*.safetensors")):  # an adapter's, or a large model's parts
-        with open(path, "rb") as file:
-            while block := file.read(2**20):
-                weights.update(block)
     again = f"lockstep train launch.processes=1 output={folder}-1" if run.name == "quickstart" else "launch.processes=1"
     console.facts(
         {
-            "weights": f"sha256 {weights.hexdigest()}",
+            "weights": f"sha256 {weights}",
             "results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl",
             "next": f"{again}: the same weights on another number of processes"
             if exact
@@ -251,7 +292,17 @@ def closing(
     )
 
 
-def tell_failure(caught: Exception, world: World | None) -> None:
+def digest_of(folder: Path) -> str:
+    """SHA-256 over the exported weights: an adapter's, or all parts of a large model's."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                found.update(block)
+    return found.hexdigest()
+
+
+def tell_failure(caught: Exception, world: World | None, log: Path | None = None) -> None:
     """The traceback, from the first rank of this machine that fails; the others only lost contact with it.
 
     The first one creates a file that no other can create. A restart has a number of its own.
@@ -266,9 +317,9 @@ def tell_failure(caught: Exception, world: World | None) -> None:
         return
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
     if lost_contact(caught):
-        error(f"{who} lost contact with another rank: {' '.join(str(caught).split())[:200]}")
+        error(f"{who} lost contact with another rank: {' '.join(str(caught).split())[:200]}", log)
     else:
-        error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{''.join(traceback.format_exception(caught))}")
+        error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{''.join(traceback.format_exception(caught))}", log)
 
 
 def lost_contact(caught: Exception) -> bool:

@@ -42,7 +42,8 @@ class DDP(Hooked):
         return DistributedDataParallel(self.model, **options)
 
     def run_piece(self, micro: MicroBatch, divisor: float) -> Tensor:
-        loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
-        with self.autocast(False):
+        with self.phases("forward"):
+            loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
+        with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             (loss / divisor).backward()
         return loss.detach()

@@ -39,6 +39,7 @@ class FSDP2(Strategy):
     ranks), `cpu_offload`, and FSDP's own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16)."""
 
     exact = True
+    waits_inside = ("forward", "backward", "reduction", "optimizer")
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -193,14 +194,17 @@ class FSDP2(Strategy):
             self.turn, self.last = turn, turn == rounds - 1
             self.root.set_requires_all_reduce(self.last)
             seed_everything(self.run.seed, batch.step, micro.leaf)
-            with self.autocast():  # no longer than this: it keeps what it casts
+            with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
                 loss = self.task.loss_sum(self.model(**micro.inputs), micro.targets)
-            (loss / batch.targets).backward()
+            with self.phases("backward"):
+                (loss / batch.targets).backward()
+                self.collect(micro.leaf)
             if turn < len(batch.micro_batches):
                 losses[micro.leaf] = loss.detach()
-            self.collect(micro.leaf)
-        losses = self.share.sum(losses)
-        norm, used = self.update(learning_rate, losses)
+        with self.phases("reduction"):
+            losses = self.share.sum(losses)
+        with self.phases("optimizer"):
+            norm, used = self.update(learning_rate, losses)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     @property

@@ -61,8 +61,9 @@ class HFAccelerate(Hooked):
         return model
 
     def run_piece(self, micro: MicroBatch, divisor: float) -> Tensor:
-        loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
-        with self.autocast(False):
+        with self.phases("forward"):
+            loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
+        with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             self.accelerator.backward(loss / divisor)
         return loss.detach()
 

@@ -102,7 +102,8 @@ class HFTrainer(Hooked):
 
     def run_piece(self, micro: MicroBatch, divisor: float) -> Tensor:
         inputs = {**micro.inputs, "labels": micro.targets}
-        with self.autocast(False):  # Trainer has its own around forward; backward runs outside of it
+        phase = self.phases("overlapped" if self.travelling else "forward+backward")
+        with phase, self.autocast(False):  # Trainer has its own around forward; backward runs outside of it
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
         return self.loss_sum
 

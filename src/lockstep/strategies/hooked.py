@@ -24,6 +24,7 @@ from lockstep.tasks.task import Task
 class Hooked(Native):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
+    travelling = False  # whether gradients leave during this piece's backward: it then waits for other ranks, too
     primed = True  # False while DDP has still to see a backward outside `no_sync`
 
     @abstractmethod
@@ -57,11 +58,13 @@ class Hooked(Native):
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         self.last_leaf = micro.leaf
         exact = self.run.strategy.exact
+        self.travelling = self.ddp is not None and last
         with self.ddp.no_sync() if self.ddp is not None and not last else contextlib.nullcontext():
             # DDP's own reduction averages over ranks: multiply back
             loss = self.run_piece(micro, targets if exact else targets / self.world.size)
         if exact and (self.ddp is None or not last):
-            self.tree.add(micro.leaf, self.take_gradients())
+            with self.phases("backward"):
+                self.tree.add(micro.leaf, self.take_gradients())
         return loss
 
     def on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -57,19 +57,23 @@ class Native(Strategy):
                     torch.clear_autocast_cache()
                 seed_everything(self.run.seed, batch.step, micro.leaf)  # dropout depends on the piece, not on the rank
                 losses[micro.leaf] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
-        gradients = self.reduce()
-        self.tree = ReductionTree(0)  # lets go of partial sums
-        losses = self.world.sum(losses)
-        norm, used = self.update(gradients, learning_rate, losses)
+        with self.phases("reduction"):
+            gradients = self.reduce()
+            self.tree = ReductionTree(0)  # lets go of partial sums
+            losses = self.world.sum(losses)
+        with self.phases("optimizer"):
+            norm, used = self.update(gradients, learning_rate, losses)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         """One piece, forward and backward; its gradient goes into the tree. Returns the piece's loss sum."""
-        loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
-        with self.autocast(False):
-            (loss / targets).backward()
-        if self.run.strategy.exact:
-            self.tree.add(micro.leaf, self.take_gradients())
+        with self.phases("forward"):
+            loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
+        with self.phases("backward"):
+            with self.autocast(False):
+                (loss / targets).backward()
+            if self.run.strategy.exact:
+                self.tree.add(micro.leaf, self.take_gradients())
         return loss.detach()  # without `exact`, autograd has added the gradient to those of the pieces before
 
     @abstractmethod

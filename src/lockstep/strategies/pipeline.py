@@ -39,6 +39,7 @@ class Pipeline(Strategy):
     default 1f1b), `stages_per_rank` (interleaved only; default 2). Rank = stage rank x pipelines + pipeline."""
 
     exact = True
+    waits_inside = ("forward+backward", "reduction", "optimizer")
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -150,13 +151,15 @@ class Pipeline(Strategy):
         pieces = batch.micro_batches
         for stage in self.engine:
             stage.expect(pieces, batch.leaves, self.run.strategy.exact)
-        with self.autocast():
+        with self.phases("forward+backward"), self.autocast():
             self.schedule._step_microbatches(
                 kwarg_mbs=[{"micro": micro} for micro in pieces], target_mbs=[None] * len(pieces), return_outputs=False
             )
-        gradients = self.reduce()
-        losses = self.world.sum(self.losses)
-        norm, used = self.update(gradients, learning_rate, losses)
+        with self.phases("reduction"):
+            gradients = self.reduce()
+            losses = self.world.sum(self.losses)
+        with self.phases("optimizer"):
+            norm, used = self.update(gradients, learning_rate, losses)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def begin(self, micro: MicroBatch) -> None:

@@ -21,6 +21,7 @@ from lockstep import decoding, plugins
 from lockstep.batch import StepBatch, StepResult
 from lockstep.decoding import Decoding
 from lockstep.parts import Given, Saved, gather
+from lockstep.phases import Phases
 from lockstep.reduction import share
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
@@ -53,6 +54,9 @@ class Strategy(ABC):
     exact: ClassVar[bool] = False  # whether it can give the same bits as `single` at every number of processes
     needs: ClassVar[tuple[str, ...]] = ()  # packages beyond the core, as they are imported; extras have their names
 
+    waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
+    """Phases of a step (phases.py) in which this rank also waits for other ranks."""
+
     model: nn.Module  # what this rank holds of the model, under the task's own parameter names
     share: Share
     observe: Callable[[dict[str, Tensor]], None] | None = None
@@ -62,6 +66,7 @@ class Strategy(ABC):
     def __init__(self, run: Run, world: World) -> None:
         """Topology only, nothing is built and nothing communicated."""
         self.run, self.world = run, world
+        self.phases = Phases(world.device)
         self.share = Share(world.rank, world.size, world.sum)
 
     @classmethod

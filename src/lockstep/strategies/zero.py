@@ -33,6 +33,7 @@ class Sharded(Strategy):
 
     needs = ("deepspeed",)
     stage: int  # of ZeRO
+    waits_inside = ("forward", "backward", "reduction", "optimizer")
 
     @classmethod
     def rounding(cls, run: Run) -> float:
@@ -121,17 +122,20 @@ class Sharded(Strategy):
         for i, micro in enumerate(pieces):
             seed_everything(self.run.seed, batch.step, micro.leaf)
             self.engine.set_gradient_accumulation_boundary(i == len(pieces) - 1)
-            with self.autocast(not self.low_precision):
+            with self.phases("forward"), self.autocast(not self.low_precision):
                 loss = self.task.loss_sum(self._run(micro.inputs), micro.targets)
             # DeepSpeed averages over ranks: multiply back
-            self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
+            with self.phases("backward"):
+                self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
             losses[micro.leaf] += loss.detach()
-        losses = self.world.sum(losses)
-        self.usable(losses, losses.sum())
+        with self.phases("reduction"):
+            losses = self.world.sum(losses)
+            self.usable(losses, losses.sum())
         if self.observe is not None:
             self.observe(self._whole_gradient())
         optim.set_rate(self.optimizer, learning_rate)
-        self.engine.step()
+        with self.phases("optimizer"):
+            self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         self.usable(losses, norm)
         return StepResult(losses.sum() / batch.targets, norm)

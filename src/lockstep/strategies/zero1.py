@@ -14,3 +14,4 @@ class Zero1(Zero):
     """Optimizer state sharded."""
 
     stage = 1
+    waits_inside = ("backward", "reduction", "optimizer")

@@ -14,3 +14,4 @@ class Zero2(Zero):
     """Optimizer state and gradients sharded."""
 
     stage = 2
+    waits_inside = ("backward", "reduction", "optimizer")

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.batch import MicroBatch, Sums
+    from lockstep.decoding import Decoding
+
+
+MOST_CLASSES = 100  # of which a table of true against predicted labels is counted
 
 
 class ClassificationOptions(BaseModel):
@@ -35,6 +39,7 @@ class ClassificationOptions(BaseModel):
     label_names: list[str] | None = Field(
         None, description="names of integer labels, in order; default: from the data set"
     )
+    samples: int = Field(3, ge=0, description="predictions to show after each evaluation")
 
 
 class Classification(Task):
@@ -69,7 +74,8 @@ class Classification(Task):
         _check_model(run)
         files = {}
         for split, dataset in splits.items():
-            key = digest(VERSION, hashes[split], folder.name, run.data.max_length, options.model_dump(), names)
+            asked = options.model_dump(exclude={"samples"})
+            key = digest(VERSION, hashes[split], folder.name, run.data.max_length, asked, names)
             files[split] = _encode(run, dataset, texts, codes(dataset, split), str(folder), key)
         facts: dict[str, Any] = {"labels": names, "source": data.name}
         if data.name == source.BUILTIN:
@@ -85,6 +91,7 @@ class Classification(Task):
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
         self.tokenizer = tokenizer.load(prepared.tokenizer)
+        self.options = ClassificationOptions.model_validate(run.task.options)
         self.labels: list[str] = prepared.facts["labels"]
         self.token_types = "token_type_ids" in self.splits["train"].names
 
@@ -124,7 +131,9 @@ class Classification(Task):
         real = batch.targets >= 0
         targets, predicted = batch.targets[real], logits[real].argmax(dim=-1)
         classes = len(self.labels)
-        return {
+        known, guessed = one_hot(targets, classes).double(), one_hot(predicted, classes).double()  # [B, C]
+        table = {"confusion": known.T @ guessed} if classes <= MOST_CLASSES else {}  # [C, C]: true, predicted
+        return table | {
             "loss": cross_entropy(logits, batch.targets, reduction="sum").double(),
             "examples": real.sum().double(),
             "right": (targets == predicted).sum().double(),
@@ -146,6 +155,28 @@ class Classification(Task):
             "accuracy": float(sums["right"]) / count,
             "macro_f1": float(f1.mean()),
         }
+
+    def tables(self, sums: Sums) -> dict[str, Any]:
+        if "confusion" not in sums:
+            return {}
+        return {"confusion": {"labels": self.labels, "counts": sums["confusion"].long().tolist()}}
+
+    def samples(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> list[dict[str, str]]:
+        columns = self.splits["validation"]
+        rows = np.unique(np.linspace(0, len(columns) - 1, self.options.samples).astype(np.int64))
+        if len(rows) == 0:
+            return []
+        batch = self.collate(columns, rows, 0)
+        predicted = forward(batch.inputs).argmax(dim=-1).tolist()
+        texts = self.tokenizer.batch_decode(batch.inputs["input_ids"].tolist(), skip_special_tokens=True)
+        return [
+            {"text": text.strip(), "predicted": self.labels[guess], "label": self.labels[label]}
+            for text, guess, label in zip(texts, predicted, batch.targets.tolist(), strict=True)
+        ]
 
     @classmethod
     def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:

@@ -91,8 +91,13 @@ class Task(ABC):
         """Whether all that evaluations write is the likeliest token each time: nothing is searched, nothing drawn."""
         return True
 
-    def samples(self, generate: Callable[[Mapping[str, Tensor], Decoding], Tensor]) -> list[str]:
-        """A few texts for a person to read, made after each evaluation; the same on every rank. Collective."""
+    def samples(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> list[dict[str, str]]:
+        """What the model makes of a few validation examples, for a person to read, after each evaluation: text by
+        column, such as source, written, reference; the same columns in each, and the same on every rank. Collective."""
         return []
 
     @classmethod
@@ -103,6 +108,11 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Metrics of a split from its sums, `loss` among them."""
+
+    def tables(self, sums: Sums) -> dict[str, Any]:
+        """What a report shows of a split beside its metrics, from the same sums: JSON by name. `confusion` is
+        `{labels, counts}`, a row for each true label."""
+        return {}
 
     @abstractmethod
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
