@@ -20,6 +20,7 @@ FLOORS = {
     "quick_start": 0,
     "console": 0,
     "launched": 1,
+    "srun": 1,
     "batch": 1,
     "world": 1,
     "data": 2,

@@ -62,6 +62,7 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(tmp_path: Path,
     assert "rank 0" not in held_up
     assert "step 20" in held_up
     assert "time.sleep(0.1)" in held_up
+    assert re.search(r"waiting for it: .*, in gloo:\w+ number \d+ of default_pg \(Float \[\d+\]", err)
     assert bits(tmp_path)["export"] == bits(untouched)["export"]
     assert step_of(tmp_path) == STEPS
 

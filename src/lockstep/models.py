@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from lockstep import adapters
+from lockstep.hub_errors import told
 from lockstep.run import Run, RunError
 from lockstep.world import seed_libraries
 
@@ -112,9 +113,8 @@ def load_config(run: Run) -> Any:
                 source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
             )
         except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
-            raise RunError(
-                f"model.source: cannot load a model from {source!r}: {' '.join(str(error).split())[:400]}"
-            ) from error
+            said = told(error, run.model.revision)
+            raise RunError(f"model.source: cannot load a model from {source!r}: {said}") from error
     for key, value in run.model.config.items():
         if not hasattr(config, key):
             raise RunError(f"model.config: a config of the type {config.model_type!r} has no entry {key!r}")
@@ -167,6 +167,8 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     if run.model.type is not None:
         config.vocab_size = len(tokenizer)
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if config.is_encoder_decoder and config.eos_token_id is None:  # BART's classifier reads at the text's end
+            config.eos_token_id = tokenizer.sep_token_id
     for name, value in entries.items():
         setattr(config, name, value)
     if run.model.type is not None or empty:

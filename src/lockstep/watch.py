@@ -3,8 +3,8 @@
 In: every rank's place in the program (`World.at`), which costs an assignment. Out: one message, and status 1, so that a
 launcher starts the job again. Each rank has a thread that beats in the store the ranks met in. Two things can be seen:
 a beat that stays away (a stopped process, a machine that is gone), and a place that stays the same while hearts beat
-(a rank in an endless loop, or ranks that wait in different collectives). Which collective it is, torch's flight recorder
-knows. Time-outs of collectives stay what they are.
+(a rank in an endless loop, or ranks that wait in different collectives); torch's flight recorder knows in which one a
+rank waits. Time-outs of collectives stay what they are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import traceback
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lockstep.console import error
@@ -153,14 +154,15 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float)
 def open_collectives() -> list[str]:
     """The collectives that this rank has entered and that have not ended, as torch's flight recorder has them; nothing
     where it was built without one."""
-    dump = getattr(dist.distributed_c10d._c10d, "_dump_fr_trace_json", None)  # type: ignore[attr-defined]
-    entries = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
-    return [
-        f"{entry['profiling_name']} number {entry['collective_seq_id']} of {entry['process_group'][1] or 'its group'} "
-        f"({', '.join(f'{kind} {size}' for kind, size in zip(entry['input_dtypes'], entry['input_sizes'], strict=False))})"
-        for entry in entries
-        if not entry["retired"]
-    ]
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    found = []
+    for entry in json.loads(dump(True, False)).get("entries", []) if dump is not None else []:
+        if not entry["retired"]:
+            tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+            what = ", ".join(f"{kind} {size}" for kind, size in tensors)
+            group = entry["process_group"][1] or "its group"
+            found.append(f"{entry['profiling_name']} number {entry['collective_seq_id']} of {group} ({what})")
+    return found
 
 
 def waits(stack: list[str]) -> bool:

@@ -25,12 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import network
 from lockstep.console import LOG
 from lockstep.run import Run, RunError
 
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CONTROL = "control"  # the group on which decisions travel
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Unreached(Exception):
+    """The other ranks were not found, or not in time: one message for the user, exit status 1."""
 
 
 class World:
@@ -46,6 +51,7 @@ class World:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.host = socket.gethostname()
+        self.hosts = [self.host] * self.size  # of every rank, once they have joined
         self.log = run.folder / LOG
         self.device = pick_device(run, self.local_rank)
         self.threads = threads_of(run, self.local_size)
@@ -63,8 +69,16 @@ class World:
         """True on the one rank that writes files and talks to the user."""
         return self.rank == 0
 
+    @property
+    def whereabouts(self) -> str:
+        """Which ranks are on which host, in words."""
+        hosts: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            hosts.setdefault(host, []).append(rank)
+        return "; ".join(f"rank {', '.join(map(str, ranks))} on {host}" for host, ranks in hosts.items())
+
     def join(self) -> World:
-        """Set threads, connect to the other ranks, and listen for stop signals. Collective."""
+        """Set threads, connect to the other ranks, and listen for stop signals. Collective. Errors: `Unreached`."""
         torch.set_num_threads(self.threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -76,20 +90,54 @@ class World:
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             arguments: dict[str, Any] = {"device_id": self.device} if self.device.type == "cuda" else {}
-            dist.init_process_group(
-                backend,
-                init_method=self._init_method,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=self._timeout,
-                **arguments,
-            )
-            # Decisions travel on a group of their own, so that they never wait behind gradients or for the device.
-            self._control = dist.new_group(backend="gloo", timeout=self._timeout, group_desc=CONTROL)
+            try:
+                self._choose_interface()
+                dist.init_process_group(
+                    backend,
+                    init_method=self._init_method,
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=self._timeout,
+                    **arguments,
+                )
+                # Decisions travel on a group of their own: they never wait behind gradients or for the device.
+                self._control = dist.new_group(backend="gloo", timeout=self._timeout, group_desc=CONTROL)
+                self.hosts = self.everyone(self.host)
+            except (RuntimeError, network.NetworkError) as caught:
+                raise Unreached(self._unreached(caught)) from caught
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         end_at_second_interrupt()
         return self
+
+    def _meets_at(self) -> tuple[str, str]:
+        """Host and port where the ranks meet; empty where they meet in a file."""
+        if self._init_method == "env://":
+            return os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        host, _, port = self._init_method.partition("tcp://")[2].rpartition(":")
+        return host, port
+
+    def _choose_interface(self) -> None:
+        """Tell gloo and NCCL which interface the others reach this process at: the one towards where the ranks meet."""
+        host, _ = self._meets_at()
+        if host and "GLOO_SOCKET_IFNAME" not in os.environ:
+            found = network.interface_to(host, several=self.size > self.local_size)
+            if found is not None:
+                os.environ["GLOO_SOCKET_IFNAME"] = found
+                if found != "lo":
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", found)
+
+    def _unreached(self, caught: Exception) -> str:
+        host, port = self._meets_at()
+        name = os.environ.get("GLOO_SOCKET_IFNAME")
+        address = network.interfaces().get(name or "")
+        through = f"{name} ({address or 'which has no address here'})" if name else "an interface it chose itself"
+        return (
+            f"rank {self.rank} of {self.size} on {self.host} did not meet the other ranks"
+            f"{f' at {host}:{port}' if host else ''} within {self._timeout.total_seconds():g} s (launch.timeout_s), "
+            f"through {through}: {' '.join(str(caught).split())[:300]}\nIs every process running, is the address that "
+            f"of rank 0, and can the others reach this interface? GLOO_SOCKET_IFNAME chooses another one"
+        )
 
     def close(self) -> None:
         """Leave the process group. The caller has dropped its model: DDP must be gone before the group is."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lockstep.data import documents, packing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
 from lockstep.run import Run, RunError
-from lockstep.tasks.task import Task
+from lockstep.tasks.per_token import PerToken
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -76,7 +76,7 @@ class LanguageModelingOptions(BaseModel):
         return plain if self.packing is None else self.packing
 
 
-class LanguageModeling(Task):
+class LanguageModeling(PerToken):
     """The next token of a text."""
 
     Options = LanguageModelingOptions
@@ -132,38 +132,6 @@ class LanguageModeling(Task):
 
         return models.build(self.run, "causal", self.tokenizer, empty, **_entries(self.run))
 
-    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
-        import torch
-
-        from lockstep.batch import IGNORED, MicroBatch
-
-        blank = len(rows) == 0
-        rows = np.zeros(1, dtype=np.int64) if blank else rows
-        ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, T]
-        targets = torch.from_numpy(columns.ragged("targets").padded(rows, IGNORED)[0])  # [B, T]
-        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        return MicroBatch(leaf, inputs, torch.full_like(targets, IGNORED) if blank else targets)
-
-    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
-        return int(columns.flat("count")[rows].sum())
-
-    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        from torch.nn.functional import cross_entropy
-
-        return cross_entropy(outputs.logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
-        from torch.nn.functional import cross_entropy
-
-        logits = forward(batch.inputs).float()  # [B, T, V]
-        real = batch.targets >= 0  # [B, T]
-        return {
-            "loss": cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").double(),
-            "examples": real.any(1).sum().double(),
-            "targets": real.sum().double(),
-            "right": ((logits.argmax(-1) == batch.targets) & real).sum().double(),
-        }
-
     def score_texts(
         self,
         generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
@@ -192,7 +160,11 @@ class LanguageModeling(Task):
             found["word_perplexity"] = _exp(total / count)
         return found
 
-    def samples(self, generate: Callable[[Mapping[str, Tensor], Decoding], Tensor]) -> list[str]:
+    def samples(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> list[dict[str, str]]:
         import torch
 
         columns = self.splits["validation"]
@@ -217,7 +189,7 @@ class LanguageModeling(Task):
             [self.tokenizer.decode(part, skip_special_tokens=True) for part in both]
             for both in zip(starts, tokens, strict=True)
         ]
-        return [f"{start} \u27f6 {text}" for start, text in texts]
+        return [{"prompt": start, "written": text} for start, text in texts]
 
     def _beginning(self, columns: Columns, row: int) -> list[int]:
         """What comes before an example's first target, or its first quarter."""

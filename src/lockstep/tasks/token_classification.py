@@ -6,7 +6,7 @@ entities, all from sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,15 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.data import documents, source, tokenizer
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.data.tokens import VERSION, Prepared, content, digest, encode
 from lockstep.run import Run, RunError
-from lockstep.tasks.task import Task
+from lockstep.tasks.per_token import PerToken
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
 
-    from lockstep.batch import MicroBatch, Sums
+    from lockstep.batch import Sums
 
 _SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
 
@@ -35,7 +35,7 @@ class TokenClassificationOptions(BaseModel):
     tags: str = Field("tags", description="column of lists of tags, one a word, as texts or as numbers with names")
 
 
-class TokenClassification(Task):
+class TokenClassification(PerToken):
     """One tag a word; a word's first token has it."""
 
     Options = TokenClassificationOptions
@@ -86,47 +86,18 @@ class TokenClassification(Task):
 
         return models.build(self.run, "token_classification", self.tokenizer, empty, **models.named(self.labels))
 
-    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+    def sums(self, logits: Tensor, targets: Tensor) -> Sums:
         import torch
 
-        from lockstep.batch import IGNORED, MicroBatch
-
-        blank = len(rows) == 0
-        rows = np.zeros(1, dtype=np.int64) if blank else rows
-        ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, T]
-        targets = torch.from_numpy(columns.ragged("targets").padded(rows, IGNORED)[0])  # [B, T]
-        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        return MicroBatch(leaf, inputs, torch.full_like(targets, IGNORED) if blank else targets)
-
-    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
-        return int(columns.flat("count")[rows].sum())
-
-    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        from torch.nn.functional import cross_entropy
-
-        return cross_entropy(outputs.logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-
-    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
-        import torch
-        from torch.nn.functional import cross_entropy
-
-        logits = forward(batch.inputs).float()  # [B, T, C]
-        real = batch.targets >= 0  # [B, T]
+        real = targets >= 0  # [B, T]
         predicted = logits.argmax(-1)
         counts = np.zeros(3)  # entities that are there, that are predicted, that are both
         for row in range(len(real)):
             there, found = (
-                entities([self.labels[tag] for tag in tags[row][real[row]].tolist()])
-                for tags in (batch.targets, predicted)
+                entities([self.labels[tag] for tag in tags[row][real[row]].tolist()]) for tags in (targets, predicted)
             )
             counts += len(there), len(found), len(there & found)
-        return {
-            "loss": cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").double(),
-            "examples": real.any(1).sum().double(),
-            "targets": real.sum().double(),
-            "right": ((predicted == batch.targets) & real).sum().double(),
-            "entities": torch.from_numpy(counts).to(logits.device),  # [3]
-        }
+        return super().sums(logits, targets) | {"entities": torch.from_numpy(counts).to(logits.device)}  # [3]
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Precision, recall and F1 of entities whose beginning, end and kind are all right, as seqeval counts them."""

@@ -146,7 +146,11 @@ class Translation(Task):
         found = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
         return found | (self.overlap.scores(sums) if self.overlap is not None else {})
 
-    def samples(self, generate: Callable[[Mapping[str, Tensor], Decoding], Tensor]) -> list[str]:
+    def samples(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
         rows = np.unique(np.linspace(0, len(columns) - 1, self.options.samples).astype(np.int64))
         if len(rows) == 0:
@@ -155,7 +159,9 @@ class Translation(Task):
         written = self._written(generate(_asked(batch), self._decoding()))
         asked = self.tokenizer.batch_decode(batch.inputs["input_ids"].tolist(), skip_special_tokens=True)
         wanted = columns.texts("reference", rows)
-        return [f"{a.strip()} ⟶ {w} (reference: {r})" for a, w, r in zip(asked, written, wanted, strict=True)]
+        return [
+            {"source": a.strip(), "written": w, "reference": r} for a, w, r in zip(asked, written, wanted, strict=True)
+        ]
 
     @property
     def usage(self) -> str:
