@@ -1,95 +1,253 @@
-"""Export folder -> model card -> push to the Hub.
+"""Export folder -> the Hub: written with its card at the end of a run, and uploaded.
 
-In: full weights on rank 0 and final scores. Out: `OUTPUT/export/`, which `from_pretrained` loads; written aside,
-then renamed.
+In: full weights on rank 0 and final scores; later the export folder and HF_TOKEN. Out: `OUTPUT/export/`, which
+`from_pretrained` loads, and the same files in a repository of the Hub. Imports no torch at the top, and huggingface_hub
+only when called.
+
+A push is one commit: a reader of the repository sees all of it or nothing. Files that arrived before a push was cut are
+kept by the Hub, so that the next try sends what is missing; a push of the same bytes sends none.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import yaml
-from torch import Tensor
-
-from lockstep import __version__
+from lockstep import card
+from lockstep.console import error as tell
+from lockstep.hub_errors import one_line, status_of, told, transient
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PUSHED = "hub.json"  # in OUTPUT: where the export was pushed to, and as which commit
+# What a push replaces of an earlier one: weights that this export does not have.
+_STALE = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
+
+
+class PushFailed(Exception):
+    """The Hub could not be reached, or failed, as often as it was tried. The export is there for another try."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a push is tried. huggingface_hub tries each upload of a file a few times by itself, within this."""
+
+    tries: int = 4
+    wait_s: float = 2.0  # before the second try; then twice as long each time
+    timeout_s: float = 300.0  # that the Hub may be silent in a request
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push made."""
+
+    repository: str
+    commit: str
+    address: str
 
 
 def write_export(
     run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
 ) -> Path:
-    """Write the export and its model card. Rank 0 only."""
+    """Write the export and its model card; aside, then renamed. Rank 0 only."""
     final = run.folder / "export"
     aside = run.folder / ".export.partial"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     task.write(aside, weights)
-    (aside / "README.md").write_text(model_card(run, task, scores, steps), encoding="utf-8")
+    (aside / "README.md").write_text(card.model_card(run, task, scores, steps), encoding="utf-8")
     shutil.rmtree(final, ignore_errors=True)
     os.rename(aside, final)
     return final
 
 
-def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps: int) -> str:
-    """The Hub's README.md: metadata it indexes, then data, metrics and the run file for a reader."""
-    source = str(task.prepared.facts["source"])
-    metadata: dict = {
-        "library_name": "transformers",
-        "tags": ["lockstep", task.pipeline],
-        "pipeline_tag": task.pipeline,
-        "model-index": [
-            {
-                "name": run.name,
-                "results": [
-                    {
-                        "task": {"type": task.pipeline},
-                        "dataset": {"name": source, "type": source, "split": split},
-                        "metrics": [{"type": n, "value": round(v, 6)} for n, v in values.items() if n != "examples"],
-                    }
-                    for split, values in scores.items()
-                ],
-            }
-        ],
-    }
-    if run.model.source is not None and "/" in run.model.source and not Path(run.model.source).expanduser().exists():
-        metadata["base_model"] = run.model.source
-    names = [n for n in next(iter(scores.values())) if n != "examples"]
-    table = ["| split | examples | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    for split, values in scores.items():
-        cells = " | ".join(f"{values[n]:.4f}" for n in names)
-        table.append(f"| {split} | {values['examples']:.0f} | {cells} |")
-    labels = ", ".join(task.prepared.facts.get("labels", []))
-    labels = f" Labels: {labels}." if labels else ""
-    origin = f"fine-tuned from `{run.model.source}`" if run.model.source else f"a {run.model.type} trained from scratch"
-    return (
-        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {run.name}\n\n"
-        f"{origin[0].upper()}{origin[1:]} on `{source}` for {steps} steps of {run.batch_size} examples in "
-        f"{run.precision}.{labels}\n\n"
-        f"## Use\n\n```python\n{task.usage}\n```\n\n"
-        f"## Metrics\n\n{chr(10).join(table)}\n\n"
-        f"## Training\n\nTrained with lockstep {__version__}. The same bits come out at any number of processes when "
-        f"`strategy.exact` is true. The run file, complete:\n\n```yaml\n{run.dump()}```\n"
-    )
+# -- before training -------------------------------------------------------------------------------------------------
 
 
-def publish(folder: Path, repository: str, private: bool) -> str:
-    """Upload an export; the token comes from the environment or the Hub's own login. Returns the address. Errors:
-    `RunError`."""
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError
+def require(run: Run) -> None:
+    """Refuse a run that is to be pushed and has no token to do it with. Errors: `RunError`."""
+    if pending(run):
+        _token(str(run.hub.push_to))
 
-    if get_token() is None:
-        raise RunError(f"hub.push_to: no token to push to {repository} with; set HF_TOKEN. The export is in {folder}")
-    api = HfApi()
+
+def pending(run: Run) -> bool:
+    """Whether `hub.push_to` is set and this run's export has not been pushed there."""
+    if run.hub.push_to is None:
+        return False
     try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with lockstep")
-    except (HfHubHTTPError, OSError, ValueError) as error:
+        kept = json.loads((run.folder / PUSHED).read_text(encoding="utf-8"))
+        return kept["repository"] != run.hub.push_to or kept["export"] != _fingerprint(run.folder / "export")
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
+def check(run: Run, timeout_s: float = 10.0) -> list[str]:
+    """Refuse, before training, a run that could not be pushed at its end. Returns notes for a person.
+
+    Errors: `RunError` without a token, or with one that the Hub does not accept or that may not write there. A Hub that
+    cannot be reached now is a note: it may be there at the end.
+    """
+    if not pending(run):
+        return []
+    repository = str(run.hub.push_to)
+    token = _token(repository)
+    from huggingface_hub import HfApi
+
+    _be_patient(timeout_s)
+    try:
+        account = HfApi(token=token).whoami()
+    except Exception as error:  # whatever the Hub and the network do; only a refusal is the user's to mend
+        if status_of(error) in (401, 403):
+            raise RunError(f"hub.push_to: cannot push to {repository}: {told(error)}") from error
+        return [f"hub.push_to: whether HF_TOKEN may push to {repository} could not be checked: {told(error)}"]
+    role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
+    if role == "read":
+        raise RunError(f"hub.push_to: HF_TOKEN may only read; pushing to {repository} needs a token that may write")
+    places = [str(account.get("name")), *(str(each.get("name")) for each in account.get("orgs") or [])]
+    user = repository.partition("/")[0]
+    if "orgs" in account and user.lower() not in [place.lower() for place in places]:
         raise RunError(
-            f"hub.push_to: pushing {folder} to {repository} failed: {' '.join(str(error).split())}"
-        ) from error
-    return str(commit.repo_url if hasattr(commit, "repo_url") else commit)
+            f"hub.push_to: HF_TOKEN belongs to {places[0]}, who cannot push to {user}; known are {', '.join(places)}"
+        )
+    return []
+
+
+def _token(repository: str) -> str:
+    """From the environment and nowhere else. Errors: `RunError`."""
+    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
+    if not token or not token.strip():
+        raise RunError(
+            f"hub.push_to: there is no token to push to {repository} with. Make one that may write at "
+            "https://huggingface.co/settings/tokens and set it in the environment: export HF_TOKEN=..."
+        )
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise RunError(f"hub.push_to: HF_HUB_OFFLINE is set, so nothing can be pushed to {repository}; unset it")
+    return token.strip()
+
+
+# -- pushing ---------------------------------------------------------------------------------------------------------
+
+
+def push_pending(run: Run, say: Callable[[str], None]) -> int:
+    """Push the export of a finished run to where `hub.push_to` says, unless it is there. Rank 0 only. Returns the exit
+    status: 1 when it was tried in vain, which leaves the export for another try."""
+    if not pending(run):
+        return 0
+    try:
+        pushed = push(run.folder, str(run.hub.push_to), run.hub.private, say)
+    except (PushFailed, RunError) as failed:
+        tell(str(failed))
+        return 1
+    say(f"pushed to {pushed.address}, commit {pushed.commit[:12]}")
+    return 0
+
+
+def push(
+    output: Path,
+    repository: str,
+    private: bool,
+    say: Callable[[str], None],
+    patience: Patience | None = None,
+) -> Pushed:
+    """Upload the export of an output folder; what is there already is not sent again. Not collective: rank 0 only.
+
+    `say` hears of tries that failed. Errors: `RunError` for what the user can mend (no export, no token, no permission,
+    a public repository where a private one was asked for), `PushFailed` when the Hub could not be reached in the end.
+    """
+    folder, patience = output / "export", patience or Patience()
+    if not (folder / "README.md").is_file():
+        raise RunError(f"{output} has no export to push: its run is not finished; lockstep train goes on with it")
+    token = _token(repository)
+    card.check((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")
+    for attempt in range(1, patience.tries + 1):
+        _be_patient(patience.timeout_s)
+        try:
+            with _staged(folder, repository) as staged:
+                pushed = _once(staged, repository, private, token)
+        except RunError:
+            raise
+        except Exception as error:  # whatever the Hub, the network and the libraries between raise
+            if not transient(error):
+                raise RunError(f"hub.push_to: pushing {folder} to {repository} was refused: {told(error)}") from error
+            if attempt == patience.tries:
+                raise PushFailed(
+                    f"pushing {folder} to {repository} failed {attempt} times, at last because {told(error)}\n"
+                    f"The export is there; go on with: lockstep push {output} {repository}"
+                ) from error
+            wait = patience.wait_s * 2 ** (attempt - 1)
+            say(
+                f"note: pushing to {repository}: {told(error)}; trying again in {wait:g} s ({attempt}/{patience.tries})"
+            )
+            time.sleep(wait)
+        else:
+            _keep(output, pushed)
+            return pushed
+    raise AssertionError("a push either succeeds or raises")
+
+
+def _once(folder: Path, repository: str, private: bool, token: str) -> Pushed:
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    disable_progress_bars()
+    logging.set_verbosity_error()  # what goes wrong is told once, by us
+    api = HfApi(token=token)
+    api.create_repo(repository, private=private, exist_ok=True)
+    if private and api.model_info(repository).private is False:
+        raise RunError(
+            f"hub.private: {repository} is there and public, and the run asks for a private one. Nothing was pushed; "
+            "make it private on its page, or push with hub.private=false (lockstep push --public)"
+        )
+    commit = api.upload_folder(
+        repo_id=repository, folder_path=folder, commit_message="Trained with lockstep", delete_patterns=_STALE
+    )
+    return Pushed(repository, str(commit.oid), f"{api.endpoint}/{repository}")
+
+
+@contextmanager
+def _staged(folder: Path, repository: str) -> Iterator[Path]:
+    """The export as it is pushed: links to its files, and the card with the repository's name in its lines of code."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-push-") as aside:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                link = Path(aside) / path.relative_to(folder)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path.resolve())
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        (Path(aside) / "README.md").unlink()
+        (Path(aside) / "README.md").write_text(text.replace(card.HERE, repository), encoding="utf-8")
+        yield Path(aside)
+
+
+def _be_patient(timeout_s: float) -> None:
+    """Let a request end when the Hub is silent for so long; huggingface_hub itself would wait for ever."""
+    from huggingface_hub import get_session
+
+    session: Any = get_session()
+    session.timeout = timeout_s
+
+
+def _keep(output: Path, pushed: Pushed) -> None:
+    """OUTPUT/hub.json, so that the same run does not push again. A folder that cannot be written does no harm."""
+    try:
+        values = asdict(pushed) | {"export": _fingerprint(output / "export")}
+        (output / PUSHED).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        tell(f"{output / PUSHED} could not be written: {one_line(error)}")
+
+
+def _fingerprint(export: Path) -> list[list[Any]]:
+    """Names, sizes and times of an export's files."""
+    files = sorted(path for path in export.rglob("*") if path.is_file())
+    return [[str(p.relative_to(export)), p.stat().st_size, p.stat().st_mtime_ns] for p in files]

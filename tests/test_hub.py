@@ -1,0 +1,417 @@
+"""The Hub: pushing, going on with a cut push, and loading from it; against a server on the loopback, with faults."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from command import LOCKSTEP
+from harness import TINY, lockstep_environment, run_on, tiny
+from hub_server import Hub
+from huggingface_hub import ModelCard, constants
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from lockstep import worker
+from lockstep.cli import main
+from lockstep.data.prepare import prepare
+from lockstep.hub import Patience, PushFailed, push
+from lockstep.plugins import find
+from lockstep.run import RunError
+from lockstep.world import World
+
+Command = Callable[..., tuple[int, str, str]]
+
+RUN = TINY | {
+    "name": "feelings",
+    "output": "out",
+    "steps": 2,
+    "launch": {"device": "cpu", "threads": 1, "processes": 1},
+}
+RUN |= {"hub": {"license": "apache-2.0", "language": "en", "tags": ["feelings"]}}
+PUSH = ["push", "out", "user/feelings"]
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A folder with a finished run in `out`."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
+    environment = lockstep_environment(cache)
+    done = subprocess.run([*LOCKSTEP, "train", "run.yaml"], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, whose pushes are nobody else's."""
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def lockstep(hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """The command in this process, sent to the loopback; nobody waits before trying again."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def run(folder: Path, *words: str, token: str | None = "writer") -> tuple[int, str, str]:
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("HF_TOKEN", token or "")
+        capfd.readouterr()
+        return main(list(words)), *capfd.readouterr()
+
+    return run
+
+
+def process(folder: Path, cache: Path, hub: Hub, *command: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own that finds the loopback in its environment."""
+    environment = lockstep_environment(cache) | hub.environment(folder / "hf") | {"GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def same_bytes(hub: Hub, export: Path, name: str = "user/feelings") -> None:
+    """What a reader of the repository sees is the export, but for the card's name of the model."""
+    there = hub.files(name)
+    local = {str(p.relative_to(export)): p.read_bytes() for p in export.rglob("*") if p.is_file()}
+    assert set(there) == set(local)
+    for path, content in local.items():
+        assert there[path] == content.replace(b"PATH_OR_REPO", name.encode()), path
+
+
+def test_the_bytes_arrive_in_a_private_repository(hub: Hub, finished: Path, cache: Path) -> None:
+    done = process(finished, cache, hub, *LOCKSTEP, *PUSH)
+    assert done.returncode == 0, done.stderr
+    assert f"pushed to {hub.address}/user/feelings" in done.stdout
+    assert "writer" not in done.stdout + done.stderr
+    same_bytes(hub, finished / "out/export")
+    there = hub.repositories["models", "user/feelings"]
+    assert there.private
+    assert len(there.commits) == 1
+    assert json.loads((finished / "out/hub.json").read_text())["commit"] == there.names["main"]
+
+
+def test_the_same_bytes_again_send_nothing(hub: Hub, finished: Path, lockstep: Command) -> None:
+    assert lockstep(finished, *PUSH)[0] == 0
+    before, commits = hub.received, hub.count("commit")
+    assert lockstep(finished, *PUSH)[0] == 0
+    assert before > 0
+    assert hub.received == before
+    assert hub.count("commit") == commits == 1
+
+
+def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
+    hub: Hub, finished: Path, lockstep: Command
+) -> None:
+    mine = {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}", "notes.md": b"mine"}
+    hub.put("models", "user/feelings", mine, private=True)
+    assert lockstep(finished, *PUSH)[0] == 0
+    there = hub.files("user/feelings")
+    assert there.pop("notes.md") == b"mine"  # is not ours to remove
+    assert set(there) == {str(p.relative_to(finished / "out/export")) for p in (finished / "out/export").rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"repos": [500]},
+        {"preupload": [503]},
+        {"batch": [500]},
+        {"lfs": ["cut"]},
+        {"lfs": [502]},
+        {"commit": [500]},
+        {"commit": ["cut"]},
+        {"repos": ["cut"], "commit": [429]},
+    ],
+    ids=str,
+)
+def test_what_passes_is_tried_again(faults: dict, hub: Hub, finished: Path, lockstep: Command) -> None:
+    hub.faults = {what: list(each) for what, each in faults.items()}
+    status, _, err = lockstep(finished, *PUSH)
+    assert status == 0, err
+    assert not any(hub.faults.values()), "the fault was never met"
+    same_bytes(hub, finished / "out/export")
+    assert len(hub.repositories["models", "user/feelings"].commits) == 1
+
+
+def test_a_push_that_was_cut_goes_on(hub: Hub, finished: Path, lockstep: Command) -> None:
+    """Out of patience at the commit: the weights have arrived, and the next push does not send them again."""
+    hub.faults = {"commit": ["cut"] * 4}
+    status, out, err = lockstep(finished, *PUSH)
+    assert status == 1
+    assert out.count("trying again") == 3
+    assert "failed 4 times" in err
+    assert "lockstep push out user/feelings" in err
+    assert "Traceback" not in err
+    assert hub.files("user/feelings") == {}  # nobody sees half of it
+    assert hub.count("lfs") == 1
+    assert lockstep(finished, *PUSH)[0] == 0
+    assert hub.count("lfs") == 1
+    same_bytes(hub, finished / "out/export")
+
+
+def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, finished: Path, lockstep: Command) -> None:
+    assert lockstep(finished, "push", "out", "user/other")[0] == 0  # the control
+    hub.faults = {"commit": ["silent"] * 2}
+    with pytest.raises(PushFailed, match="failed 2 times"):
+        push(finished / "out", "user/feelings", True, print, Patience(tries=2, wait_s=0, timeout_s=0.2))
+
+
+@pytest.mark.parametrize(
+    ("token", "faults", "wanted"),
+    [
+        (None, {}, ["no token", "HF_TOKEN"]),
+        ("wrong", {}, ["401", "HF_TOKEN"]),
+        ("reader", {}, ["403", "permission"]),
+        ("writer", {"commit": [403]}, ["403", "permission"]),
+        ("writer", {"repos": [401]}, ["401"]),
+    ],
+)
+def test_what_is_refused_is_told_once(
+    token: str | None, faults: dict, wanted: list[str], hub: Hub, finished: Path, lockstep: Command
+) -> None:
+    hub.faults = {what: list(each) for what, each in faults.items()}
+    status, out, err = lockstep(finished, *PUSH, token=token)
+    assert status == 2
+    assert err.count("lockstep: ") == 1
+    assert "Traceback" not in err
+    assert token is None or token not in out + err
+    for text in wanted:
+        assert text in err
+    assert hub.count("repos") <= 1  # not tried again
+    assert not hub.files("user/feelings") if ("models", "user/feelings") in hub.repositories else hub.received == 0
+
+
+def test_a_public_repository_gets_nothing_private(hub: Hub, finished: Path, lockstep: Command) -> None:
+    hub.put("models", "user/feelings", {"a": b"b"}, private=False)
+    status, _, err = lockstep(finished, *PUSH)
+    assert status == 2
+    assert "public" in err
+    assert hub.received == 0
+    assert lockstep(finished, *PUSH, "--public")[0] == 0
+    assert "model.safetensors" in hub.files("user/feelings")
+
+
+@pytest.mark.parametrize("word", ["feelings", "user/", "a/b/c", "../x"])
+def test_a_repository_that_is_none(word: str, hub: Hub, finished: Path, lockstep: Command) -> None:
+    status, _, err = lockstep(finished, "push", "out", word)
+    assert status == 2
+    assert "USER/REPO" in err
+    assert hub.asked == []
+
+
+def test_an_unfinished_run_has_nothing_to_push(tmp_path: Path, lockstep: Command) -> None:
+    (tmp_path / "out").mkdir()
+    status, _, err = lockstep(tmp_path, *PUSH)
+    assert status == 2
+    assert "not finished" in err
+
+
+# -- from a run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_pushes_at_its_end_and_again_where_it_failed(
+    hub: Hub, tmp_path: Path, cache: Path, lockstep: Command
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"hub": {"push_to": "user/feelings"}}))
+    hub.faults = {"commit": [403]}
+    first = process(tmp_path, cache, hub, *LOCKSTEP, "train", "run.yaml")
+    assert first.returncode == 1, first.stdout + first.stderr
+    assert "403" in first.stderr
+    assert "Traceback" not in first.stderr
+    status, out, err = lockstep(tmp_path, "train", "run.yaml")
+    assert status == 0, err
+    assert "is finished" in out
+    assert "pushed to" in out
+    same_bytes(hub, tmp_path / "out/export")
+    asked = len(hub.asked)
+    assert lockstep(tmp_path, "train", "run.yaml", token=None)[0] == 0  # all is done: no token is needed
+    assert len(hub.asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("token", "push_to", "wanted"),
+    [
+        (None, "user/x", "no token"),
+        ("reader", "user/x", "only read"),
+        ("writer", "else/x", "cannot push to else"),
+        ("wrong", "user/x", "401"),
+    ],
+)
+def test_a_push_that_cannot_be_is_refused_before_training(
+    token: str | None, push_to: str, wanted: str, tmp_path: Path, lockstep: Command
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"hub": {"push_to": push_to}}))
+    status, _, err = lockstep(tmp_path, "train", "run.yaml", token=token)
+    assert status == 2
+    assert wanted in err
+    assert "hub.push_to" in err
+    assert not (tmp_path / "out").exists()
+
+
+def no_token_among_ranks(world: World, folder: str) -> str:
+    os.environ.pop("HF_TOKEN", None)
+    run = tiny(output=f"{folder}/out", hub={"push_to": "user/x"})
+    try:
+        worker.finished_already(run, world, prepare(run, find("tasks", run.task.name)))
+    except RunError as refused:
+        return str(refused)
+    return "not refused"
+
+
+def test_ranks_are_refused_together(tmp_path: Path) -> None:
+    """As under torchrun, where no launcher of ours has looked before."""
+    for said in run_on(2, no_token_among_ranks, str(tmp_path)):
+        assert "no token" in said
+
+
+# -- the card --------------------------------------------------------------------------------------------------------
+
+
+def test_the_card_is_complete_and_the_hub_s_own_parser_reads_it(trained: Path) -> None:
+    path = trained / "out/export/README.md"
+    card = ModelCard.load(path)
+    head = card.data.to_dict()
+    assert head["license"] == "apache-2.0"
+    assert head["language"] == ["en"]
+    assert head["tags"] == ["lockstep", "text-classification", "feelings"]
+    assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "text-classification")
+    assert head["metrics"] == ["accuracy", "f1"]
+    name, results = model_index_to_eval_results(head["model-index"])
+    assert name == "feelings"
+    lines = [json.loads(line) for line in (trained / "out/metrics.jsonl").read_text().splitlines()]
+    for split in ("validation", "test"):
+        scored = next(line for line in lines if line["split"] == split)
+        found = {r.metric_type: r.metric_value for r in results if r.dataset_split == split}
+        assert found == {
+            "loss": round(scored["loss"], 6),
+            "accuracy": round(scored["accuracy"], 6),
+            "f1": round(scored["macro_f1"], 6),
+        }
+    kept = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
+    assert kept == yaml.safe_load((trained / "out/run.yaml").read_text())
+    assert 'pipeline("text-classification", model="PATH_OR_REPO")' in card.text
+
+
+def test_a_card_that_the_hub_would_refuse_is_not_pushed(hub: Hub, finished: Path, lockstep: Command) -> None:
+    path = finished / "out/export/README.md"
+    path.write_text(path.read_text().replace("model-index:\n- name: feelings", "model-index:\n- nom: feelings"))
+    status, _, err = lockstep(finished, *PUSH)
+    assert status == 2
+    assert "README.md" in err
+    assert "model-index" in err.replace("_", "-")
+    assert hub.received == 0
+
+
+# -- loading from it -------------------------------------------------------------------------------------------------
+
+
+def rows(shift: int) -> bytes:
+    """Forty examples whose label can be told from the text; `shift` makes another version of them."""
+    lines = [{"text": f"word{(i + shift) % 7} is {'good' if i % 2 else 'bad'}", "label": i % 2} for i in range(40)]
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+def tiny_model(folder: Path, finished: Path, width: int = 16) -> dict[str, bytes]:
+    """A pretrained GPT-2 with the tokenizer of another run, as files of a repository."""
+    tokenizer = AutoTokenizer.from_pretrained(finished / "out/export")
+    torch.manual_seed(width)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=width, vocab_size=len(tokenizer), n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def from_hub(folder: Path, **data: object) -> None:
+    values = {k: v for k, v in RUN.items() if k not in ("tokenizer", "hub")}
+    values |= {"data": {"source": "user/set", "max_length": 16, **data}, "model": {"source": "user/tiny"}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+
+
+def test_data_and_model_come_from_the_hub_at_their_revisions(
+    hub: Hub, finished: Path, tmp_path: Path, cache: Path
+) -> None:
+    old = hub.put("datasets", "user/set", {"train.jsonl": rows(0), "README.md": b"# set"})
+    hub.put("datasets", "user/set", {"train.jsonl": rows(3), "README.md": b"# set, again"})
+    first = hub.put("models", "user/tiny", tiny_model(tmp_path / "a", finished))
+    hub.put("models", "user/tiny", tiny_model(tmp_path / "b", finished, width=32))
+    from_hub(tmp_path, revision=old)
+    words = ["data.config=default", f"model.revision={first}", "data.validation_fraction=0.25"]
+    done = process(tmp_path, cache, hub, *LOCKSTEP, "train", "run.yaml", *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out/export/config.json").read_text())["n_embd"] == 16  # the newest has 32
+    head = ModelCard.load(tmp_path / "out/export/README.md").data.to_dict()
+    assert head["base_model"] == "user/tiny"
+    assert head["datasets"] == ["user/set"]
+    results = model_index_to_eval_results(head["model-index"])[1]
+    assert {r.dataset_revision for r in results} == {old}
+
+
+def test_what_was_pushed_loads_back(hub: Hub, finished: Path, cache: Path, lockstep: Command) -> None:
+    assert lockstep(finished, *PUSH)[0] == 0
+    code = (
+        "import torch\nfrom transformers import AutoModelForSequenceClassification as M, AutoTokenizer as T\n"
+        "for place in ('user/feelings', 'out/export'):\n"
+        "    text = T.from_pretrained(place)('i feel fine', return_tensors='pt')\n"
+        "    with torch.no_grad():\n"
+        "        print(M.from_pretrained(place).eval()(**text).logits.tolist())\n"
+    )
+    done = process(finished, cache, hub, sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    there, here = done.stdout.splitlines()
+    assert there == here
+    assert hub.count("resolve") > 0
+
+
+# override -> what the message has to say
+NOT_LOADED = {
+    "data.source=user/none": ["data.source", "user/none", "doesn't exist"],
+    "data.source=user/closed-set": ["data.source", "user/closed-set", "gated"],
+    "data.revision=v9": ["data.source", "user/set", "v9"],
+    "model.source=user/none": ["model.source", "user/none", "no such repository"],
+    "model.source=user/closed": ["model.source", "user/closed", "gated"],
+    "model.revision=v9": ["model.source", "user/tiny", "v9"],
+}
+
+
+def test_what_cannot_be_loaded_is_one_message_each(hub: Hub, finished: Path, tmp_path: Path, cache: Path) -> None:
+    for name, gated in (("set", False), ("closed-set", True)):
+        hub.put("datasets", f"user/{name}", {"train.jsonl": rows(0), "README.md": b"# set"}, gated=gated)
+    model = tiny_model(tmp_path / "a", finished)
+    hub.put("models", "user/tiny", model)
+    hub.put("models", "user/closed", model, gated=True)
+    from_hub(tmp_path)
+    code = (
+        "import sys\nfrom lockstep.cli import main\n"
+        f"for word in {list(NOT_LOADED)!r}:\n"
+        "    print('-- ', word, main(['train', 'run.yaml', word]), file=sys.stderr, flush=True)\n"
+    )
+    done = process(tmp_path, cache, hub, sys.executable, "-c", code)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("lockstep: ") == len(NOT_LOADED)
+    said, rest = {}, done.stderr
+    for word in NOT_LOADED:
+        message, mark, rest = rest.partition(f"--  {word} 2\n")
+        assert mark, done.stderr
+        said[word] = message
+    for word, wanted in NOT_LOADED.items():
+        for text in wanted:
+            assert text in said[word], said[word]
+    assert not (tmp_path / "out").exists()
