@@ -25,6 +25,8 @@ FILE = "launch.json"
 # Set for ranks by a launcher that has written launch.json itself; ranks without it were started by hand (torchrun,
 # accelerate launch, srun), and rank 0 writes the file.
 VARIABLE = "LOCKSTEP_LAUNCHER"
+JOB = "LOCKSTEP_JOB"  # with it, the job's id, where it is known only once the job runs
+FACT = "LOCKSTEP_FACT"  # and one of the facts, as name=value
 
 Word = Literal["waiting", "running", "done", "stopped", "failed", "gone", "unknown"]
 
@@ -110,6 +112,17 @@ def note(folder: Path, **changes: Any) -> None:
     """Change what OUTPUT/launch.json says, where there is one."""
     if (launched := read(folder)) is not None:
         write(folder, replace(launched, **changes))
+
+
+def arrived(folder: Path, processes: int, steps: int) -> None:
+    """Rank 0 is there and knows how many steps there are. A job that was submitted again by hand, or queued again, has
+    a launch of its own."""
+    record, job = read(folder), os.environ.get(JOB)
+    name, equals, value = os.environ.get(FACT, "").partition("=")
+    facts = {name: value} if equals else {}
+    if record is None or record.status is not None or (job is not None and (job, facts) != (record.job, record.facts)):
+        record = here(os.environ.get(VARIABLE, ""), processes, job, facts)
+    write(folder, replace(record, main=Process.this(), steps=steps))
 
 
 def outcome(status: int | None, text: str = "") -> State:

@@ -10,7 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from lockstep import launched, plugins
+from lockstep import launched, plugins, srun
 from lockstep.console import Console
 from lockstep.run import Run, RunError, keep
 
@@ -21,26 +21,76 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> int:
     """`lockstep train`: to the end, or on from the newest checkpoint; under torchrun and its like, as one rank."""
+    if (task := srun.task_of(os.environ)) is not None and "RANK" not in os.environ:
+        ours = os.environ.get(launched.VARIABLE) == "slurm"  # the task of a job that the slurm launcher has written
+        if ours and run.launch.options.get("ranks") == "elastic":
+            return agent_of(run, task)
+        if ours or (task.size > 1 and run.launch.name in ("local", "slurm")):
+            os.environ.update(task.variables())
+        if not ours and "RANK" in os.environ:  # srun by hand
+            os.environ.update({launched.VARIABLE: "slurm", launched.JOB: task.job, launched.FACT: f"step={task.step}"})
     if joining():
-        from lockstep import worker
-
-        return worker.main(run)
+        return joined(run)
     launcher, plan = planned(run)
-    from lockstep import hub
+    main = launcher.leads(run, plan)
+    if main:
+        only_one(run, launcher)
+    launcher.check(run, plan)
+    # a machine that only submits may have no torch: the ranks make the same checks
+    if not launcher.submits or (launcher.shares_files and importlib.util.find_spec("torch") is not None):
+        from lockstep import hub
 
-    for note in hub.check(run):
-        Console(True).say(f"note: {note}")
-    prepared = checked(run, plan)
-    from lockstep.manifest import check_resumable, finished
+        for note in hub.check(run):
+            Console(True).say(f"note: {note}")
+        prepared = checked(run, plan)
+        from lockstep.manifest import check_resumable, finished
 
-    manifest = check_resumable(run, prepared)
-    if finished(run, manifest) and not launcher.joins:
-        assert manifest is not None
-        Console(True).say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
-        return hub.push_pending(run, Console(True).say)
-    if plan.variables.get("RANK", "0") == "0":
+        manifest = check_resumable(run, prepared)
+        if finished(run, manifest) and not launcher.joins:
+            assert manifest is not None
+            Console(True).say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
+            return hub.push_pending(run, Console(True).say)
+    if main:
         keep(run)
-    return launcher.start(run, plan)
+    if launcher.submits or not main:
+        return launcher.start(run, plan)
+    launched.write(run.folder, launched.here(run.launch.name, plan.processes))
+    status = launcher.start(run, plan)
+    launched.note(run.folder, status=status, ended=time.time())
+    return status
+
+
+def joined(run: Run) -> int:
+    """This process as one rank of a job that something else has started."""
+    from lockstep import worker
+
+    if os.environ["RANK"] == "0" and launched.VARIABLE not in os.environ:
+        launched.write(run.folder, launched.here("", int(os.environ["WORLD_SIZE"])))
+    return worker.main(run)
+
+
+def agent_of(run: Run, task: srun.Task) -> int:
+    """This process as the torch elastic agent of one node of a SLURM job."""
+    from lockstep.launchers.share import Machine, run_share
+    from lockstep.launchers.slurm import Slurm, processes_of
+
+    processes = processes_of(run, Slurm.options(run))
+    machine = Machine(task.size, task.rank, processes, task.host, task.port)
+    return run_share(str(run.folder / "run.yaml"), run, machine)
+
+
+def only_one(run: Run, launcher: Launcher) -> None:
+    """Nobody else is training into OUTPUT. Errors: `RunError`."""
+    record = launched.read(run.folder)
+    if record is None or record.process == launched.Process.this():
+        return
+    known = launcher if record.launcher == run.launch.name else launcher_named(record.launcher)
+    state = known.state(run, record)
+    if state.live:
+        raise RunError(
+            f"output: {run.folder} is being trained already ({state.word}{f': {state.text}' if state.text else ''}). "
+            f"`lockstep stop {run.folder}` ends that, or give another output=FOLDER"
+        )
 
 
 def verify(run: Run, steps: int) -> int:
@@ -56,6 +106,14 @@ def verify(run: Run, steps: int) -> int:
 
 def joining() -> bool:
     """Whether this process was started as a rank: torchrun, accelerate launch and srun set the six variables."""
+    if "RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:  # accelerate's plainest way
+        if "MASTER_ADDR" in os.environ:
+            raise RunError(
+                "accelerate launch was asked for several processes, and started this one as if it were alone (it does "
+                "so with --cpu). On CPUs: ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes N ..., or "
+                "lockstep train with launch.name=accelerate"
+            )
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -74,7 +132,7 @@ def planned(run: Run) -> tuple[Launcher, Plan]:
     """The launcher and its plan; what workers import is being imported while this process goes on."""
     launcher = launcher_of(run)
     plan = launcher.plan(run)
-    if plan.processes > 1 and run.launch.name == "local":
+    if plan.processes > 1 and run.launch.name in ("local", "torchrun"):
         from lockstep.launchers.local import prestart
 
         prestart()
@@ -84,6 +142,13 @@ def planned(run: Run) -> tuple[Launcher, Plan]:
 def checked(run: Run, plan: Plan) -> Prepared:
     """Data, tokens, and every check that needs no process group. Errors: `RunError`."""
     from lockstep.data.prepare import prepare
+
+    check(run, plan)
+    return prepare(run, plugins.find("tasks", run.task.name), fresh=True)
+
+
+def check(run: Run, plan: Plan) -> None:
+    """Every check that needs neither data nor a process group. Errors: `RunError`."""
     from lockstep.strategies import strategy as strategies
 
     _find("strategy.name", "strategies", run.strategy.name)
@@ -91,7 +156,6 @@ def checked(run: Run, plan: Plan) -> Prepared:
         tracker: Any = _find("track.to", "track", name)
         tracker.check()
     strategies.checked(run, plan.processes)
-    return prepare(run, plugins.find("tasks", run.task.name), fresh=True)
 
 
 def _find(key: str, kind: str, name: str) -> type:

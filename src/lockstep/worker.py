@@ -23,13 +23,14 @@ import transformers
 import transformers.modeling_utils  # what every model needs: workers fork from a process that has imported it
 
 from lockstep import launched, plugins
+from lockstep.agreement import agree
 from lockstep.checkpoint import CheckpointError, Checkpoints, check_resumable, finished
 from lockstep.console import LOG, Console, append, clock, error
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
 from lockstep.hub import push_pending, require, write_export
-from lockstep.journal import Journal
+from lockstep.journal import Journal, launched_by
 from lockstep.journal import facts as start_facts
 from lockstep.launchers.launcher import TRAIN
 from lockstep.report import write_report
@@ -42,7 +43,7 @@ from lockstep.track.trackers import Trackers
 from lockstep.train import Counts, TrainingFailed, samples, scored, train
 from lockstep.usage import Usage
 from lockstep.watch import Watch
-from lockstep.world import World
+from lockstep.world import Unreached, World
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
 
@@ -59,16 +60,17 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
                 "more micro_batches"
             )
         module, _, function = job[0].rpartition(".")
-        return getattr(importlib.import_module(module), function)(run, world, *job[1:])
+        return left(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
     except RunError as caught:
-        if world is None or world.is_main:
+        if world is None or world.local_rank == 0:  # on every machine: its person should know, too
             error(str(caught), run.folder / LOG)
-        return BAD
+        return left(run, world, job, BAD)
     except Exception as caught:
-        if not isinstance(caught, CheckpointError | TrainingFailed):
+        if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
             tell_failure(caught, world, run.folder / LOG)
-        elif world is None or world.is_main:
+        elif world is None or world.is_main or (isinstance(caught, Unreached) and world.local_rank == 0):
             error(str(caught), run.folder / LOG)
+        left(run, world, job, FAILED)
         if world is not None and world.size > 1:
             if lost_contact(caught):
                 world.wait_to_be_stopped(1.0)  # so that the launcher sees the rank that failed by itself first
@@ -78,6 +80,13 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
     finally:
         if world is not None:
             world.close()
+
+
+def left(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
+    """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
+    if world is not None and world.is_main and tuple(job) == TRAIN:
+        launched.note(run.folder, status=status, ended=time.time())
+    return status
 
 
 def main_of_file(path: str, job: Sequence[str] = TRAIN) -> None:
@@ -93,6 +102,7 @@ def work(run: Run, world: World) -> int:
     task_class = plugins.find("tasks", run.task.name)
     prepared = prepare(run, task_class)
     world.join()
+    agree(run, world, prepared)
     console = Console(world.is_main, world.log, run.track.console)
     if world.is_main:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
@@ -103,11 +113,11 @@ def work(run: Run, world: World) -> int:
     strategy.build(task)
     feed = Feed(run, task, strategy.leaves(), world.device)
     opening = facts(run, world, task, strategy, feed)
-    console.facts(opening)
+    console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
     checkpoints = Checkpoints(run, world, prepared, feed.total, console.note)
     rehearse(run, world, strategy, feed)
     if world.is_main:
-        launched.note(run.folder, main=launched.Process.this(), steps=feed.total)
+        launched.arrived(run.folder, world.size, feed.total)
     step, notes = checkpoints.resume(strategy)
     for text in notes:
         console.note(text)

@@ -55,6 +55,15 @@ class Launcher(ABC):
     def plan(self, run: Run) -> Plan:
         """Pure: the same run gives the same plan on the same machine. Errors: `RunError`."""
 
+    def check(self, run: Run, plan: Plan) -> None:  # noqa: B027 - most have nothing to check
+        """What can be found wrong before data is prepared or anything is started: a program or package that is missing,
+        a job that its scheduler refuses. Errors: `RunError`."""
+
+    def leads(self, run: Run, plan: Plan) -> bool:
+        """Whether this process speaks for the job: it keeps OUTPUT/run.yaml and says in OUTPUT/launch.json that the run
+        is on. One process of a job does, where several are started by hand."""
+        return plan.variables.get("RANK", "0") == "0"
+
     @abstractmethod
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         """Do exactly what the plan says; every process does `job`. Returns the exit status of the command."""

@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+
+
+_STOPS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send
 
 
 class Local(Launcher):
@@ -87,7 +91,16 @@ def prestart() -> None:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.worker"])
-    forkserver.ensure_running()
+    if threading.current_thread() is not threading.main_thread():  # who may set no signal handler
+        forkserver.ensure_running()
+        return
+    # Schedulers signal every process of a job, also this server, whose end would be that of the ranks
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def run_agent(path: str, processes: int, run: Run, job: Sequence[str]) -> int:
@@ -170,18 +183,24 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-def entry(path: str, job: Sequence[str]) -> None:
-    """One rank. Ends with the launcher, whatever ended that: no orphans that go on writing to OUTPUT."""
-    import threading
-
+def entry(run: str | Run, job: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    """One rank of a run, or of the run file at a path. Ends with the launcher, whatever ended that: no orphans that go
+    on writing to OUTPUT."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this rank's parent is the fork server,
     threading.Thread(target=_follow_launcher, name="lockstep-launcher", daemon=True).start()  # not the launcher
-    from lockstep.worker import main_of_file
+    for number in _STOPS:
+        signal.signal(number, signal.SIG_DFL)  # until the rank listens itself
+    for name, value in (variables or {}).items():
+        os.environ.setdefault(name, value)
+    from lockstep import worker
 
-    main_of_file(path, job)
+    if isinstance(run, str):
+        worker.main_of_file(run, job)
+    else:
+        sys.exit(worker.main(run, job=job))
 
 
 def _follow_launcher() -> None:

@@ -1,0 +1,343 @@
+"""SLURM: writes an sbatch file that a person can read and submit again, checks it, submits it and follows the job.
+
+In: `launch: {name: slurm, machines: N, processes: P, ...}` on a machine with `sbatch`; it needs no torch. Out: a job
+whose every task runs `lockstep train OUTPUT/run.yaml`, and the exit status of the training; with `--detach` 0 as soon
+as the job is queued. `status`, `logs` and `stop` ask SLURM about it from any machine of the cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from lockstep import launched
+from lockstep.console import Console
+from lockstep.launched import Launched, State
+from lockstep.launchers import sbatch
+from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.run import Run, RunError
+from lockstep.sections import Positive, Section
+
+_POLL_S = 3.0  # between questions to SLURM
+_LIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+
+
+class Slurm(Launcher):
+    """Nodes of a cluster with SLURM and a file system that all of them share."""
+
+    submits = True
+
+    class Options(Section):
+        """What is asked of SLURM."""
+
+        machines: Positive = Field(1, description="nodes")
+        ranks: Literal["srun", "elastic"] = Field(
+            "srun", description="who starts a node's ranks: srun, a task each; or torch elastic in one task a node"
+        )
+        partition: str | None = Field(None, description="where to queue; default: the cluster's own")
+        account: str | None = Field(None, description="who is charged")
+        qos: str | None = Field(None, description="quality of service")
+        constraint: str | None = Field(None, description="features that the nodes must have")
+        time: str | None = Field(None, description="limit, 4h or 1d12h; or SLURM's own form, in quotes")
+        warn: str = Field("2m", description="how long before the limit the ranks are told to save")
+        gpus: int = Field(0, ge=0, description="GPUs of each node")
+        cpus: Positive | None = Field(None, description="cores of each process")
+        memory: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="memory of each node, for example 64G")
+        requeue: bool = Field(True, description="back to the queue after the warning, preemption or loss of a node")
+        setup: list[str] = Field(
+            default_factory=list, description="shell lines before the ranks start: module load ..."
+        )
+        extra: list[str] = Field(default_factory=list, description="further options of sbatch, each from its -- on")
+        python: str | None = Field(None, description="the nodes' Python; default: this one")
+        detach: bool = Field(False, description="return as soon as the job is queued (also: --detach)")
+
+        @field_validator("time", "warn", mode="before")
+        @classmethod
+        def _a_time(cls, value: Any) -> Any:
+            if isinstance(value, int):
+                raise ValueError(f'{value} is a number: write 4h, or "4:00:00" in quotes (YAML reads 4:00:00 as 14400)')
+            if isinstance(value, str):
+                sbatch.minutes_of(value)
+            return value
+
+        @field_validator("partition", "account", "qos", "constraint", "python")
+        @classmethod
+        def _one_word(cls, value: str | None) -> str | None:
+            if value is not None and not re.fullmatch(r"[^\s\"']+", value):
+                raise ValueError(f"{value!r} is not one word")
+            return value
+
+        @field_validator("extra", "setup")
+        @classmethod
+        def _lines(cls, value: list[str], info: Any) -> list[str]:
+            for line in value:
+                if "\n" in line or (info.field_name == "extra" and not line.startswith("-")):
+                    raise ValueError(f"{line!r} is not {'an option such as --mail-type=END' if '-' else 'a line'}")
+            return value
+
+    def plan(self, run: Run) -> Plan:
+        file = _absolute(run.folder) / sbatch.FILE
+        job = self._job(run, [str(_absolute(run.folder) / "run.yaml")])
+        ranks = job.nodes * job.tasks * job.processes
+        notes = [f"submitted with sbatch; the ranks' output is in {run.folder}/slurm-JOB.out"]
+        if not job.minutes:
+            notes.append("no launch.time: the ranks are not warned before the partition's own limit ends the job")
+        if run.launch.threads == "auto":
+            notes.append("launch.threads: auto follows the cores of a task; set it to compare bits with other machines")
+        return Plan(ranks, ["sbatch", "--parsable", str(file)], files={str(file): sbatch.text_of(job)}, notes=notes)
+
+    def check(self, run: Run, plan: Plan) -> None:
+        check(plan)
+
+    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+        if tuple(job) != TRAIN:
+            raise RunError("launch.name: slurm submits training only; verify under srun, or with launch.name=local")
+        record = launched.here("slurm", plan.processes, submit(plan))
+        launched.write(run.folder, record)
+        console = Console(True)
+        console.say(f"job {record.job} is queued; its file is {run.folder / sbatch.FILE}")
+        if self.options(run).detach:
+            console.say(f"lockstep status|logs|stop {shlex.quote(str(run.folder))} look after it")
+            return 0
+        return self._follow(run, record, console)
+
+    # -- looking after a job -----------------------------------------------------------------------------------------
+
+    def state(self, run: Run, record: Launched) -> State:
+        return state_of(record)
+
+    def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
+        return launched.lines_of(log_of(run, record), follow, _slowly(lambda: self.state(run, record).live))
+
+    def stop(self, run: Run, record: Launched) -> str:
+        job = str(record.job)
+        if self.state(run, record).word == "waiting":
+            _ask("scancel", job)
+            return f"job {job} is cancelled; it was waiting"
+        if "step" in record.facts:
+            _ask("scancel", "--signal=TERM", record.facts["step"])
+            return f"SIGTERM sent to the ranks of step {record.facts['step']}"
+        _ask("scontrol", "update", f"JobId={job}", "Requeue=0")  # or its script would queue it again
+        _ask("scancel", "--signal=TERM", job)
+        return f"SIGTERM sent to the ranks of job {job}, which is not to be queued again"
+
+    def _follow(self, run: Run, record: Launched, console: Console) -> int:
+        """Say what the job says, and when its state changes, until it has ended."""
+        last = [State("unknown")]
+
+        def live() -> bool:
+            now = self.state(run, record)
+            if (now.word, now.text) != (last[0].word, last[0].text):
+                console.say(f"job {record.job}: {now.word}{f', {now.text}' if now.text else ''}")
+            last[0] = now
+            return now.live
+
+        try:
+            for line in launched.lines_of(log_of(run, record), True, _slowly(live)):
+                console.say(line)
+        except KeyboardInterrupt:
+            where = shlex.quote(str(run.folder))
+            console.say(f"the job goes on: lockstep logs --follow {where} shows it, lockstep stop {where} ends it")
+            return 130
+        return last[0].status if last[0].status is not None else 75 if last[0].word == "stopped" else 1
+
+    # -- the file ----------------------------------------------------------------------------------------------------
+
+    def _job(self, run: Run, files: Sequence[str]) -> sbatch.Job:
+        """What is asked for one run. Errors: `RunError`."""
+        asked = self.options(run)
+        processes = processes_of(run, asked)
+        world = asked.machines * processes
+        if world > run.micro_batches:
+            raise RunError(
+                f"launch.machines: {asked.machines} machine(s) with {processes} process(es) each cannot share "
+                f"{run.micro_batches} micro-batches; use fewer machines or processes, or more micro_batches"
+            )
+        minutes = sbatch.minutes_of(asked.time) if asked.time else None
+        warn = 60 * sbatch.minutes_of(asked.warn)
+        if minutes and warn >= 60 * minutes:
+            raise RunError(f"launch.warn: {asked.warn} is not shorter than launch.time ({asked.time})")
+        elastic = asked.ranks == "elastic"
+        return sbatch.Job(
+            name=run.name,
+            nodes=asked.machines,
+            tasks=1 if elastic else processes,
+            processes=processes if elastic else 1,
+            folder=_absolute(run.folder),
+            command=[asked.python or sys.executable, "-m", "lockstep", "train", *files],
+            here=Path.cwd(),
+            cpus=asked.cpus,
+            gpus=asked.gpus,
+            minutes=minutes,
+            warn_s=warn,
+            restarts=0 if elastic else run.launch.max_restarts,
+            requeue=asked.requeue,
+            asked={
+                "partition": asked.partition,
+                "account": asked.account,
+                "qos": asked.qos,
+                "constraint": asked.constraint,
+                "mem": asked.memory,
+            },
+            extra=asked.extra,
+            setup=asked.setup,
+        )
+
+
+def array_plan(run: Run, runs: Sequence[Path], folder: Path, at_most: int | None = None) -> Plan:
+    """An array job over resolved run files, such as the trials of a sweep: every array task trains one of them with
+    what `run.launch` (of the slurm launcher) asks for, and is requeued and resumed by itself. `folder`: of the file and
+    the logs; `at_most`: array tasks that run at a time. `submit` submits it; task i is job `ID_i`. Errors: `RunError`.
+    """
+    if not runs:
+        raise RunError("an array job needs at least one run file")
+    from dataclasses import replace
+
+    job = replace(
+        Slurm()._job(run, ["$run"]), folder=_absolute(folder), array=[_absolute(p) for p in runs], at_most=at_most
+    )
+    file = str(_absolute(folder) / sbatch.FILE)
+    ranks = job.nodes * job.tasks * job.processes
+    return Plan(ranks, ["sbatch", "--parsable", file], files={file: sbatch.text_of(job)}, notes=[f"{len(runs)} runs"])
+
+
+def check(plan: Plan) -> None:
+    """Let SLURM look at the plan's file; nothing is queued. Errors: `RunError` with SLURM's own words."""
+    if shutil.which("sbatch") is None:
+        raise RunError(
+            "launch.name: slurm needs the program sbatch, which is not on this machine's PATH; run this on a login "
+            "node of the cluster, or use launch.name=local"
+        )
+    text = plan.files[plan.command[-1]]
+    tested = subprocess.run(["sbatch", "--test-only"], input=text, capture_output=True, text=True, check=False)
+    if tested.returncode:
+        raise RunError(f"launch: SLURM refuses the job, nothing was queued: {_words(tested.stderr)}")
+
+
+def submit(plan: Plan) -> str:
+    """Write the plan's files and queue the job, once SLURM has checked it. Returns its id. Errors: `RunError`; nothing
+    is queued then."""
+    check(plan)
+    try:
+        for path, text in plan.files.items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"output: cannot write {error.filename}: {error.strerror}") from None
+    return _ask(*plan.command).strip().partition(";")[0]
+
+
+def processes_of(run: Run, asked: Any) -> int:
+    """Of each node. Errors: `RunError` where nobody says how many."""
+    if run.launch.processes != "auto":
+        return int(run.launch.processes)
+    if run.strategy.name == "single":
+        return 1
+    if not asked.gpus:
+        raise RunError(
+            "launch.processes: say how many processes each node runs; auto means one a GPU (launch.gpus), and the "
+            "cores of the nodes are not known here"
+        )
+    return int(asked.gpus)
+
+
+def log_of(run: Run, record: Launched) -> Path:
+    """What the ranks of a job said."""
+    if "log" in record.facts:
+        return Path(record.facts["log"])
+    found = run.folder / f"slurm-{record.job}.out"
+    return found if "step" not in record.facts else run.folder / "log.txt"
+
+
+def state_of(record: Launched) -> State:
+    """What SLURM says of a job, else what rank 0 left in writing."""
+    if record.facts.get("step") and record.status is not None:
+        return launched.outcome(record.status)
+    if shutil.which("scontrol") is None:
+        return State("unknown", "this machine has no scontrol to ask SLURM with")
+    facts = _facts(str(record.job))
+    if facts is None:
+        return _remembered(record)
+    word, reason = facts["JobState"], facts.get("Reason", "None")
+    restarts = f", restarted {facts['Restarts']} time(s)" if facts.get("Restarts", "0") != "0" else ""
+    if word in _WAITING:
+        return State("waiting", f"{word.lower()} ({reason}){restarts}")
+    if word in _LIVE:
+        return State("running", f"{word.lower()} on {facts.get('NodeList', '?')}{restarts}")
+    return _ended(word, facts.get("ExitCode", ""), restarts, record)
+
+
+def _ended(word: str, code: str, more: str, record: Launched) -> State:
+    status, _, number = code.partition(":")
+    if word == "CANCELLED":
+        return State("stopped", f"cancelled{more}", record.status)
+    if word in ("COMPLETED", "FAILED") and status.isdecimal():
+        killed = f"ended by signal {number}{more}" if number not in ("", "0") else more.removeprefix(", ")
+        return launched.outcome(int(status) or (0 if word == "COMPLETED" else 1), killed)
+    return State("failed", f"{word.lower().replace('_', ' ')}{more}")
+
+
+def _facts(job: str) -> Mapping[str, str] | None:
+    """`scontrol show job`; None for a job that SLURM has forgotten. Errors: `RunError` when SLURM does not answer."""
+    shown = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, check=False)
+    if shown.returncode == 0 and "JobState=" in shown.stdout:
+        return dict(re.findall(r"(\w+)=(\S*)", shown.stdout.splitlines()[0]))
+    if "Invalid job id" in shown.stderr + shown.stdout:
+        return None
+    raise RunError(f"SLURM does not answer about job {job}: {_words(shown.stderr)}")
+
+
+def _remembered(record: Launched) -> State:
+    """Of a job that the controller has forgotten: from accounting where there is some, else from launch.json."""
+    if shutil.which("sacct"):
+        words = ["sacct", "-X", "-n", "-P", "-j", str(record.job), "-o", "State,ExitCode"]
+        shown = subprocess.run(words, capture_output=True, text=True, check=False)
+        if shown.returncode == 0 and shown.stdout.strip():
+            word, _, code = shown.stdout.splitlines()[-1].partition("|")
+            return _ended(word.split()[0], code, "", record)
+    if record.status is not None:
+        return launched.outcome(record.status, f"SLURM has forgotten job {record.job}")
+    return State("gone", f"SLURM has forgotten job {record.job}, and its ranks left no exit status")
+
+
+def _ask(*words: str) -> str:
+    """What one of SLURM's programs prints. Errors: `RunError` with its own words."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise RunError(f"{words[0]} cannot be run here: {error.strerror}") from None
+    if done.returncode:
+        raise RunError(f"{shlex.join(words)}: {_words(done.stderr)}")
+    return done.stdout
+
+
+def _slowly(live: Any) -> Any:
+    """Ask seldom; in between the last answer holds."""
+    answer, asked = True, -_POLL_S
+
+    def ask() -> bool:
+        nonlocal answer, asked
+        if time.monotonic() - asked >= _POLL_S:
+            answer, asked = live(), time.monotonic()
+        return answer
+
+    return ask
+
+
+def _words(text: str) -> str:
+    lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines() if line.strip()]
+    return "; ".join(lines) or "it says nothing"
+
+
+def _absolute(path: Path) -> Path:
+    return Path.cwd() / path
