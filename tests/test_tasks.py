@@ -33,7 +33,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
         "scores": scores,
-        "samples": task.samples(strategy.generate),
+        "samples": task.samples(strategy.generate, strategy.forward),
         "counts": counts,
         "targets": [b.targets for b in batches],
         "lengths": [(b.tokens, b.padded) for b in batches],

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import manifest as manifests
 from lockstep.data.tokens import Prepared
+from lockstep.journal import launched_by
 from lockstep.manifest import Manifest, broken, candidates, check_resumable, finished, folder_of, name_of, newest_first
 from lockstep.run import Run, RunError
 
@@ -56,7 +57,7 @@ class Checkpoints:
     ) -> None:
         self.run, self.world, self.prepared, self.steps, self.say = run, world, prepared, steps, say
         self.folder = folder_of(run)
-        self.trackers: dict[str, str] = {}  # run ids, which travel in the manifest
+        self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
         self.newest: int | None = None  # step of the last one that was written or resumed from
         self.best: float | None = None  # the highest score of `checkpoint.best` that is kept
         self._shard: Shard | None = None
@@ -86,9 +87,11 @@ class Checkpoints:
             data=self.prepared.key,
             strategy=self.run.strategy.name,
             world_size=self.world.size,
+            hosts=self.world.hosts,
+            launch=launched_by(self.run),
             bits=type(strategy).gives_bits(self.run),
             scores={name: float(value) for name, value in (scores or {}).items()},
-            trackers=self.trackers,
+            trackers=dict(self.trackers),  # a tracker's thread may add to it
             **self._facts(),
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
@@ -247,6 +250,7 @@ class Checkpoints:
                 continue
             strategy.load_parts(self._open(self.folder / name))
             self.newest = manifest.step
+            self.trackers.update(manifest.trackers)
             return manifest.step, notes + self._differences(name, manifest, type(strategy).gives_bits(self.run))
         return 0, notes
 

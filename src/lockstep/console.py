@@ -1,7 +1,7 @@
 """What a person sees: the opening lines, a progress bar, and the closing table. One voice for all ranks.
 
-In: facts and numbers. Out: text on the terminal, with a bar where it is one, in plain lines where it is not (a pipe, the
-log of a job); and the same lines in a log file, for `lockstep logs`.
+In: facts and numbers. Out: text on the terminal, with a bar where it is one, in plain lines where it is not (a pipe, a
+job's log); and the same lines in a log file, for `lockstep logs`.
 """
 
 from __future__ import annotations

@@ -5,11 +5,14 @@ In: the tensors that are alive. Out: bytes, at the moments that matter: between 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -67,8 +70,20 @@ def measured(before: int) -> Iterator[Held]:
     held.at_rest = tensor_bytes() - before
 
 
+def resident() -> int:
+    """Memory this process holds now, in bytes; where the operating system does not tell, the most it ever held."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return peak_resident()
+
+
 def peak_resident() -> int:
     """The most memory this process ever held, in bytes, as the operating system tells it; 0 where it does not."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):  # Linux: getrusage would count what the parent held
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024
     try:
         import resource
     except ImportError:  # Windows

@@ -48,8 +48,9 @@ def train(run: Run) -> int:
         manifest = check_resumable(run, prepared)
         if finished(run, manifest) and not launcher.joins:
             assert manifest is not None
-            Console(True).say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
-            return hub.push_pending(run, Console(True).say)
+            say = Console(True, voice=run.track.console).say
+            say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
+            return hub.push_pending(run, say)
     if main:
         keep(run)
     if launcher.submits or not main:

@@ -22,11 +22,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_of(known: argparse.Namespace) -> Run:
     """The run that was asked for; without a file the quick start."""
-    overrides = [known.run, *known.overrides] if known.run is not None else []
-    path = next((word for word in overrides if "=" not in word), None)
+    return load(*split(known), QUICK_START)
+
+
+def split(known: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The run file, if one is given, and the overrides."""
+    words = [word for word in (known.run, *known.overrides) if word is not None]
+    path = next((word for word in words if "=" not in word), None)
     if path is not None:
-        overrides.remove(path)
-    return load(path, overrides, QUICK_START)
+        words.remove(path)
+    return path, words
 
 
 def joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:

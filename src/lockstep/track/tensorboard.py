@@ -1,38 +1,37 @@
 """TensorBoard event files under `OUTPUT/tensorboard/`.
 
-In: numbers. Out: scalars `train/...` and `eval/...` against the step. Needs the extra `lockstep-train[tensorboard]`.
+In: numbers and samples. Out: scalars `train/...` and `eval/...` and texts against the step. Needs the extra
+`lockstep-train[tensorboard]`.
 """
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Sequence
 
-from lockstep.run import Run, RunError
-from lockstep.track.tracker import Tracker
+from lockstep.track.tracker import End, Sample, Tracker, named
 
 
 class TensorBoard(Tracker):
     """`tensorboard --logdir OUTPUT` shows them."""
 
-    @classmethod
-    def check(cls) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise RunError("track.to: tensorboard is not installed: pip install 'lockstep-train[tensorboard]'")
+    packages = ("tensorboard",)
 
-    def __init__(self, run: Run, after: int) -> None:
-        super().__init__(run, after)
+    def open(self) -> str:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=after + 1 if after else None)
+        folder = self.run.folder / "tensorboard"
+        # Events of steps that are trained again are dropped by whoever reads the files.
+        self._writer = SummaryWriter(str(folder), purge_step=self.after + 1 if self.after else None)
+        return f"tensorboard --logdir {folder}"
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
-        place = {"train": "train", "validation": "eval"}.get(split, split)
-        for name, value in numbers.items():
-            self._writer.add_scalar(f"{place}/{name}", value, step)
+        for name, value in named(split, numbers).items():
+            self._writer.add_scalar(name, value, step)
 
-    def show(self, step: int, samples: list[str]) -> None:
-        for number, text in enumerate(samples):
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        for number, sample in enumerate(samples):
+            text = "\n\n".join(f"**{column}** {value}" for column, value in sample.items())  # Markdown
             self._writer.add_text(f"eval/sample_{number}", text, step)
 
-    def close(self) -> None:
+    def close(self, end: End) -> None:
         self._writer.close()

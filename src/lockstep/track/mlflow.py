@@ -1,0 +1,96 @@
+"""MLflow: one run in a tracking server or in a local SQLite file.
+
+In: numbers and samples. Out: an MLflow run with metrics `train/...`, `eval/...` and `system/...` against the step, the
+resolved run as its parameters, a table of samples as an artifact. Needs the extra `lockstep-train[mlflow]`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from lockstep import messages
+from lockstep.sections import Section
+from lockstep.track.tracker import End, Sample, Tracker, named
+
+STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class MLflow(Tracker):
+    """`mlflow ui --backend-store-uri sqlite:///OUTPUT/mlflow.db` shows a local one."""
+
+    packages = ("mlflow",)
+
+    class Options(Section):
+        uri: str | None = Field(
+            None, description="tracking server or store; default: $MLFLOW_TRACKING_URI, else a SQLite file in OUTPUT"
+        )
+        experiment: str = Field("lockstep", description="MLflow experiment")
+        name: str | None = Field(None, description="what the run is called; default: the run's name")
+        tags: dict[str, str] = Field(default_factory=dict, description="tags of the run")
+
+    def open(self) -> str:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # the terminal is the console's
+
+        folder = self.run.folder.resolve()
+        uri = self.options.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
+        self._client: Any = MlflowClient(uri)
+        self._held: dict[str, int] = {}  # metric -> last step that the store has, of a run that goes on
+        if self.run_id is not None:
+            self._client.update_run(self.run_id, status="RUNNING")
+            return f"{uri}, run {self.run_id} goes on"
+        experiment = self._client.get_experiment_by_name(self.options.experiment)
+        artifacts = (folder / "mlflow").as_uri() if uri.startswith("sqlite:") else None
+        number = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(self.options.experiment, artifact_location=artifacts)
+        )
+        run = self._client.create_run(number, run_name=self.options.name or self.run.name, tags=self.options.tags)
+        self.run_id = run.info.run_id
+        self._parameters()
+        return f"{uri}, run {self.run_id}"
+
+    def _parameters(self) -> None:
+        from mlflow.entities import Param
+
+        flat = messages.flat(self.run.model_dump(mode="json"))
+        rows = [Param(key, str(value)[:6000]) for key, value in flat.items()]
+        for start in range(0, len(rows), 100):  # as many as a request may hold
+            self._client.log_batch(self.run_id, params=rows[start : start + 100])
+
+    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        fresh = {k: v for k, v in named(split, numbers).items() if step > self._last(k) and math.isfinite(v)}
+        rows = [Metric(name, value, now, step) for name, value in fresh.items()]
+        for start in range(0, len(rows), 1000):
+            self._client.log_batch(self.run_id, metrics=rows[start : start + 1000])
+
+    def _last(self, name: str) -> int:
+        """MLflow deletes nothing: what it has of steps that are trained again stays, and is not logged twice."""
+        if not self.after:
+            return -1
+        if name not in self._held:
+            history = self._client.get_metric_history(self.run_id, name)
+            self._held[name] = max((metric.step for metric in history), default=-1)
+        return self._held[name]
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """A file for each evaluation."""
+        text = {"columns": ["step", *samples[0]], "data": [[step, *sample.values()] for sample in samples]}
+        self._client.log_dict(self.run_id, text, f"samples/step-{step:06d}.json")
+
+    def close(self, end: End) -> None:
+        self._client.set_terminated(self.run_id, STATUS[end])

@@ -1,0 +1,72 @@
+"""Trackio: a run in a local store, or in a Hugging Face Space.
+
+In: numbers and samples. Out: a Trackio run with `train/...`, `eval/...` and `system/...` against the step, the resolved
+run as its config, a table of samples. The store is `$TRACKIO_DIR`, by default in Hugging Face's cache; a Space needs
+`HF_TOKEN`. Needs the extra `lockstep-train[trackio]`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from lockstep.sections import Section
+from lockstep.track.tracker import End, Sample, Tracker, named
+
+
+class Trackio(Tracker):
+    """`trackio show --project PROJECT` shows it. A run goes on by its name."""
+
+    packages = ("trackio",)
+
+    class Options(Section):
+        project: str = Field("lockstep", description="Trackio project")
+        group: str | None = Field(None, description="runs that belong together")
+        name: str | None = Field(None, description="what the run is called; default: the run's name and the time")
+        space: str | None = Field(None, description="USER/SPACE on the Hub to log to; default: the local store")
+        private: bool = Field(True, description="create the Space private")
+
+    def open(self) -> str:
+        import trackio
+        from trackio import deploy, run, utils
+
+        for module in (trackio, deploy, run, utils):
+            module.print = _silent  # type: ignore[attr-defined]  # the terminal is the console's
+        options = self.options
+        self.run_id = self.run_id or options.name or f"{self.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self._trackio: Any = trackio.init(
+            project=options.project,
+            name=self.run_id,
+            group=options.group,
+            space_id=options.space,
+            private=options.private if options.space else None,
+            config=self.run.model_dump(mode="json"),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,  # of this process only; `system/...` has those of every rank
+            auto_log_cpu=False,
+        )
+        self._rows: list[dict[str, Any]] = []
+        where = f"https://huggingface.co/spaces/{options.space}" if options.space else str(utils.TRACKIO_DIR)
+        return f"run {self.run_id} in {where}; trackio show --project {options.project}"
+
+    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        self._trackio.log(named(split, numbers), step=step)
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """One table of the whole run, which each evaluation makes longer."""
+        import pandas
+        import trackio
+
+        self._rows += [{"step": step, **sample} for sample in samples]
+        self._trackio.log({"eval/samples": trackio.Table(dataframe=pandas.DataFrame(self._rows))}, step=step)
+
+    def close(self, end: End) -> None:
+        self._trackio.finish()
+
+
+def _silent(*words: Any, **options: Any) -> None:
+    pass

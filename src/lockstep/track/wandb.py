@@ -1,0 +1,101 @@
+"""Weights & Biases: one run for all ranks, which goes on after a resume.
+
+In: numbers and samples. Out: a W&B run with `train/...`, `eval/...` and `system/...` against the step, the resolved run
+as its config, a table of samples. The key comes from `WANDB_API_KEY` or `wandb login`; without one, or without a
+network, the run is kept in `OUTPUT/wandb`, from where `wandb sync` sends it later. Needs the extra
+`lockstep-train[wandb]`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from lockstep.sections import Section
+from lockstep.track.tracker import End, Sample, Tracker, named
+
+SECONDS_TO_CONNECT = 60.0
+
+
+class WandB(Tracker):
+    """A name that differs from the package's only by its folder: imports are absolute, so `wandb` is the package."""
+
+    packages = ("wandb",)
+
+    class Options(Section):
+        project: str = Field("lockstep", description="W&B project")
+        entity: str | None = Field(None, description="W&B user or team; default: the account's own")
+        group: str | None = Field(None, description="runs that belong together, such as the seeds of one experiment")
+        name: str | None = Field(None, description="what the run is called; default: the run's name")
+        tags: list[str] = Field(default_factory=list, description="words to find the run by")
+        notes: str | None = Field(None, description="a longer description")
+        mode: Literal["online", "offline"] | None = Field(
+            None, description="offline: keep the run in OUTPUT/wandb, for `wandb sync`; default: $WANDB_MODE or online"
+        )
+
+    def open(self) -> str:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # errors stay here, too
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))  # the terminal is the console's
+        self.run_id = self.run_id or secrets.token_hex(4)
+        self._rows: list[list[Any]] = []
+        mode = self.options.mode or os.environ.get("WANDB_MODE") or "online"
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            self._start(wandb, "offline")
+            return f"no API key (WANDB_API_KEY); {self._kept()}"
+        try:
+            self._start(wandb, mode)
+        except wandb.errors.CommError as caught:
+            self._start(wandb, "offline")
+            return f"{' '.join(str(caught).split())[:200]}; {self._kept()}"
+        return self._wandb.url or self._kept()
+
+    def _kept(self) -> str:
+        folder = Path(self._wandb.dir).parent
+        return f"run {self.run_id} is kept on disk; send it with: wandb sync {folder}"
+
+    def _start(self, wandb: Any, mode: str) -> None:
+        options = self.options
+        self._wandb: Any = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            group=options.group,
+            name=options.name or self.run.name,
+            tags=options.tags or None,
+            notes=options.notes,
+            config=self.run.model_dump(mode="json"),
+            dir=str(self.run.folder),
+            id=self.run_id,
+            resume="allow",
+            mode=mode,
+            settings=wandb.Settings(
+                console="off",
+                init_timeout=SECONDS_TO_CONNECT,
+                finish_timeout=self.run.track.wait_s,
+                disable_git=True,  # no diff of the working tree is sent
+                disable_code=True,
+                x_disable_stats=True,  # of this process only; `system/...` has those of every rank
+            ),
+        )
+
+    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        self._wandb.log(named(split, numbers), step=step)
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """One table of the whole run, which each evaluation makes longer."""
+        import wandb
+
+        columns: list[str | int] = ["step", *samples[0]]
+        self._rows += [[step, *sample.values()] for sample in samples]
+        self._wandb.log({"eval/samples": wandb.Table(columns=columns, data=self._rows)}, step=step)
+
+    def close(self, end: End) -> None:
+        if end == "stopped":
+            self._wandb.mark_preempting()
+        self._wandb.finish(exit_code=0 if end == "done" else 1)
