@@ -55,6 +55,7 @@ class Journal:
 
     def times(self, step: int, seconds: Sequence[float]) -> None:
         """Begin to gather what ranks spent their time on, as `Phases.take` gave it; `answer` writes it. Collective."""
+        self.answer()
         if self._world is not None:
             steps, self._last = step - self._last, step
             self._asked = time.time(), step, steps, self._world.each(seconds)
@@ -105,6 +106,7 @@ def launched_by(run: Run) -> str:
     for variable, name in (
         ("LOCKSTEP_LAUNCHER", f"launcher {run.launch.name}"),
         ("SLURM_PROCID", "srun"),
+        ("ACCELERATE_MIXED_PRECISION", "accelerate launch"),
         ("TORCHELASTIC_RUN_ID", "torchrun, or what starts ranks as it does"),
     ):
         if variable in os.environ:

@@ -38,10 +38,12 @@ class Manifest:
     trackers: dict[str, str] = field(default_factory=dict)  # run ids, by tracker
     hashes: dict[str, str] = field(default_factory=dict)  # file -> SHA-256
     format: int = FORMAT
+    hosts: list[str] = field(default_factory=list)  # of every rank
+    launch: str = ""  # how they were started
 
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
-        values = asdict(self)
+        values = {k: v for k, v in asdict(self).items() if v or k not in ("hosts", "launch")}  # older ones have neither
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
 

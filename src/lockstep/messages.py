@@ -123,6 +123,22 @@ def kind(value: Any) -> str:
     return "nothing" if value is None else names.get(type(value), type(value).__name__)
 
 
+class Yaml(yaml.SafeLoader):
+    """YAML without the numbers to base 60 of its version 1.1, which read `1:4` as 64."""
+
+
+_INT = "tag:yaml.org,2002:int"
+Yaml.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != _INT]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Yaml.add_implicit_resolver(
+    _INT,
+    re.compile(r"^(?:[-+]?0b[0-1_]+|[-+]?0[0-7_]+|[-+]?(?:0|[1-9][0-9_]*)|[-+]?0x[0-9a-fA-F_]+)$"),
+    list("-+0123456789"),
+)
+
+
 def lines_of(text: str) -> dict[str, int]:
     """Dotted key -> line (from 1) in the run file."""
     found: dict[str, int] = {}

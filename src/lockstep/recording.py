@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep import optim, plugins
 from lockstep.batch import StepBatch
+from lockstep.agreement import agree
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.memory import Held, measured, tensor_bytes
@@ -69,6 +70,7 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     task_class = plugins.find("tasks", run.task.name)
     prepared = prepare(run, task_class)
     world.join()
+    agree(run, world, prepared)
     task = task_class(run, prepared)
     before = tensor_bytes()
     strategy.build(task)

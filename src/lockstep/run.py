@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +28,14 @@ from lockstep.sections import (
     ModelSection,
     OptimSection,
     PluginSection,
-    ProfileSection,
     Positive,
+    ProfileSection,
     Section,
     StrategySection,
     TaskSection,
     TokenizerSection,
     TrackSection,
 )
-
 
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
 
@@ -158,7 +158,7 @@ def load(
         origin = str(path)
         try:
             text = Path(path).read_text(encoding="utf-8")
-            values = yaml.safe_load(text)
+            values = yaml.load(text, Loader=messages.Yaml)
         except OSError as error:
             raise RunError(f"cannot read the run file {path}: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -259,7 +259,7 @@ def keep(run: Run) -> None:
     """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
-        aside = run.folder / ".run.yaml.partial"
+        aside = run.folder / f".run.yaml.{socket.gethostname()}-{os.getpid()}.partial"  # machines may share OUTPUT
         aside.write_text(run.dump(), encoding="utf-8")
         os.replace(aside, run.folder / "run.yaml")
     except OSError as error:
@@ -290,7 +290,7 @@ def _override(text: str) -> tuple[str, Any]:
     if not equals or not _KEY.fullmatch(key):
         raise RunError(f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
     try:
-        return key, yaml.safe_load(value)
+        return key, yaml.load(value, Loader=messages.Yaml)
     except yaml.YAMLError as error:
         raise RunError(f"the value of {key} is not valid YAML: {' '.join(str(error).split())}") from None
 

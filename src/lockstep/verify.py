@@ -5,6 +5,7 @@ In: a run. Out: what differs between the two jobs, by name, and whether that is 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -181,9 +182,9 @@ def promise(recording: Recording) -> str:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def verify(run: Run, launcher: Launcher | None, steps: int) -> int:
-    """Record both jobs and tell. `launcher` None: this process is a rank already. Returns 0 when all is as promised,
-    1 when not, or a job's own exit status."""
+def verify(run: Run, launcher: Launcher | None, steps: int, verdict: Path | None = None) -> int:
+    """Record both jobs and tell; `verdict`: also into this file, as JSON. `launcher` None: this process is a rank
+    already. Returns 0 when all is as promised, 1 when not, or a job's own exit status."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     try:
         console = Console(os.environ.get("RANK", "0") == "0")
@@ -194,7 +195,7 @@ def verify(run: Run, launcher: Launcher | None, steps: int) -> int:
         console.say("the same steps as one process ...")
         if status := record_alone(run, folder / "alone", steps):
             return status
-        return tell(console, folder / "run", folder / "alone")
+        return tell(console, folder / "run", folder / "alone", verdict)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -213,7 +214,8 @@ def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
     """The same job as one process, in a process of its own. Returns its exit status."""
     values: dict[str, Any] = run.model_dump(mode="json")
     values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
-    values["launch"] |= {"name": "local", "processes": 1, "master": None, "rank": None, "world_size": None}
+    own = type(run.launch).model_fields  # without those of its launcher
+    values["launch"] = {k: v for k, v in values["launch"].items() if k in own} | {"name": "local", "processes": 1}
     values["output"] = str(folder)
     keep(Run.model_validate(values))
     code = "import sys; from lockstep.worker import main_of_file as main; main(sys.argv[1], sys.argv[2:])"
@@ -222,11 +224,14 @@ def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
     return subprocess.run(command, env={k: v for k, v in os.environ.items() if not k.startswith(launched)}).returncode
 
 
-def tell(console: Console, ours: Path, single: Path) -> int:
+def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None) -> int:
     """Print the table and the verdict. Returns the exit status."""
     mine, alone = read(ours), read(single)
     steps = compare(ours, single)
     wrong = findings(mine, alone, steps)
+    if verdict is not None:
+        found = {"agrees": not wrong, "promise": "bits" if mine.bits else "rounding", "differences": wrong}
+        verdict.write_text(json.dumps(found), encoding="utf-8")
     title = f"{mine.strategy} on {mine.processes} process(es), beside one process"
     console.table(title, COLUMNS, rows(steps))
     for what in ("gradients", "changes"):

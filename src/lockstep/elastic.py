@@ -1,0 +1,235 @@
+"""The ranks of one machine under a torch elastic agent, for the launchers `local` and `torchrun`.
+
+In: a run, how many ranks this machine starts, and where the machines meet. Out: an exit status, the same on every
+machine. A rank that dies, and a machine that is lost, stop the job; it forms again from its last checkpoint up to
+`max_restarts` times. A machine that comes is let in after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from lockstep.console import error
+from lockstep.meeting import Meeting
+from lockstep.run import Run
+
+DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
+# seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
+GRACE_S, NO_GRACE_S = 30, 2
+
+
+def run_agent(
+    run: Run,
+    processes: int,
+    meeting: Meeting,
+    entry: Callable[..., None],
+    arguments: Sequence[Any],
+    say: Callable[[str], None],
+) -> int:
+    """Start `processes` ranks of this machine, each a call of `entry(*arguments)`, and see them to their end."""
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiproc"))]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent below speaks for them
+    spec = WorkerSpec(
+        role="lockstep",
+        local_world_size=processes,
+        entrypoint=entry,
+        args=tuple(arguments),
+        rdzv_handler=meeting,  # type: ignore[arg-type]
+        max_restarts=run.launch.max_restarts,
+        monitor_interval=0.1,
+    )
+    agent = Agent(spec, meeting, int(run.launch.timeout_s), say)
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    status = FAILED
+    try:
+        status = _seen_to_end(agent, meeting)
+        return status
+    finally:
+        meeting.end(status)
+        with contextlib.suppress(RendezvousError):
+            meeting.shutdown()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for marker in Path(tempfile.gettempdir()).glob(f"lockstep-failure-{meeting.get_run_id()}*"):
+            marker.unlink(missing_ok=True)
+
+
+def _seen_to_end(agent: Agent, meeting: Meeting) -> int:
+    try:
+        result = agent.run()
+    except SignalException as stop:
+        asked = stop.sigval in (signal.SIGTERM, signal.SIGINT)
+        meeting.end(STOPPED if asked else FAILED, "stopped on request")
+        meeting.leave_together(GRACE_S)
+        return STOPPED if asked else FAILED
+    except RendezvousTimeoutError:
+        there = ", ".join(meeting.there()) or "none"
+        error(
+            f"not enough machines came to {meeting.at}:{meeting.port} within {meeting.limits.join:g} s: wanted are "
+            f"{meeting.fewest}, there were {there}. Start the same command on the others, or lower launch.machines"
+        )
+        return FAILED
+    except RendezvousClosedError:
+        return agent.follow(meeting.ended())
+    except RendezvousConnectionError as caught:
+        error(
+            f"{socket.gethostname()} lost the machine at {meeting.at}:{meeting.port}, where the machines of this job "
+            f"meet ({' '.join(str(caught.__cause__ or caught).split())[:120]}). The job ends here; start the same "
+            f"command again on every machine, and it goes on from its last checkpoint"
+        )
+        return FAILED
+    if result is None:  # the job ended while this machine was one too many
+        return agent.follow(meeting.ended())
+    if agent.verdict is not None:
+        return agent.verdict
+    if result.is_failed():
+        return next((f.exitcode for f in result.failures.values() if f.exitcode == BAD), FAILED)
+    return max((status or 0 for status in result.return_values.values()), default=DONE)
+
+
+class Agent(LocalElasticAgent):
+    """Torch elastic's own, told what our exit statuses mean, saying who died, and looking after the other machines."""
+
+    def __init__(self, spec: WorkerSpec, meeting: Meeting, timeout_s: int, say: Callable[[str], None]) -> None:
+        super().__init__(spec, DefaultLogsSpecs(), start_method="forkserver", shutdown_timeout=timeout_s)
+        self.meeting, self.say = meeting, say
+        self.verdict: int | None = None  # another machine's exit status, once this one follows it
+        self._hopeless = False  # a peer is gone for sure: ranks that wait for it will not end by themselves
+        self._asked = False
+
+    def follow(self, end: object) -> int:
+        """End as another machine did; says so. Returns the exit status."""
+        from lockstep.meeting import End
+
+        if not isinstance(end, End):
+            error(f"the job at {self.meeting.at}:{self.meeting.port} has ended without {socket.gethostname()}")
+            return FAILED
+        if end.status in (FAILED, BAD):
+            error(f"the job has ended on {end.host} with status {end.status}{f': {end.text}' if end.text else ''}")
+        else:
+            self.say(f"the job has ended on {end.host} ({end.text or 'done'})")
+        return end.status
+
+    # -- what torch elastic calls ------------------------------------------------------------------------------------
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        self._hopeless = False
+        machines = self.meeting.machines
+        if self.meeting.most > 1:
+            first, said = 0, []
+            for machine in machines:
+                last = first + machine.processes - 1
+                said.append(f"{machine.host} (rank{'s' if last > first else ''} {first}{f'-{last}' * (last > first)})")
+                first = last + 1
+            self.say(f"machines   {len(machines)} at {self.meeting.at}:{self.meeting.port}: {', '.join(said)}")
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY:
+            return self._look_around(worker_group) or result
+        if result.state != WorkerState.FAILED:
+            return result
+        ranks = [worker.global_rank for worker in worker_group.workers]  # some may be ending still
+        statuses = {failure.exitcode for failure in result.failures.values()}
+        alone = self.meeting.most == 1
+        end = None if alone else self.meeting.ended()
+        if statuses == {STOPPED}:  # not a failure, and no reason to start again
+            if not alone and self.meeting.grows():
+                return RunResult(WorkerState.HEALTHY)  # torch elastic sees in a moment who waits, and forms again
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
+        if end is not None and end.status == STOPPED:  # ranks that were not yet listening
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
+        if end is not None and end.status in (FAILED, BAD):
+            return self._give_up(self.follow(end))
+        if BAD in statuses:  # starting again would meet the same bad input
+            self._remaining_restarts = 0
+        self._tell(result)
+        if not self._remaining_restarts:
+            self.meeting.end(BAD if BAD in statuses else FAILED, "see what that machine says")
+        return result
+
+    def _look_around(self, worker_group: WorkerGroup) -> RunResult | None:
+        """What has become of the other machines, while this one's ranks are well."""
+        if self.meeting.most == 1:
+            return None
+        if (end := self.meeting.ended(at_once=False)) is not None:
+            if end.status == STOPPED and not self._asked and self._pcontext is not None:
+                self._asked = True
+                for pid in self._pcontext.pids().values():  # they agree by themselves; one that starts does not
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGTERM)
+            elif end.status in (FAILED, BAD):
+                return self._give_up(self.follow(end))
+        if hosts := self.meeting.lost():
+            self._hopeless = True
+            left = self._remaining_restarts
+            then = f"restarting from the last checkpoint ({left} restart(s) left)" if left else "no restarts left"
+            error(f"no sign of life from {', '.join(hosts)} for {self.meeting.limits.lost:g} s; {then}")
+            if not left:
+                self.meeting.end(FAILED, f"{', '.join(hosts)} was lost")
+            return RunResult(WorkerState.FAILED)
+        return None
+
+    def _give_up(self, status: int) -> RunResult:
+        self.verdict, self._remaining_restarts, self._hopeless = status, 0, True
+        return RunResult(WorkerState.FAILED)
+
+    def _tell(self, result: RunResult) -> None:
+        for rank, failure in result.failures.items():
+            how = (
+                f"was killed by {_signal(-failure.exitcode)}"
+                if failure.exitcode < 0
+                else f"ended with status {failure.exitcode}"
+            )
+            left = self._remaining_restarts
+            then = f"restarting from the last checkpoint ({left} restart(s) left)" if left else "no restarts left"
+            if failure.exitcode < 0 or left:  # otherwise the rank's own traceback has said it all
+                error(f"rank {rank} (pid {failure.pid}) on {socket.gethostname()} {how}; {then}")
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:  # a machine has come
+            self.say("another machine has come: a checkpoint, and the job forms again")
+            self.meeting.grow()
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        growing = worker_group.state == WorkerState.HEALTHY
+        self._shutdown(timeout=self._shutdown_timeout if growing else GRACE_S)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
+        super()._shutdown(death_sig, NO_GRACE_S if self._hopeless or self.meeting.gone else timeout)
+
+    def _exit_barrier(self) -> None:
+        if self.meeting.most > 1:
+            self.meeting.leave_together()
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SignalException(f"asked to stop by signal {number}", sigval=signal.Signals(number))
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,153 @@
+"""Several machines, the same command on each: they meet at an address, and each starts its own ranks.
+
+In: `launch: {name: torchrun, machines: 2, rendezvous: host:port}`; `machines: "1:4"` for as many as there are. Out: an
+exit status, the same on every machine. What torchrun does, with exit statuses that say what happened, with lost
+machines noticed in seconds, and with the network interface found. Plain `torchrun ... -m lockstep train` works too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+
+from lockstep import network
+from lockstep.console import Console
+from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.local import entry, processes_of
+from lockstep.run import Run, RunError
+from lockstep.sections import Positive, Section, Steps
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Torchrun(Launcher):
+    """Torch elastic on every machine, meeting through c10d."""
+
+    joins = True
+
+    class Options(Section):
+        """Where the machines meet, and for how long they wait."""
+
+        machines: Positive | Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = Field(
+            1,
+            description="torchrun: number of machines, or fewest:most for a job that goes on with those that are left",
+        )
+        rendezvous: str | None = Field(
+            None, description="torchrun, accelerate: host:port where the machines meet, the same on every machine"
+        )
+        interface: str | None = Field(
+            None, description="torchrun: network interface of this machine; default: the one towards the rendezvous"
+        )
+        node_rank: Steps | None = Field(
+            None, description="torchrun: this machine's place; default: the rendezvous machine first, then by address"
+        )
+        join_s: Seconds = Field(600.0, description="torchrun: seconds to wait until enough machines are there")
+        more_s: Seconds = Field(30.0, description="torchrun: seconds to wait for more once the fewest are there")
+        lost_s: Seconds = Field(15.0, description="torchrun: seconds without a sign of life after which one is lost")
+
+    def plan(self, run: Run) -> Plan:
+        options = self.options(run)
+        fewest, most = machines_of(options.machines)
+        processes = processes_of(run)
+        if fewest > most:
+            raise RunError(f"launch.machines: {options.machines!r}: the fewest come first, as in 1:4")
+        if most * processes > run.micro_batches:
+            raise RunError(
+                f"launch.machines: {most} machine(s) of {processes} process(es) cannot share {run.micro_batches} "
+                "micro-batches; use fewer machines or processes, or more micro_batches"
+            )
+        if options.lost_s < 3:
+            raise RunError(f"launch.lost_s: {options.lost_s:g} is too short; signs of life come once a second at most")
+        if fewest < most and not run.launch.max_restarts:
+            raise RunError(
+                f"launch.machines: {options.machines} means that the job goes on when a machine is lost; say how "
+                "often with launch.max_restarts"
+            )
+        if options.rendezvous is None and most > 1:
+            raise RunError("launch.rendezvous: host:port is missing; it is one machine's address, the same on all")
+        try:
+            host, port = network.endpoint(options.rendezvous or "localhost:29400")
+        except network.NetworkError as caught:
+            raise RunError(f"launch.rendezvous: {caught}") from None
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if options.interface is not None:
+            variables |= {"GLOO_SOCKET_IFNAME": options.interface, "NCCL_SOCKET_IFNAME": options.interface}
+        same = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={options.machines}"]
+        same += [f"--nproc-per-node={processes}", f"--max-restarts={run.launch.max_restarts}"]
+        same += ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}", "-m", "lockstep", "train", "RUN.yaml"]
+        together = f"{most} machines" if fewest == most else f"{fewest} to {most} machines"
+        notes = [
+            f"start the same command on {together}; they meet at {host}:{port}, each starts {processes} process(es)",
+            "every machine needs the run file, the data, and the same package versions",
+        ]
+        if fewest < most:
+            notes.append(
+                "a lost machine costs a restart; one that comes is let in after a checkpoint. Let OUTPUT be on a disk "
+                "that all share: else the checkpoints are lost with the machine of rank 0"
+            )
+        return Plan(most * processes, same, variables, notes=notes)
+
+    def leads(self, run: Run, plan: Plan) -> bool:
+        """The machine that has the rendezvous's address."""
+        host = network.endpoint(self.options(run).rendezvous or "localhost:29400")[0]
+        try:
+            return network.route_to(host) == network.address_of(host)
+        except network.NetworkError as caught:
+            raise RunError(f"launch.rendezvous: {caught}") from None
+
+    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+        for name, value in plan.variables.items():
+            os.environ.setdefault(name, value)
+        options = self.options(run)
+        try:
+            return _start(run, options, dict(plan.variables), job)
+        except network.NetworkError as caught:
+            raise RunError(f"launch.{'interface' if 'interface' in str(caught) else 'rendezvous'}: {caught}") from None
+
+
+def machines_of(value: int | str) -> tuple[int, int]:
+    """`launch.machines` as fewest and most."""
+    fewest, _, most = str(value).partition(":")
+    return int(fewest), int(most or fewest)
+
+
+def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: Sequence[str]) -> int:
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    from lockstep import plugins
+    from lockstep.agreement import facts
+    from lockstep.data.prepare import prepare
+    from lockstep.elastic import run_agent
+    from lockstep.manifest import newest_first
+    from lockstep.meeting import Limits, Machine, Meeting
+
+    host, port = network.endpoint(options.rendezvous or "localhost:29400")
+    fewest, most = machines_of(options.machines)
+    say = partial(Console(True).say)
+    address = network.address_on(options.interface) if options.interface else network.route_to(host)
+    holds = network.holds(host, port)
+    interface = options.interface or network.interface_to(host, several=most > 1)
+    if interface is not None:
+        variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    where = f"{address} on {interface}" if interface else address
+    say(f"machine    {socket.gethostname()}, {where}; meeting at {host}:{port}")
+    if not holds:
+        network.reach(host, port, options.join_s, say)
+    machine = Machine(socket.gethostname(), address, processes_of(run), options.node_rank, holds)
+    limits = Limits(options.join_s, options.more_s, options.lost_s)
+
+    def newest() -> int:
+        return next((manifest.step for _, manifest in newest_first(run)), 0)
+
+    try:
+        meeting = Meeting(host, port, fewest, most, machine, limits, newest)
+        meeting.admit(facts(run, prepare(run, plugins.find("tasks", run.task.name))))
+    except RendezvousConnectionError as caught:
+        raise RunError(f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}") from None
+    return run_agent(run, processes_of(run), meeting, entry, (run, tuple(job), variables), say)

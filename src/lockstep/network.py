@@ -1,0 +1,134 @@
+"""Which address and which interface of this machine lead to another one. Nothing here imports torch.
+
+In: a host and a port. Out: addresses and names of interfaces, or a `NetworkError` that names what cannot be reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+OUTSIDE = "192.0.2.1"  # TEST-NET-1 (RFC 5737): nothing is sent there, it only asks for the default route
+
+
+class NetworkError(Exception):
+    """A host that has no address, cannot be reached, or an interface that is not there: one message for the user."""
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """`host:port`, also `[::1]:port`. Errors: `NetworkError`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise NetworkError(f"wanted is host:port, not {text!r}")
+    return host, int(port)
+
+
+def address_of(host: str) -> str:
+    """The first address a name has, IPv4 before IPv6. Errors: `NetworkError`, naming the host."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as caught:
+        raise NetworkError(
+            f"the host {host!r} has no address on {socket.gethostname()}: {getattr(caught, 'strerror', caught)}; use "
+            f"an IP address, or a name that this machine resolves"
+        ) from None
+    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+
+
+def route_to(host: str) -> str:
+    """This machine's own address on the way to `host`; nothing is sent. Errors: `NetworkError`."""
+    address = address_of(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as caught:
+            known = ", ".join(f"{name} {own}" for name, own in interfaces().items()) or "none"
+            raise NetworkError(
+                f"{socket.gethostname()} has no route to {host}{'' if address == host else f' ({address})'}: "
+                f"{caught.strerror}; its interfaces are {known}"
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def interfaces() -> dict[str, str]:
+    """Interface -> its first IPv4 address, of those that have one; empty where the system does not tell (only Linux
+    does)."""
+    found: dict[str, str] = {}
+    if sys.platform != "linux":
+        return found
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_to(host: str, several: bool) -> str | None:
+    """The interface that peers shall be told to reach this process at; None: leave it to the library.
+
+    It is the one on the way to `host`, where the ranks meet. With `several` machines it is never the loopback (a
+    machine's own name often leads there): the one with the default route then. Errors: `NetworkError`.
+    """
+    own = route_to(host)
+    if several and ipaddress.ip_address(own).is_loopback:
+        try:
+            own = route_to(OUTSIDE)
+        except NetworkError:
+            return None
+    return next((name for name, address in interfaces().items() if address == own), None)
+
+
+def address_on(interface: str) -> str:
+    """The address of an interface. Errors: `NetworkError`, naming those there are."""
+    known = interfaces()
+    if interface not in known:
+        listed = ", ".join(f"{name} ({address})" for name, address in known.items())
+        raise NetworkError(f"{socket.gethostname()} has no interface {interface!r} with an address; it has {listed}")
+    return known[interface]
+
+
+def holds(host: str, port: int) -> bool:
+    """Whether this machine should open the port: the address is its own, and nobody listens there yet."""
+    address = address_of(host)
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as caught:
+            if caught.errno == errno.EACCES:
+                raise NetworkError(f"port {port} may not be opened by this user; take one above 1023") from None
+            return False
+        return True
+
+
+def reach(host: str, port: int, limit_s: float, say: Callable[[str], None]) -> None:
+    """Wait until something listens there. `say` is told once when that takes a while. Errors: `NetworkError` after
+    `limit_s` seconds, naming host, port, this machine's address on the way, and the reason."""
+    own, began, told = route_to(host), time.monotonic(), False
+    while True:
+        left = limit_s - (time.monotonic() - began)
+        try:
+            with socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))):
+                return
+        except OSError as caught:
+            reason = caught.strerror or str(caught)
+        spent = time.monotonic() - began
+        if spent >= limit_s:
+            raise NetworkError(
+                f"{host}:{port} could not be reached from {socket.gethostname()} ({own}) within {limit_s:g} s: {reason}"
+            )
+        if not told and spent > 5:
+            say(f"waiting for {host}:{port}: {reason}")
+            told = True
+        time.sleep(min(0.5, max(0.0, limit_s - spent)))
