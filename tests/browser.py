@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
 
 
 class Browser:
@@ -73,7 +75,9 @@ class Browser:
             self.complaints.append(str(found))
         elif event["method"] == "Log.entryAdded" and found["entry"]["level"] in ("error", "warning"):
             self.complaints.append(found["entry"]["text"])
-        elif event["method"] == "Network.requestWillBeSent" and not found["request"]["url"].startswith(("file:", "data:")):
+        elif event["method"] == "Network.requestWillBeSent" and not found["request"]["url"].startswith(
+            ("file:", "data:")
+        ):
             self.complaints.append(f"asked the network for {found['request']['url']}")
 
     def _ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:

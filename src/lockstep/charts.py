@@ -19,7 +19,7 @@ Series = Sequence[tuple[float, float]]
 
 
 def number(value: object) -> str:
-    """A number as short as it can be read: 12,345 and 0.1234 and 1.2e-05."""
+    """A number as short as it can be read: 12,345 and 0.1234 and 1.2e-5."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if not math.isfinite(value):
@@ -27,7 +27,7 @@ def number(value: object) -> str:
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     size = abs(value)
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}" if size >= 1e-3 else f"{value:.1e}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}" if size >= 1e-3 else f"{value:.2g}".replace("e-0", "e-")
 
 
 def seconds(value: float) -> str:
@@ -69,16 +69,18 @@ def thinned(points: Series) -> list[tuple[float, float, float, float]]:
     return found
 
 
-def lines(title: str, series: Mapping[str, Series], x_name: str = "step") -> str:
+def lines(title: str, series: Mapping[str, Series], x_name: str = "step", linear: bool = False) -> str:
     """A line for each series; nothing where no series has a point. The scale is logarithmic where the numbers are
-    positive and far apart, and says so."""
+    positive and far apart, and says so, or `linear` from zero."""
     drawn = {name: thinned(points) for name, points in series.items() if points}
     if not drawn:
         return ""
     lows = [low for points in drawn.values() for _, _, low, _ in points]
     highs = [high for points in drawn.values() for _, _, _, high in points]
     low, high = min(lows), max(highs)
-    log = low > 0 and high / low > 100
+    log = not linear and low > 0 and high / low > 100
+    if linear:
+        low = min(low, 0.0)
     if log:
         low, high = math.log10(low), math.log10(high)
     if high - low <= 1e-9 * max(abs(high), abs(low)):  # a level line, whatever its level

@@ -51,7 +51,8 @@ class History:
     text: str  # run.yaml as it is
     run: dict[str, Any]
     metrics: list[dict[str, Any]]
-    ranks: list[dict[str, Any]]  # lines of ranks.jsonl: seconds of phases and memory of each rank between log points
+    ranks: list[dict[str, Any]]  # lines of ranks.jsonl: seconds of each rank in each phase between log points
+    system: list[dict[str, Any]]  # lines of system.jsonl: what each rank takes of its machine
     events: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     tables: dict[str, dict[str, Any]]  # split -> name of a table -> the table
@@ -163,11 +164,22 @@ class History:
         host = hosts[rank] if rank < len(hosts) else ""
         return Slowest(rank, host, work[rank] / others if others else 1.0, work[rank] - others)
 
+    @cached_property
+    def memory(self) -> list[tuple[int, list[float]]]:
+        """(step, bytes of each rank): of a GPU the most its tensors took so far, else what the process held."""
+        found = []
+        for line in self.system:
+            for name in ("gpu_memory_gb", "memory_gb"):
+                each = [v for k, v in line.items() if k.partition("/")[0] == name and isinstance(v, int | float)]
+                if each:
+                    found.append((int(line["step"]), [v * 1e9 for v in each]))
+                    break
+        return found
+
     @property
-    def peak_bytes(self) -> list[int]:
-        """The most memory each rank held."""
-        columns = zip(*(line["memory_bytes"] for line in self.timed), strict=True)
-        return [int(max(each)) for each in columns]
+    def peak_bytes(self) -> float | None:
+        """The most memory that a rank was seen to hold."""
+        return max((max(each) for _, each in self.memory), default=None)
 
 
 def read(folder: Path) -> History:
@@ -188,7 +200,8 @@ def read(folder: Path) -> History:
         text,
         run,
         sorted(last.values(), key=lambda line: line["step"]),
-        list(lines_of(folder / "ranks.jsonl", ("time", "step", "steps", "ranks", "seconds", "memory_bytes"))),
+        list(lines_of(folder / "ranks.jsonl", ("time", "step", "steps", "ranks", "seconds"))),
+        list(lines_of(folder / "system.jsonl", ("step",))),
         list(lines_of(folder / "events.jsonl", ("time", "event"))),
         list(lines_of(folder / "samples.jsonl", ("step", "samples"))),
         _object(folder / "tables.json"),

@@ -24,6 +24,7 @@ _CURVES: dict[str, dict[str, tuple[str, str]]] = {
         "cut at random": ("train", "padding_by_chance"),
     },
 }
+_FROM_ZERO = ("learning rate", "examples per second", "tokens per second")
 # phase -> (what the page calls it, class of its colour), in the order they are stacked
 _PHASES = {
     "data": ("waiting for data", "c1"),
@@ -35,10 +36,11 @@ _PHASES = {
     "optimizer": ("optimizer", "c2"),
     "evaluation": ("evaluation", "c6"),
     "checkpoint": ("checkpoint", "c7"),
+    "profile": ("profiling", "cy"),
     "other": ("everything else", "cx"),
 }
 _COLOURS = dict(_PHASES.values())
-_STEP = tuple(name for name in _PHASES if name not in ("evaluation", "checkpoint"))
+_STEP = tuple(name for name in _PHASES if name not in ("evaluation", "checkpoint", "profile"))
 MOST_RANKS = 64  # drawn at most, the ones that work longest
 
 
@@ -63,9 +65,8 @@ def curves(history: History) -> list[str]:
         for key in _metrics(history)
     }
     several = {title: lines for title, lines in metrics.items() if len(lines["validation"]) > 1}
-    return [
-        chart for title, lines in ({"loss": loss} | several | found).items() if (chart := charts.lines(title, lines))
-    ]
+    drawn = {"loss": loss} | several | found
+    return [c for title, lines in drawn.items() if (c := charts.lines(title, lines, linear=title in _FROM_ZERO))]
 
 
 def _metrics(history: History) -> list[str]:
@@ -87,7 +88,7 @@ def time_of_ranks(history: History) -> dict[str, Any] | None:
     total = sum(map(sum, sums.values())) / ranks or 1.0
     table = []
     for phase in _PHASES:
-        if phase in sums and sum(sums[phase]) > 0:
+        if phase in sums and sum(sums[phase]) > 0.0005 * total * ranks:
             each = sums[phase]
             mean = sum(each) / ranks
             most = max(range(ranks), key=each.__getitem__)
@@ -118,18 +119,21 @@ def _shown(history: History, ranks: int) -> list[int]:
 
 def _heat(history: History, shown: Sequence[int]) -> str:
     """Each rank's own work over time, relative to the middle rank's at that time."""
-    if len(shown) < 2 or not history.sees_stragglers:
+    lines = [line for line in history.timed if line["steps"]]
+    if len(shown) < 2 or not lines or not history.sees_stragglers:
         return ""
-    every = -(-len(history.timed) // 100)
+    every = -(-len(lines) // 100)
     columns = []
-    for start in range(0, len(history.timed), every):
-        part = [history.own_seconds(line) for line in history.timed[start : start + every]]
+    for start in range(0, len(lines), every):
+        part = [history.own_seconds(line) for line in lines[start : start + every]]
         work = [sum(each) for each in zip(*part, strict=True)]
         usual = middle(work) or 1.0
         columns.append([seconds / usual for seconds in work])
     rows = {f"rank {rank}": [column[rank] for column in columns] for rank in shown}
-    ends = (f"step {history.timed[0]['step']:,}", f"step {history.timed[-1]['step']:,}")
-    return charts.heat("own work against the middle rank's (white: the same; full colour: twice)", rows, ends, "times")
+    ends = (f"step {lines[0]['step']:,}", f"step {lines[-1]['step']:,}")
+    return charts.heat(
+        "own work against the middle rank's (no colour: the same; full colour: twice)", rows, ends, "times"
+    )
 
 
 def prices(history: History) -> list[tuple[str, str, str]]:
@@ -160,7 +164,7 @@ def prices(history: History) -> list[tuple[str, str, str]]:
     for phase, why in (
         ("data", "steps that waited for their batch"),
         ("checkpoint", "steps that waited for a copy of the state, or for the save before"),
-        ("evaluation", "during training; the last one is not in it"),
+        ("evaluation", "in training and at its end"),
     ):
         if mean.get(phase, 0.0) > 0:
             name = {"data": "waiting for data", "checkpoint": "checkpoints"}.get(phase, phase)
@@ -194,15 +198,16 @@ def timeline(history: History) -> str:
 
 
 def memory(history: History) -> list[str]:
-    """The highest use of memory so far, on the rank that holds most and on the one that holds least."""
-    lines = history.timed
-    gib = 2**30
-    most = [(float(line["step"]), max(line["memory_bytes"]) / gib) for line in lines]
-    least = [(float(line["step"]), min(line["memory_bytes"]) / gib) for line in lines]
-    if not any(y for _, y in most):
+    """What a rank holds, on the one with most and the one with least at a time."""
+    if not history.memory:
         return []
-    series = {"rank with most": most, "rank with least": least} if lines[-1]["ranks"] > 1 else {"rank 0": most}
-    return [charts.lines("highest memory use so far, GiB", series)]
+    most = [(float(step), max(each) / 2**30) for step, each in history.memory]
+    least = [(float(step), min(each) / 2**30) for step, each in history.memory]
+    several = len(history.memory[-1][1]) > 1
+    series = {"rank with most": most, "rank with least": least} if several else {"rank 0": most}
+    gpu = any(key.startswith("gpu_memory_gb") for key in history.system[-1])
+    title = "GPU memory of a rank's tensors, the most so far, GiB" if gpu else "memory of a process, GiB"
+    return [charts.lines(title, series, linear=True)]
 
 
 def facts(history: History) -> list[tuple[str, str]]:
@@ -257,7 +262,8 @@ def overlaid(histories: Mapping[str, History]) -> list[str]:
     wanted |= {title: next(iter(lines.values())) for title, lines in _CURVES.items() if title != "loss"}
     found = []
     for title, (split, key) in wanted.items():
-        found.append(charts.lines(title, {name: h.series(split, key) for name, h in histories.items()}))
+        series = {name: history.series(split, key) for name, history in histories.items()}
+        found.append(charts.lines(title, series, linear=title in _FROM_ZERO))
         if key == "loss":
             clocked = {name: _by_clock(history, split) for name, history in histories.items()}
             found.append(charts.lines(f"{title} against running time", clocked, "minutes"))

@@ -26,6 +26,7 @@ NAMES = (
     "optimizer",
     "evaluation",
     "checkpoint",
+    "profile",
 )
 _PLACES = {name: place for place, name in enumerate(NAMES)}
 _MOST_EVENTS = 4096  # pending at a time, where log points are far apart

@@ -27,7 +27,9 @@ class Profiler:
     def __init__(self, run: Run, world: World) -> None:
         self._rank, self._folder, self._count = world.rank, run.folder / "profile", run.profile.steps
         self._cuda = world.device.type == "cuda"
-        self._step = 0  # the run's steps done
+        self._step: int | None = None  # the run's steps done
+        self._first = 0  # the first step of the run that is looked at
+        self._after = run.profile.after
         self._profile: profile | None = None
         if self._count:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
@@ -42,6 +44,8 @@ class Profiler:
     def advance(self, step: int) -> None:
         """A step is done, the run's `step` in all. Takes seconds after the last one that is looked at."""
         if self._profile is not None:
+            if self._step is None:
+                self._first = step + self._after + 1
             self._step = step
             self._profile.step()
 
@@ -58,14 +62,14 @@ class Profiler:
             trace = self._folder / f"rank-{self._rank}.json.gz"
             found.export_chrome_trace(str(trace))
             summary = summary_of(found, self._cuda)
-            summary |= {"rank": self._rank, "first": self._step - self._count + 1, "last": self._step}
+            summary |= {"rank": self._rank, "first": self._first, "last": self._step}
             path = Path(self._folder / f"rank-{self._rank}.summary.json")
             path.write_text(json.dumps(summary | {"trace": trace.name}, indent=1), encoding="utf-8")
 
 
 def summary_of(found: profile, cuda: bool) -> dict[str, Any]:
-    """The operators that took the longest by themselves, in seconds over all steps that were looked at: on the GPU where
-    there is one, else on the CPU."""
+    """The operators that took the longest by themselves, in seconds over all steps that were looked at: on the GPU
+    where there is one, else on the CPU."""
     rows = [
         {
             "name": event.key,

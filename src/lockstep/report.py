@@ -67,6 +67,7 @@ def _page(history: History) -> dict[str, Any]:
     final = history.facts_of("finish")
     return {
         "history": history,
+        "folder": history.folder.resolve().name,
         "tiles": _tiles(history, final),
         "results": _table(results, final.get("best_possible", {})),
         "curves": panels.curves(history),
@@ -79,7 +80,7 @@ def _page(history: History) -> dict[str, Any]:
             for split, tables in history.tables.items()
             if "confusion" in tables
         ],
-        "samples": history.samples[-1:],
+        "samples": _samples(history),
         "profiles": history.profiles,
         "facts": panels.facts(history),
     }
@@ -97,10 +98,10 @@ def _tiles(history: History, final: Mapping[str, Any]) -> list[tuple[str, str]]:
         tiles.append(("running time", charts.seconds(sum(a.ended - a.began for a in attempts))))
     if rate := history.series("train", "examples_per_s"):
         tiles.append(("examples per second", charts.number(round(panels.middle([y for _, y in rate]), 1))))
-    if history.peak_bytes:
-        tiles.append(("most memory on a rank", charts.size(max(history.peak_bytes))))
+    if history.peak_bytes is not None:
+        tiles.append(("most memory on a rank", charts.size(history.peak_bytes)))
     if final.get("weights"):
-        tiles.append(("weights, sha256", str(final["weights"])[:12]))
+        tiles.append(("weights, sha256", str(final["weights"])[:10]))
     return tiles
 
 
@@ -116,6 +117,16 @@ def _table(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Mapping[
             cells.append((text, f"best possible {charts.number(limit)}" if limit is not None else ""))
         rows.append((name, cells))
     return {"splits": [f"{split}, step {numbers['step']:,}" for split, numbers in results.items()], "rows": rows}
+
+
+def _samples(history: History) -> dict[str, Any] | None:
+    """The newest samples as a table."""
+    if not history.samples:
+        return None
+    newest = history.samples[-1]
+    rows = [sample if isinstance(sample, dict) else {"text": sample} for sample in newest["samples"]]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return {"step": newest["step"], "columns": columns, "rows": [[row.get(c, "") for c in columns] for row in rows]}
 
 
 def _matrix(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,11 +175,11 @@ def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]
             column["running time"] = charts.seconds(sum(a.ended - a.began for a in history.attempts))
             column["starts"] = str(len(history.attempts))
             column["processes"] = str(history.facts.get("processes", ""))
-        if history.peak_bytes:
-            column["most memory on a rank"] = charts.size(max(history.peak_bytes))
+        if history.peak_bytes is not None:
+            column["most memory on a rank"] = charts.size(history.peak_bytes)
         column |= {name: text for name, text, _ in panels.prices(history)}
         if weights := history.facts_of("finish").get("weights"):
-            column["weights, sha256"] = str(weights)[:12]
+            column["weights, sha256"] = str(weights)[:10]
         columns.append(column)
     names = list(dict.fromkeys(name for column in columns for name in column))
     return [(name, [column.get(name, "") for column in columns]) for name in names]

@@ -167,7 +167,8 @@ def train(
             journal.times(step, phases.take())
         scores: dict[str, float] = {}
         with meter.paused():
-            profiler.advance(step)
+            with phases("profile"):
+                profiler.advance(step)
             with phases("checkpoint"):
                 checkpoints.advance()
             journal.saved(checkpoints.newest)
@@ -187,7 +188,10 @@ def train(
     with phases("checkpoint"):
         checkpoints.settle()
     journal.saved(checkpoints.newest)
-    profiler.close()
+    with phases("profile"):
+        profiler.close()
+    journal.times(step, phases.take())
+    journal.answer()
     return step, meter.total
 
 

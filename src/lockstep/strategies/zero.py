@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class Sharded(Strategy):
 
     needs = ("deepspeed",)
     stage: int  # of ZeRO
-    waits_inside = ("forward", "backward", "reduction", "optimizer")
+    waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
 
     @classmethod
     def rounding(cls, run: Run) -> float:
