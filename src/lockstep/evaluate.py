@@ -6,19 +6,21 @@ In: OUTPUT of a finished run. Out: metrics of its splits, as at the end of train
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import adapters, plugins, train
+from lockstep import adapters, plugins
 from lockstep.console import Console
 from lockstep.data.prepare import prepare
 from lockstep.run import Run, RunError, load
 from lockstep.strategies import strategy as strategies
+from lockstep.train import evaluate as evaluated
 from lockstep.world import World
 
 
-def finished(output: Path, overrides: list[str]) -> tuple[Run, Path]:
-    """The run of an output folder, with `key=value` overrides, and its export. Errors: `RunError`."""
+def finished(output: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:
+    """The run of an output folder, with overrides, and its export. Errors: `RunError`."""
     if not (output / "run.yaml").is_file():
         raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
     export = output / "export"
@@ -38,42 +40,55 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
     return Run.model_validate(values | {"output": str(output)})
 
 
-def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:
-    """Print the metrics of a split (default: validation, and test where there is one). Returns the exit status."""
+def scores(
+    output: Path, split: str | None, overrides: Sequence[str] | Mapping[str, Any]
+) -> tuple[str, dict[str, dict[str, float]]]:
+    """What the data are called, and metrics of a split (default: validation, and test where there is one). This process
+    becomes the only rank of a job. Errors: `RunError`."""
     run, export = finished(output, overrides)
     alone = of_export(run, export, output)
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(alone, prepare(run, task_class))
     wanted = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
     if split is not None and split not in task.splits:
-        raise RunError(f"--split: this run has no split {split!r}; it has {', '.join(task.splits)}")
+        raise RunError(f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
     world = World(alone)
     world.join()
     strategy = strategies.of(alone)(alone, world)
     strategy.build(task)
     if adapters.is_adapter(export):
         adapters.load(strategy.model, export)
-    scores = {name: train.evaluate(alone, world, task, strategy, task.splits[name]) for name in wanted}
-    console = Console(True)
-    console.facts({"model": str(export), "data": str(task.prepared.facts["source"])})
-    console.table(
-        "scores",
-        ["", *wanted],
-        [[metric, *(f"{scores[name][metric]:,.6g}" for name in wanted)] for metric in scores[wanted[0]]],
-    )
+    found = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
     strategy.close()
+    del strategy
     world.close()
+    return str(task.prepared.facts["source"]), found
+
+
+def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:
+    """Print the metrics of a split (default: validation, and test where there is one). Returns the exit status."""
+    source, found = scores(output, split, overrides)
+    console = Console(True)
+    console.facts({"model": str(output / "export"), "data": source})
+    metrics = next(iter(found.values()))
+    rows = [[metric, *(f"{values[metric]:,.6g}" for values in found.values())] for metric in metrics]
+    console.table("scores", ["", *found], rows)
     return 0
+
+
+def predictions(output: Path, texts: list[str], overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """A line for each text. Errors: `RunError`."""
+    run, export = finished(output, overrides)
+    task_class: Any = plugins.find("tasks", run.task.name)
+    return task_class.predict(run, export, texts)
 
 
 def predict(output: Path, texts: list[str], overrides: list[str]) -> int:
     """Print a line for each text; without texts, for each line of standard input. Returns the exit status."""
-    run, export = finished(output, overrides)
     texts = texts or [line.rstrip("\n") for line in sys.stdin]
     if not texts:
         raise RunError('predict: give a text: lockstep predict OUTPUT "some text", or lines on standard input')
-    task_class: Any = plugins.find("tasks", run.task.name)
     console = Console(True)
-    for line in task_class.predict(run, export, texts):
+    for line in predictions(output, texts, overrides):
         console.say(line)
     return 0

@@ -162,12 +162,14 @@ def _comparison(histories: Mapping[str, History], beside: Path) -> dict[str, Any
 def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]]]:
     """(what, its value in each run), the rows that some run has."""
     columns: list[dict[str, str]] = []
+    metrics = dict.fromkeys(
+        (split, name) for h in histories.values() for split, numbers in h.results.items() for name in numbers
+    )
     for history in histories.values():
         column = {"state": history.state, "steps": charts.number(history.steps)}
-        for split, numbers in history.results.items():
-            for name, value in numbers.items():
-                if name not in _NO_METRICS:
-                    column[f"{split} {name}"] = charts.number(value)
+        for split, name in sorted(metrics, key=lambda metric: metric[0] != "validation"):
+            if name not in _NO_METRICS:
+                column[f"{split} {name}"] = charts.number(history.results.get(split, {}).get(name, ""))
         for name, key in (("examples per second", "examples_per_s"), ("seconds a step", "seconds_per_step")):
             if points := history.series("train", key):
                 column[name] = charts.number(float(f"{panels.middle([y for _, y in points]):.4g}"))
@@ -177,7 +179,9 @@ def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]
             column["processes"] = str(history.facts.get("processes", ""))
         if history.peak_bytes is not None:
             column["most memory on a rank"] = charts.size(history.peak_bytes)
-        column |= {name: text for name, text, _ in panels.prices(history)}
+        for name, text, _ in panels.prices(history):
+            share, _, of = text.partition(" of the ")
+            column[f"{name}, share of {of}"] = share
         if weights := history.facts_of("finish").get("weights"):
             column["weights, sha256"] = str(weights)[:10]
         columns.append(column)

@@ -15,6 +15,8 @@ from lockstep.console import Console
 from lockstep.run import Run, RunError, keep
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lockstep.data.tokens import Prepared
     from lockstep.launchers.launcher import Launcher, Plan
 
@@ -62,12 +64,28 @@ def train(run: Run) -> int:
 
 
 def joined(run: Run) -> int:
-    """This process as one rank of a job that something else has started."""
+    """This process as one rank of a job that something else has started. Errors: `RunError` when that started another
+    number of ranks than a launcher of ours wanted."""
     from lockstep import worker
+    from lockstep.launchers.launcher import JOB, TRAIN, WANTED
 
+    came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
+    if wanted is not None and wanted != came:
+        leave_status(2)
+        raise RunError(f"launch: {wanted} processes were asked for, and a job of {came} came up; nothing was trained")
     if os.environ["RANK"] == "0" and launched.VARIABLE not in os.environ:
         launched.write(run.folder, launched.here("", int(os.environ["WORLD_SIZE"])))
-    return worker.main(run)
+    status = worker.main(run, job=tuple(os.environ.get(JOB, "").split()) or TRAIN)
+    leave_status(status)
+    return status
+
+
+def leave_status(status: int) -> None:
+    """Tell the launcher of ours that is behind whoever started this rank, if there is one."""
+    from lockstep.launchers.launcher import STATUS
+
+    if (path := os.environ.get(STATUS)) and os.environ.get("LOCAL_RANK", "0") == "0":
+        Path(path).write_text(str(status), encoding="utf-8")
 
 
 def agent_of(run: Run, task: srun.Task) -> int:
@@ -94,15 +112,15 @@ def only_one(run: Run, launcher: Launcher) -> None:
         )
 
 
-def verify(run: Run, steps: int) -> int:
-    """`lockstep verify`: a few steps, and the same as one process."""
+def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
+    """`lockstep verify`: a few steps, and the same as one process. `verdict`: where it is written, as JSON."""
     launcher = None
     if not joining():
         launcher, plan = planned(run)
         checked(run, plan)
     from lockstep.verify import verify
 
-    return verify(run, launcher, steps)
+    return verify(run, launcher, steps, verdict)
 
 
 def joining() -> bool:

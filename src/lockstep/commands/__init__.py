@@ -5,4 +5,22 @@ name in `NAMES`.
 """
 
 # In the order of `lockstep --help`.
-NAMES = ("train", "plan", "verify", "status", "logs", "stop", "evaluate", "predict", "report", "push", "list", "schema")
+NAMES = (
+    "train",
+    "plan",
+    "verify",
+    "status",
+    "logs",
+    "stop",
+    "evaluate",
+    "predict",
+    "bench",
+    "sweep",
+    "report",
+    "push",
+    "list",
+    "schema",
+    "init",
+    "doctor",
+    "rendezvous",
+)

@@ -1,0 +1,205 @@
+"""The Python interface: `lockstep.train(run)` and its kin, also from a notebook or a script without a `__main__` guard.
+
+In: a `Run`, or an output folder. Out: small frozen values. Errors are exceptions, and nothing here ends this process.
+Every job runs in processes of its own, so that nothing of it (threads, signal handlers, process groups, memory) is left
+in the caller's. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep import history, start
+from lockstep.child import STOPPED, Child
+from lockstep.run import Run, RunError, overrides_of
+
+
+class JobFailed(Exception):
+    """A job that was started failed: what it said on standard error."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a run."""
+
+    status: Literal["done", "stopped", "submitted"]  # stopped: the same call goes on; submitted: a scheduler has it
+    folder: Path  # OUTPUT
+    metrics: Mapping[str, Mapping[str, float]] = field(repr=False)  # split -> name -> value, the last of each split
+    export: Path | None  # what `from_pretrained` loads; None until the run is done
+
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`, each with its `step` and `split`: `pandas.DataFrame(result.history())`."""
+        return list(history.lines_of(self.folder / "metrics.jsonl", ("step", "split")))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run's strategy trains as one process does."""
+
+    agrees: bool
+    promise: Literal["bits", "rounding"]  # what was to be expected
+    differences: tuple[str, ...]  # what differs by more than that, by name; then a guess why
+
+
+def train(run: Run, show: Callable[[str], object] | None = print) -> Result:
+    """Train to the end, or on from the newest checkpoint; a finished run is not trained again.
+
+    `show` is given each line of what `lockstep train` says; None: nothing. Errors: `RunError` for bad input,
+    `JobFailed` when training fails. On Ctrl-C (a notebook's stop button) the job writes a checkpoint, and then
+    `KeyboardInterrupt` goes on.
+    """
+    _importable(run)
+    start.launcher_of(run).plan(run)
+    with _written(run) as path:
+        status = _job("lockstep.cli.main", ["train", str(path)], show)
+    return _result(run.folder, status)
+
+
+def evaluate(
+    output: Result | Path | str, split: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, float]]:
+    """Metrics of the exported model of an output folder, by split (default: validation, and test where there is one).
+
+    `overrides`: keys of the run file, such as `{"task.beams": 4}`. Errors: `RunError`, `JobFailed`.
+    """
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        found = Path(folder) / "scores.json"
+        words = [str(found), str(_folder(output)), json.dumps(split), json.dumps(overrides_of(overrides or {}))]
+        _job("lockstep.api._evaluate", words, None)
+        return json.loads(found.read_text(encoding="utf-8"))
+
+
+def predict(
+    output: Result | Path | str, texts: str | Sequence[str], overrides: Mapping[str, Any] | None = None
+) -> list[str]:
+    """What the exported model of an output folder makes of texts, a line for each. Errors: `RunError`, `JobFailed`."""
+    listed = [texts] if isinstance(texts, str) else list(texts)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        asked, found = Path(folder) / "texts.json", Path(folder) / "lines.json"
+        asked.write_text(json.dumps(listed), encoding="utf-8")
+        words = [str(found), str(_folder(output)), str(asked), json.dumps(overrides_of(overrides or {}))]
+        _job("lockstep.api._predict", words, None)
+        return json.loads(found.read_text(encoding="utf-8"))
+
+
+def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = print) -> Verdict:
+    """A few steps under the run's strategy beside the same steps as one process, compared. OUTPUT is not touched.
+
+    Errors: `RunError`, `JobFailed`.
+    """
+    if steps < 1:
+        raise RunError(f"steps: {steps} is not a positive number of steps")
+    _importable(run)
+    with _written(run) as path:
+        found = path.with_name("verdict.json")
+        _job("lockstep.api._verify", [str(found), str(path), str(steps)], show, (0, 1))
+        if not found.exists():
+            raise JobFailed("verify found nothing to compare")
+        values = json.loads(found.read_text(encoding="utf-8"))
+    return Verdict(values["agrees"], values["promise"], tuple(values["differences"]))
+
+
+# -- this side -------------------------------------------------------------------------------------------------------
+
+
+def _folder(output: Result | Path | str) -> Path:
+    return output.folder if isinstance(output, Result) else Path(output)
+
+
+def _importable(run: Run) -> None:
+    """Errors: `RunError` for a class that only this session knows: other processes have to import it."""
+    names = {"task.name": run.task.name, "strategy.name": run.strategy.name, "launch.name": run.launch.name}
+    for key, name in [*names.items(), *(("track.to", name) for name in run.track.to)]:
+        if name.startswith("__main__."):
+            raise RunError(
+                f"{key}: {name} is defined in this session, and other processes cannot import it: put the class in a "
+                "file, my_module.py, and write my_module.Class"
+            )
+
+
+@contextmanager
+def _written(run: Run) -> Iterator[Path]:
+    """The run as a file; not in OUTPUT, which may hold another run."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(run.dump(), encoding="utf-8")
+        yield path
+
+
+def _job(
+    function: str, words: Sequence[str], show: Callable[[str], object] | None, fine: tuple[int, ...] = (0, STOPPED)
+) -> int:
+    """Run to its end in a process of its own. Returns its status if that is `fine`. Errors: `RunError` for status 2,
+    `JobFailed` for any other."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        child = Child(function, words, Path(folder), "job")
+        try:
+            while not child.wait(0.1):
+                _show(child, show)
+            _show(child, show)
+        except KeyboardInterrupt:
+            child.stop()
+            try:
+                child.wait()  # it writes a checkpoint
+            except KeyboardInterrupt:
+                child.kill()
+            _show(child, show)
+            raise
+        except BaseException:
+            child.kill()
+            raise
+        if child.status in fine:
+            if show is not None and (warned := child.errors):
+                show(warned)
+            return int(child.status or 0)
+        said = child.errors or f"ended with status {child.status}"
+        raise RunError(said) if child.status == 2 else JobFailed(said)
+
+
+def _show(child: Child, show: Callable[[str], object] | None) -> None:
+    for line in child.lines():
+        if show is not None:
+            show(line)
+
+
+def _result(folder: Path, status: int) -> Result:
+    export = folder / "export"
+    metrics: dict[str, dict[str, float]] = {}
+    for line in history.lines_of(folder / "metrics.jsonl", ("step", "split")):
+        metrics[line["split"]] = {k: v for k, v in line.items() if k != "split" and isinstance(v, int | float)}
+    done = status == 0 and export.is_dir()
+    state: Literal["done", "stopped", "submitted"] = "done" if done else "stopped" if status == STOPPED else "submitted"
+    return Result(state, folder, metrics, export if done else None)
+
+
+# -- the other side: in the child ------------------------------------------------------------------------------------
+
+
+def _evaluate(words: list[str]) -> int:
+    from lockstep.evaluate import scores
+
+    found, output, split, overrides = words
+    _, values = scores(Path(output), json.loads(split), json.loads(overrides))
+    Path(found).write_text(json.dumps(values), encoding="utf-8")
+    return 0
+
+
+def _predict(words: list[str]) -> int:
+    from lockstep.evaluate import predictions
+
+    found, output, asked, overrides = words
+    texts = json.loads(Path(asked).read_text(encoding="utf-8"))
+    lines = predictions(Path(output), texts, json.loads(overrides))
+    Path(found).write_text(json.dumps(lines), encoding="utf-8")
+    return 0
+
+
+def _verify(words: list[str]) -> int:
+    found, path, steps = words
+    return start.verify(Run.load(path), int(steps), Path(found))
