@@ -1,0 +1,33 @@
+"""Reads what W&B keeps of an offline run: a .wandb file of protobuf records in LevelDB's log format.
+
+In: a file. Out: its records, in order. W&B's own reader is no longer part of its package.
+"""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK, HEADER = 32768, 7  # bytes; a chunk's header: CRC-32, length, and whether a record begins or ends in it
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def records(path: Path) -> Iterator[Any]:
+    """`wandb.proto.wandb_internal_pb2.Record`s."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, parts = path.read_bytes(), 0, b""
+    assert data[:4] == b":W&B"
+    place = HEADER
+    while place + HEADER <= len(data):
+        if BLOCK - place % BLOCK < HEADER:  # no header fits: the block ends in zeros
+            place += BLOCK - place % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + HEADER])
+        parts += data[place + HEADER : place + HEADER + length]
+        place += HEADER + length
+        if kind in (FULL, LAST):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
