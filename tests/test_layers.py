@@ -93,6 +93,7 @@ FLOORS = {
     "api": 12,
     "commands": 12,
     "cli": 13,
+    "launchers/sagemaker_entry": 14,
     "__main__": 14,
 }
 

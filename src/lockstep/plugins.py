@@ -16,7 +16,8 @@ import sys
 # Files of a plug-in folder that hold its interface or a shared body rather than a plug-in.
 _NOT_PLUGINS = {"task", "launcher", "tracker", "trackers"}
 _NOT_PLUGINS |= {"per_token", "strategy", "native", "hooked", "zero", "zero_config", "stages"}
-_NOT_PLUGINS |= {"sbatch", "aws", "parcel", "sagemaker_entry"}
+_NOT_PLUGINS |= {"sbatch", "aws", "parcel", "kubernetes_manifests"}
+_NOT_PLUGINS |= {"sagemaker_entry", "sagemaker_job", "sagemaker_request"}
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 
 

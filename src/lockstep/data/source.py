@@ -46,7 +46,7 @@ class Source:
 
 def files_of(data: DataSection) -> list[Path]:
     """The local files a source is read from, in order; empty for a Hub id and for the built-in set."""
-    return [file for files in (_local(data) or {}).values() for file in files]
+    return [file for files in (local_splits(data) or {}).values() for file in files]
 
 
 def load(data: DataSection, seed: int, plain: str | None = None) -> Source:
@@ -56,7 +56,7 @@ def load(data: DataSection, seed: int, plain: str | None = None) -> Source:
     _quiet()
     if data.source == BUILTIN:
         source = _builtin(seed)
-    elif (local := _local(data)) is not None:
+    elif (local := local_splits(data)) is not None:
         source = Source(
             data.source or "local files",
             {split: _read(files, f"data.{split}", plain) for split, files in local.items() if files},
@@ -81,8 +81,8 @@ def _looks_local(text: str) -> bool:
     return text.startswith((".", "/", "~")) or text.endswith(tuple(_FORMATS)) or any(c in text for c in "*?[")
 
 
-def _local(data: DataSection) -> dict[str, list[Path]] | None:
-    """Split -> files, or None when the source is not local."""
+def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
+    """Split -> files, or None when the source is not local. Errors: `RunError`, naming what is not there."""
     given = {split: getattr(data, split) for split in _USUAL if getattr(data, split) is not None}
     if data.source is None:
         if not given:
@@ -220,6 +220,8 @@ def _builtin(seed: int) -> Source:
 def _from_hub(data: DataSection) -> Source:
     import datasets
 
+    from lockstep.hub_errors import told
+
     assert data.source is not None
     try:
         found = datasets.load_dataset(data.source, data.config, revision=data.revision)
@@ -228,7 +230,7 @@ def _from_hub(data: DataSection) -> Source:
     ) as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
         raise RunError(
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
-            f"{' '.join(str(error).split())}"
+            f"{told(error, data.revision)}"
         ) from error
     splits: dict[str, Dataset] = {}
     for split, usual in _USUAL.items():

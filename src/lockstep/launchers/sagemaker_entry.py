@@ -1,0 +1,142 @@
+"""What runs in each container of a SageMaker training job: from SageMaker's folders to `lockstep train`, and back.
+
+In: /opt/ml/code (lockstep, run.yaml, requirements.txt), /opt/ml/input (data, hyperparameters, who the hosts are).
+Out: /opt/ml/checkpoints while training, /opt/ml/model at the end, /opt/ml/output/failure if it fails, and the exit
+status. The top of this file imports nothing but the standard library: what lockstep needs is installed first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ML = Path("/opt/ml")
+STOPPED, RESUMABLE = "lockstep: stopped on request", 75
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The instances of the job, and which one this is."""
+
+    names: tuple[str, ...]  # algo-1, algo-2, ...: the first one is where they meet
+    mine: str
+    interface: str | None  # of the network between them
+
+    @classmethod
+    def read(cls, folder: Path, variables: Mapping[str, str]) -> Hosts:
+        """From resourceconfig.json, which SageMaker writes; else from SM_HOSTS and its like, which its toolkit sets."""
+        try:
+            found = json.loads((folder / "resourceconfig.json").read_text())
+        except OSError:
+            found = {
+                "hosts": json.loads(variables.get("SM_HOSTS", '["localhost"]')),
+                "current_host": variables.get("SM_CURRENT_HOST", "localhost"),
+                "network_interface_name": variables.get("SM_NETWORK_INTERFACE_NAME"),
+            }
+        names = sorted(found["hosts"], key=lambda name: (len(name), name))  # algo-2 before algo-10
+        return cls(tuple(names), found["current_host"], found.get("network_interface_name"))
+
+
+def main() -> int:
+    """One host. Returns the exit status of the container."""
+    tail = Tail()
+    try:
+        status = run(Hosts.read(ML / "input/config", os.environ))
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        status = 1
+    if status:
+        told = tail.text()
+        first = f"{STOPPED}\n" if status == RESUMABLE else ""
+        (ML / "output").mkdir(parents=True, exist_ok=True)
+        (ML / "output/failure").write_text(f"{first}exit status {status}\n{told}")
+    return status
+
+
+def run(hosts: Hosts) -> int:
+    """Install, set up, train, and put the results where SageMaker looks for them."""
+    code = Path.cwd()
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if done := subprocess.run([*install, "-r", str(code / "requirements.txt")]).returncode:
+        print(f"pip could not install {code / 'requirements.txt'}", file=sys.stderr)
+        return 1 if done != RESUMABLE else done
+    set_secrets()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(code), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    words = ["train", str(code / "run.yaml"), *overrides(ML / "input/config/hyperparameters.json")]
+    if len(hosts.names) > 1:
+        words.append(f"launch.node_rank={hosts.names.index(hosts.mine)}")
+        words.append(f"launch.rendezvous={hosts.names[0]}:{os.environ.get('LOCKSTEP_PORT', '29400')}")
+        if hosts.interface is not None:
+            words.append(f"launch.interface={hosts.interface}")
+    from lockstep.cli import main as lockstep
+
+    status = lockstep(words)
+    if status == 0:
+        keep(ML / "checkpoints")
+    return status
+
+
+def overrides(path: Path) -> list[str]:
+    """The job's hyperparameters as `key=value`: those of run.yaml, unless the job was copied with others or is one of a
+    tuning job."""
+    values: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    return [f"{key}={value}" for key, value in sorted(values.items()) if not key.startswith(("sagemaker_", "_"))]
+
+
+def set_secrets() -> None:
+    """Put secrets of AWS Secrets Manager into this process's environment; the job holds their names only."""
+    names: dict[str, str] = json.loads(os.environ.get("LOCKSTEP_SECRETS", "{}"))
+    if names:
+        import boto3
+
+        client = boto3.client("secretsmanager")
+        os.environ.update({key: client.get_secret_value(SecretId=name)["SecretString"] for key, name in names.items()})
+
+
+def keep(output: Path) -> None:
+    """The export becomes the job's model, with the curves and the report beside it; on the host of rank 0."""
+    if (output / "export").is_dir():
+        shutil.copytree(output / "export", ML / "model", dirs_exist_ok=True)
+        for name in ("run.yaml", "metrics.jsonl", "report.html"):
+            if (output / name).exists():
+                (ML / "model/lockstep").mkdir(exist_ok=True)
+                shutil.copy(output / name, ML / "model/lockstep" / name)
+
+
+class Tail:
+    """Passes on what this process and its children write to standard error, and remembers the last of it."""
+
+    def __init__(self, characters: int = 4000) -> None:
+        self._kept: deque[bytes] = deque(maxlen=characters)
+        read, write = os.pipe()
+        self._real = os.dup(2)
+        os.dup2(write, 2)
+        os.close(write)
+        self._thread = threading.Thread(target=self._pass_on, args=(read,), daemon=True)
+        self._thread.start()
+
+    def _pass_on(self, read: int) -> None:
+        while block := os.read(read, 4096):
+            os.write(self._real, block)
+            self._kept.extend(block[i : i + 1] for i in range(len(block)))
+
+    def text(self) -> str:
+        """The last characters, once nobody writes any more; standard error is as it was before."""
+        sys.stderr.flush()
+        os.dup2(self._real, 2)
+        self._thread.join(2)  # children that still hold the pipe are not waited for
+        return b"".join(self._kept).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
