@@ -20,7 +20,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from huggingface_hub import ModelCard
 
-TOKENS = {"writer": "write", "reader": "read"}  # token -> its role; both are of the account `user`
+WRITER, READER = "w-4711", "r-4711"
+TOKENS = {WRITER: "write", READER: "read"}  # token -> its role; both are of the account `user`
 LFS = (".safetensors", ".bin", ".parquet", ".arrow")
 
 
@@ -65,7 +66,7 @@ class Hub:
         self._server.shutdown()
         self._server.server_close()
 
-    def environment(self, home: object, token: str | None = "writer") -> dict[str, str]:
+    def environment(self, home: object, token: str | None = WRITER) -> dict[str, str]:
         """Variables that send the libraries here, with a cache of their own."""
         found = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         found |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_DATASETS_CACHE": f"{home}/datasets", "NO_PROXY": "*"}

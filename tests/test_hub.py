@@ -14,7 +14,7 @@ import torch
 import yaml
 from command import LOCKSTEP
 from harness import TINY, lockstep_environment, run_on, tiny
-from hub_server import Hub
+from hub_server import READER, WRITER, Hub
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -72,7 +72,7 @@ def lockstep(hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
-    def run(folder: Path, *words: str, token: str | None = "writer") -> tuple[int, str, str]:
+    def run(folder: Path, *words: str, token: str | None = WRITER) -> tuple[int, str, str]:
         monkeypatch.chdir(folder)
         monkeypatch.setenv("HF_TOKEN", token or "")
         capfd.readouterr()
@@ -100,7 +100,7 @@ def test_the_bytes_arrive_in_a_private_repository(hub: Hub, finished: Path, cach
     done = process(finished, cache, hub, *LOCKSTEP, *PUSH)
     assert done.returncode == 0, done.stderr
     assert f"pushed to {hub.address}/user/feelings" in done.stdout
-    assert "writer" not in done.stdout + done.stderr
+    assert WRITER not in done.stdout + done.stderr
     same_bytes(hub, finished / "out/export")
     there = hub.repositories["models", "user/feelings"]
     assert there.private
@@ -178,10 +178,10 @@ def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, finished: Path, lockst
     ("token", "faults", "wanted"),
     [
         (None, {}, ["no token", "HF_TOKEN"]),
-        ("wrong", {}, ["401", "HF_TOKEN"]),
-        ("reader", {}, ["403", "permission"]),
-        ("writer", {"commit": [403]}, ["403", "permission"]),
-        ("writer", {"repos": [401]}, ["401"]),
+        ("x-4711", {}, ["401", "HF_TOKEN"]),
+        (READER, {}, ["403", "permission"]),
+        (WRITER, {"commit": [403]}, ["403", "permission"]),
+        (WRITER, {"repos": [401]}, ["401"]),
     ],
 )
 def test_what_is_refused_is_told_once(
@@ -250,9 +250,9 @@ def test_a_run_pushes_at_its_end_and_again_where_it_failed(
     ("token", "push_to", "wanted"),
     [
         (None, "user/x", "no token"),
-        ("reader", "user/x", "only read"),
-        ("writer", "else/x", "cannot push to else"),
-        ("wrong", "user/x", "401"),
+        (READER, "user/x", "only read"),
+        (WRITER, "else/x", "cannot push to else"),
+        ("x-4711", "user/x", "401"),
     ],
 )
 def test_a_push_that_cannot_be_is_refused_before_training(

@@ -78,7 +78,7 @@ class Look:
     source: str
     sizes: dict[str, int]  # split -> examples
     kinds: dict[str, str]  # column -> text, texts, label, labels, number, pair, messages, or something else
-    few: frozenset[str]  # columns of few different values
+    few: dict[str, int]  # column of few different values -> how many
     characters: dict[str, int]  # text column -> characters, of which 99 of 100 rows have no more
     languages: tuple[str, ...] = ()  # of a column of pairs
     plain: bool = False  # a .txt file without labels
@@ -104,7 +104,7 @@ def look(data: DataSection, seed: int = 0) -> Look:
     train = found.splits["train"].select(range(min(_ROWS, len(found.splits["train"]))))
     kinds = {name: _kind(train, name) for name in train.column_names}
     texts = [name for name, kind in kinds.items() if kind == "text"]
-    few = {name for name in kinds if kinds[name] in ("label", "number", "text") and _is_few(train[name])}
+    few = {name: len(set(train[name])) for name in kinds if kinds[name] in ("label", "number", "text")}
     languages = ()
     for name, kind in kinds.items():
         if kind == "pair":
@@ -113,7 +113,7 @@ def look(data: DataSection, seed: int = 0) -> Look:
         found.name,
         {split: len(rows) for split, rows in found.splits.items()},
         kinds,
-        frozenset(few),
+        {name: count for name, count in few.items() if _is_few(count, len(train))},
         {name: _most(len(text or "") for text in train[name]) for name in texts},
         languages,
         plain,
@@ -148,7 +148,7 @@ def keys_of(task: str, found: Look) -> dict[str, Any] | None:
 def _classification(found: Look) -> dict[str, Any] | None:
     named = [c for c, kind in found.kinds.items() if c.lower() in _LABEL and c in found.few]
     labels = [c for c, kind in found.kinds.items() if kind == "label"]
-    others = [c for c in found.kinds if c in found.few and found.kinds[c] in ("number", "text")]
+    others = sorted((c for c in found.texts if c in found.few), key=lambda c: found.few[c])
     label = _first([c for c in _LABEL if c in [*labels, *named]], labels, named, others)
     texts = [c for c in found.texts if c != label]
     if label is None or not texts:
@@ -158,8 +158,6 @@ def _classification(found: Look) -> dict[str, Any] | None:
             return {"text": pair[0], "text_pair": pair[1], "label": label}
     longest = sorted(texts, key=lambda c: -found.characters[c])
     text = _first([c for c in _TEXT if c in texts], longest)
-    if label not in (*named, *labels) and found.kinds[label] == "number":
-        return None  # a number of few values that nothing calls a label
     return {"text": text, "label": label}
 
 
@@ -231,10 +229,9 @@ def _kind(rows: Dataset, name: str) -> str:
     return "number" if dtype.startswith(("int", "uint", "bool")) else dtype or type(feature).__name__
 
 
-def _is_few(values: Iterable[Any]) -> bool:
+def _is_few(values: int, rows: int) -> bool:
     """Whether a column repeats a few values, as labels do."""
-    rows = list(values)
-    return 2 <= len(set(rows)) <= min(_FEW, max(2, len(rows) // 2))
+    return 2 <= values <= min(_FEW, max(2, rows // 2))
 
 
 def _most(lengths: Iterable[int]) -> int:

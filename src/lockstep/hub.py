@@ -13,11 +13,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,8 +172,7 @@ def push(
     for attempt in range(1, patience.tries + 1):
         _be_patient(patience.timeout_s)
         try:
-            with _staged(folder, repository) as staged:
-                pushed = _once(staged, repository, private, token)
+            pushed = _once(folder, repository, private, token)
         except RunError:
             raise
         except Exception as error:  # whatever the Hub, the network and the libraries between raise
@@ -183,7 +181,7 @@ def push(
             if attempt == patience.tries:
                 raise PushFailed(
                     f"pushing {folder} to {repository} failed {attempt} times, at last because {told(error)}\n"
-                    f"The export is there; go on with: lockstep push {output} {repository}"
+                    f"The export is there; go on with: lockstep push {output} {repository}{'' if private else ' --public'}"
                 ) from error
             wait = patience.wait_s * 2 ** (attempt - 1)
             say(
@@ -197,37 +195,34 @@ def push(
 
 
 def _once(folder: Path, repository: str, private: bool, token: str) -> Pushed:
-    from huggingface_hub import HfApi
+    """One try: one commit, of what is there and has changed."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils import disable_progress_bars, logging
 
     disable_progress_bars()
     logging.set_verbosity_error()  # what goes wrong is told once, by us
     api = HfApi(token=token)
     api.create_repo(repository, private=private, exist_ok=True)
-    if private and api.model_info(repository).private is False:
+    about = api.model_info(repository)
+    if private and about.private is False:
         raise RunError(
             f"hub.private: {repository} is there and public, and the run asks for a private one. Nothing was pushed; "
             "make it private on its page, or push with hub.private=false (lockstep push --public)"
         )
-    commit = api.upload_folder(
-        repo_id=repository, folder_path=folder, commit_message="Trained with lockstep", delete_patterns=_STALE
+    files: dict[str, Any] = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    files["README.md"] = text.replace(card.HERE, repository).encode()
+    there = [file.rfilename for file in about.siblings or []]
+    stale = [name for name in there if name not in files and any(fnmatch(name, each) for each in _STALE)]
+    commit = api.create_commit(  # not upload_folder, which may make several
+        repository,
+        [
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()),
+            *(CommitOperationDelete(path_in_repo=name) for name in stale),
+        ],
+        commit_message="Trained with lockstep",
     )
     return Pushed(repository, str(commit.oid), f"{api.endpoint}/{repository}")
-
-
-@contextmanager
-def _staged(folder: Path, repository: str) -> Iterator[Path]:
-    """The export as it is pushed: links to its files, and the card with the repository's name in its lines of code."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-push-") as aside:
-        for path in folder.rglob("*"):
-            if path.is_file():
-                link = Path(aside) / path.relative_to(folder)
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(path.resolve())
-        text = (folder / "README.md").read_text(encoding="utf-8")
-        (Path(aside) / "README.md").unlink()
-        (Path(aside) / "README.md").write_text(text.replace(card.HERE, repository), encoding="utf-8")
-        yield Path(aside)
 
 
 def _be_patient(timeout_s: float) -> None:

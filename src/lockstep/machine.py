@@ -42,21 +42,23 @@ _BLOCK_BYTES = 4 * 2**20
 # Runs in a process of its own and prints one line of JSON: a driver that crashes takes only this process with it.
 _TORCH = """
 import json, time, torch, torch.distributed as dist
+threads = torch.get_num_threads()
+torch.set_num_threads(1)  # the speed of a core; threads that wait for each other take long on a busy machine
 cuda = torch.cuda.is_available()
 def gflops(device, dtype):
-    a = torch.randn(768, 768, device=device).to(dtype)
+    a = torch.randn(512, 512, device=device).to(dtype)
     best = 0.0
     for _ in range(4):
         if device == "cuda": torch.cuda.synchronize()
         start = time.perf_counter()
         float((a @ a)[0, 0])
-        best = max(best, 2 * 768**3 / (time.perf_counter() - start) / 1e9)
+        best = max(best, 2 * 512**3 / (time.perf_counter() - start) / 1e9)
     return round(best)
 found = {
-    "version": torch.__version__, "threads": torch.get_num_threads(),
+    "version": torch.__version__, "threads": threads,
     "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
     "backends": [n for n in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{n}_available")()],
-    "cpu_gflops": {"fp32": gflops("cpu", torch.float32), "bf16": gflops("cpu", torch.bfloat16)},
+    "core_gflops": {"fp32": gflops("cpu", torch.float32), "bf16": gflops("cpu", torch.bfloat16)},
     "cuda": torch.version.cuda, "hip": torch.version.hip,
     "devices": [
         {"name": p.name, "memory_gb": round(p.total_memory / 2**30, 1), "capability": f"{p.major}.{p.minor}"}
@@ -87,14 +89,14 @@ def bounded(probe: Callable[[], Facts], seconds: float) -> Facts:
     return dict(found[0]) if found else {"failed": f"no answer in {seconds:g} s"}
 
 
-def probe(folder: Path, seconds: float = 30.0) -> dict[str, Facts]:
+def probe(folder: Path, seconds: float = 60.0) -> dict[str, Facts]:
     """Every section. `folder`: where checkpoints would go; `seconds`: bound of the slowest probe."""
     sections: Mapping[str, tuple[Callable[[], Facts], float]] = {
         "machine": (machine, 5),
         "memory": (memory, 5),
         "torch": (lambda: torch_facts(seconds), seconds + 5),
         "packages": (packages, 10),
-        "programs": (lambda: {name: shutil.which(name) for name in PROGRAMS}, 5),
+        "programs": (programs, 5),
         "network": (network, 8),
         "folder": (lambda: file_system(folder), 20),
         "tokens": (tokens, 5),
@@ -175,6 +177,13 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def programs() -> Facts:
+    """Where launchers are: beside this Python, or on the PATH."""
+    beside = Path(sys.executable).parent
+    path = f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {name: shutil.which(name, path=path) for name in PROGRAMS}
 
 
 def network() -> Facts:
