@@ -237,6 +237,12 @@ def test_scales(values: list[float], says: str | None) -> None:
     assert all(-0.1 <= y <= charts.HEIGHT + 0.1 for y in places)
 
 
+def test_a_series_keeps_its_colour_where_others_have_no_points() -> None:
+    points = [(0.0, 1.0), (1.0, 2.0)]
+    assert 'class="line c1"' in charts.lines("x", {"a": [], "b": points})
+    assert 'class="line c0"' not in charts.lines("x", {"a": [], "b": points})
+
+
 def test_no_points_no_chart() -> None:
     assert charts.lines("x", {"a": []}) == ""
 
@@ -267,6 +273,7 @@ def test_the_journal_holds_every_rank_and_outlives_half_a_line(tmp_path: Path) -
     with open(tmp_path / "ranks.jsonl", "a") as file:
         file.write('{"half": ')
     run_on(2, write_journal, str(tmp_path))
+    assert "\n\n" not in (tmp_path / "ranks.jsonl").read_text()
     found = list(lines_of(tmp_path / "ranks.jsonl", ("ranks", "seconds")))
     assert [(line["step"], line["steps"], line["ranks"]) for line in found] == [
         (5, 5, 3),

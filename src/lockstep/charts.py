@@ -44,6 +44,14 @@ def seconds(value: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
+def _about(value: float) -> str:
+    """A duration in its largest unit: 45 s, 5 min, 2 h, 3 d."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if value >= unit:
+            return f"{value / unit:.0f} {name}"
+    return f"{value:.0f} s"
+
+
 def size(value: float) -> str:
     """Bytes: 1.50 GiB, 340 MiB."""
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
@@ -98,7 +106,9 @@ def lines(title: str, series: Mapping[str, Series], x_name: str = "step", linear
         return HEIGHT - ((math.log10(y) if log else y) - low) / (high - low) * HEIGHT
 
     body = _grid(low, high, left, right, across, log)
-    for i, (name, points) in enumerate(drawn.items()):
+    places = {name: i for i, name in enumerate(series)}  # a series has its colour whether others have points or not
+    for name, points in drawn.items():
+        i = places[name]
         colour, dash = f"c{i % COLOURS}", f' stroke-dasharray="{3 + 2 * (i // COLOURS)} 3"' if i >= COLOURS else ""
         if any(a != b for _, _, a, b in points):
             edge = [f"{across(x):.1f},{up(b):.1f}" for x, _, _, b in points]
@@ -115,7 +125,7 @@ def lines(title: str, series: Mapping[str, Series], x_name: str = "step", linear
                 )
     note = " (logarithmic)" if log else ""
     body += f'<text x="{WIDTH}" y="{HEIGHT + BELOW + 13}" text-anchor="end">{escape(x_name)}</text>'
-    legend = _legend(list(drawn)) if len(series) > 1 else ""
+    legend = _legend(list(drawn), [_class(places[name]) for name in drawn]) if len(series) > 1 else ""
     return _figure(title + note, body, legend, f"0 -8 {WIDTH} {HEIGHT + BELOW + 24}")
 
 
@@ -153,7 +163,7 @@ def bars(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[s
                 cells += f'<i class="{colours[part]}" style="width:{value / most * 100:.2f}%" title="{tip}"></i>'
         total = escape(seconds(sum(parts.values())) + unit)
         body += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cells}</div><span>{total}</span>'
-    used = [part for part in colours if any(parts.get(part, 0.0) > 0 for parts in rows.values())]
+    used = [part for part in colours if any(parts.get(part, 0.0) / most >= 0.0005 for parts in rows.values())]
     legend = _legend(used, [colours[part] for part in used])
     return _wide(title, f'<div class="bars">{body}</div>', legend)
 
@@ -187,14 +197,15 @@ def timeline(
     if not spans:
         return ""
     total = sum(max(end - begin, 1e-3) for begin, end, _ in spans)
-    pause = min(9.0, 40 / len(spans)) if len(spans) > 1 else 0.0
+    pause = min(14.0, 50 / len(spans)) if len(spans) > 1 else 0.0
     scale = (100 - pause * (len(spans) - 1)) / total  # per cent a second
     places: list[tuple[float, float, float]] = []  # begin, end, per cent from the left
     at, cells = 0.0, ""
     for i, (begin, end, what) in enumerate(spans):
         if i:
-            away = seconds(max(0.0, begin - spans[i - 1][1]))
-            cells += f'<em style="width:{pause:.2f}%" title="{escape(f"pause: {away}")}">{away}</em>'
+            away = max(0.0, begin - spans[i - 1][1])
+            tip = escape(f"pause: {seconds(away)}")
+            cells += f'<em style="width:{pause:.2f}%" title="{tip}">{_about(away)}</em>'
             at += pause
         places.append((begin, end, at))
         wide = max(end - begin, 1e-3) * scale
@@ -214,8 +225,11 @@ def timeline(
     return _wide(title, f'<div class="bars two">{body}</div>')
 
 
-def _legend(names: Sequence[str], colours: Sequence[str] | None = None) -> str:
-    colours = colours or [f"c{i % COLOURS}{' dashed' if i >= COLOURS else ''}" for i in range(len(names))]
+def _class(place: int) -> str:
+    return f"c{place % COLOURS}{' dashed' if place >= COLOURS else ''}"
+
+
+def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
     return "".join(
         f'<span><i class="{colour}"></i>{escape(name)}</span>' for name, colour in zip(names, colours, strict=True)
     )

@@ -35,7 +35,6 @@ class Journal:
         self._asked: tuple[float, int, int, Callable[[], list[list[float]]]] | None = None
         self._last = 0  # the step of the last log point
         self._saved: int | None = None  # the step of the newest checkpoint
-        self._begun: set[str] = set()  # files that end in a whole line
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Something happened after `step` updates."""
@@ -74,10 +73,11 @@ class Journal:
     def _write(self, name: str, line: dict[str, Any]) -> None:
         if self._folder is None:
             return
-        with suppress(OSError), open(self._folder / f"{name}.jsonl", "ab") as file:
-            if name not in self._begun and file.tell():
-                file.write(b"\n")  # after half a line, which a kill may have left
-            self._begun.add(name)
+        with suppress(OSError), open(self._folder / f"{name}.jsonl", "ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")  # after half a line, which a kill has left
             file.write((json.dumps(line) + "\n").encode())
 
 

@@ -225,6 +225,7 @@ def facts(history: History) -> list[tuple[str, str]]:
         git = known.get("git")
         rows.append(("git", _git(git) if git else "not in a git repository"))
         rows.append(("starts", _starts(history)))
+    rows.append(("notable", _notable(history)))
     return [(name, text) for name, text in rows if text]
 
 
@@ -240,6 +241,16 @@ def _git(git: Mapping[str, Any]) -> str:
     state = f"{changed} changed file(s)" if changed else "nothing changed"
     branch = f" on {git['branch']}" if git.get("branch") else ""
     return f"{str(git.get('commit', ''))[:12]}{branch}, {state}"
+
+
+def _notable(history: History) -> str:
+    """Losses that jumped and updates that were left out."""
+    jumps = [f"{line['step']:,}" for line in history.metrics if line.get("spike")]
+    skipped = sum(int(line.get("skipped_steps") or 0) for line in history.metrics)
+    found = (
+        [f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}"] if jumps else []
+    )
+    return "; ".join([*found, *([f"{skipped} step(s) were skipped: not finite"] if skipped else [])])
 
 
 def _starts(history: History) -> str:

@@ -1,0 +1,83 @@
+"""`profile`: a trace and a summary of each rank, and the same weights as without it."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from command import finish, write
+from harness import run_on, tiny
+
+from lockstep.profiling import Profiler
+from lockstep.report import write_report
+from lockstep.run import Run, RunError
+from lockstep.world import World
+
+
+def steps(world: World, run: Run, first: int, last: int) -> None:
+    """A run's steps `first` to `last`, which multiply matrices."""
+    import torch
+
+    found = Profiler(run, world)
+    for step in range(first, last + 1):
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        found.advance(step)
+    found.close()
+
+
+def summaries(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("profile/*.summary.json"))]
+
+
+def test_each_rank_leaves_a_trace_and_a_summary(tmp_path: Path) -> None:
+    run = tiny(f"output={tmp_path}", "profile.steps=2", "profile.after=1")
+    run_on(2, steps, run, 11, 20, run=run)
+    found = summaries(tmp_path)
+    assert [(s["rank"], s["first"], s["last"]) for s in found] == [(0, 13, 14), (1, 13, 14)]  # one passes, one warms up
+    for summary in found:
+        rows = {row["name"]: row for row in summary["operators"]}
+        assert rows["aten::mm"]["calls"] == 2
+        assert sum(row["share"] for row in rows.values()) <= 1.000001
+        trace = json.loads(gzip.decompress((tmp_path / "profile" / summary["trace"]).read_bytes()))
+        names = [event.get("name", "") for event in trace["traceEvents"]]
+        assert names.count("aten::mm") == 2
+    (tmp_path / "run.yaml").write_text(run.dump())
+    page = write_report(tmp_path).read_text()
+    assert "Rank 1, steps 13 to 14" in page
+    assert "aten::mm" in page
+
+
+@pytest.mark.parametrize(("last", "seen"), [(3, [(3, 3)]), (2, [])])
+def test_a_run_that_ends_before_its_profile_keeps_what_there_is(last: int, seen: list, tmp_path: Path) -> None:
+    run = tiny(f"output={tmp_path}", "profile.steps=5", "profile.after=1")
+    run_on(1, steps, run, 1, last, run=run)
+    assert [(s["first"], s["last"]) for s in summaries(tmp_path)] == seen
+
+
+def test_without_the_key_nothing_is_written(tmp_path: Path) -> None:
+    run = tiny(f"output={tmp_path}")
+    run_on(1, steps, run, 1, 10, run=run)
+    assert not (tmp_path / "profile").exists()
+
+
+def test_the_key_is_checked_and_no_part_of_the_arithmetic() -> None:
+    assert tiny("profile.steps=5").arithmetic() == tiny().arithmetic()
+    with pytest.raises(RunError, match=r"profile\.steps"):
+        tiny("profile.steps=-1")
+    with pytest.raises(RunError, match="step"):
+        tiny("profile.step=1")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+@pytest.mark.usefixtures("nobody_is_left")
+def test_a_profiled_job_ends_with_the_same_weights(tmp_path: Path, cache: Path) -> None:
+    exported = []
+    for name, options in (("plain", []), ("profiled", ["profile.steps=2", "profile.after=0"])):
+        (folder := tmp_path / name).mkdir()
+        write(folder, steps=6)
+        finish(folder, cache, *options)
+        exported.append((folder / "out/export/model.safetensors").read_bytes())
+    assert exported[0] == exported[1]
+    assert [(s["first"], s["last"]) for s in summaries(tmp_path / "profiled" / "out")] == [(2, 3)] * 2
+    assert "Profile" in (tmp_path / "profiled/out/report.html").read_text()
