@@ -13,9 +13,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import pytest
 from harness import lockstep_environment
@@ -45,6 +48,55 @@ def run(*words: str) -> str:
     return done.stdout
 
 
+class Job:
+    """A process on a host, with when it said what."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[tuple[float, str, str]] = []  # when, "out" or "err", what
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, name), daemon=True)
+            for name, stream in (("out", process.stdout), ("err", process.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: IO[str], name: str) -> None:
+        for line in stream:
+            self.lines.append((time.monotonic(), name, line.rstrip("\n")))
+
+    def text(self, name: str) -> str:
+        return "\n".join(line for _, stream, line in list(self.lines) if stream == name)
+
+    @property
+    def out(self) -> str:
+        return self.text("out")
+
+    @property
+    def err(self) -> str:
+        return self.text("err")
+
+    def when(self, words: str) -> float | None:
+        """When it first said that, by the monotonic clock."""
+        return next((when for when, _, line in list(self.lines) if words in line), None)
+
+    def says(self, words: str, seconds: float = 400) -> float:
+        """Wait for it to say that. Returns when it did."""
+        limit = time.monotonic() + seconds
+        while (when := self.when(words)) is None:
+            assert self.process.poll() is None or self.when(words), f"ended without {words!r}:\n{self.out}\n{self.err}"
+            assert time.monotonic() < limit, f"waited in vain for {words!r}:\n{self.out}\n{self.err}"
+            time.sleep(0.02)
+        return when
+
+    def ended(self, seconds: float = 600) -> int:
+        """Its exit status."""
+        status = self.process.wait(seconds)
+        for reader in self._readers:
+            reader.join(10)
+        return status
+
+
 @dataclass
 class Hosts:
     """Host i has the address 10.77.N.1i, the name `host-i` and the folder `folder(i)`."""
@@ -53,7 +105,7 @@ class Hosts:
     root: Path  # host i's own files are in `root/host-i`
     cache: Path
     name: str = field(default_factory=lambda: f"ls{os.getpid() % 100000}")
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    started: list[Job] = field(default_factory=list)
 
     @property
     def net(self) -> str:
@@ -109,15 +161,13 @@ class Hosts:
                 self.kill(host)
             subprocess.run(["ip", "netns", "del", self.space(host)], capture_output=True)
         subprocess.run(["ip", "netns", "del", f"{self.name}-b"], capture_output=True)
-        for process in self.started:
+        for job in self.started:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=5)
+                job.ended(5)
 
-    def start(
-        self, host: int, command: Sequence[str], folder: Path | None = None, **variables: str
-    ) -> subprocess.Popen[str]:
+    def start(self, host: int, command: Sequence[str], folder: Path | None = None, **variables: str) -> Job:
         """A command on a host, with a host name and a folder for temporary files of its own, in `folder` (default: its
-        own). Its output goes to pipes."""
+        own)."""
         inside = f'hostname host-{host}; exec "$@"'
         words = ["ip", "netns", "exec", self.space(host), "unshare", "--uts", "sh", "-c", inside, "sh", *command]
         environment = {k: v for k, v in lockstep_environment(self.cache).items() if k != "GLOO_SOCKET_IFNAME"}
@@ -131,8 +181,8 @@ class Hosts:
             text=True,
             start_new_session=True,
         )
-        self.started.append(process)
-        return process
+        self.started.append(job := Job(process))
+        return job
 
     def pids(self, host: int) -> list[int]:
         return [int(word) for word in run("ip", "netns", "pids", self.space(host)).split()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import launched, plugins, srun
@@ -15,8 +16,6 @@ from lockstep.console import Console
 from lockstep.run import Run, RunError, keep
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lockstep.data.tokens import Prepared
     from lockstep.launchers.launcher import Launcher, Plan
 
@@ -26,6 +25,8 @@ def train(run: Run) -> int:
     if (task := srun.task_of(os.environ)) is not None and "RANK" not in os.environ:
         ours = os.environ.get(launched.VARIABLE) == "slurm"  # the task of a job that the slurm launcher has written
         if ours and run.launch.options.get("ranks") == "elastic":
+            from lockstep.launchers.slurm import agent_of
+
             return agent_of(run, task)
         if ours or (task.size > 1 and run.launch.name in ("local", "slurm")):
             os.environ.update(task.variables())
@@ -88,20 +89,10 @@ def leave_status(status: int) -> None:
         Path(path).write_text(str(status), encoding="utf-8")
 
 
-def agent_of(run: Run, task: srun.Task) -> int:
-    """This process as the torch elastic agent of one node of a SLURM job."""
-    from lockstep.launchers.share import Machine, run_share
-    from lockstep.launchers.slurm import Slurm, processes_of
-
-    processes = processes_of(run, Slurm.options(run))
-    machine = Machine(task.size, task.rank, processes, task.host, task.port)
-    return run_share(str(run.folder / "run.yaml"), run, machine)
-
-
 def only_one(run: Run, launcher: Launcher) -> None:
     """Nobody else is training into OUTPUT. Errors: `RunError`."""
     record = launched.read(run.folder)
-    if record is None or record.process == launched.Process.this():
+    if record is None or (record.job is None and record.process == launched.Process.this()):
         return
     known = launcher if record.launcher == run.launch.name else launcher_named(record.launcher)
     state = known.state(run, record)

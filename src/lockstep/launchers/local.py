@@ -37,7 +37,7 @@ class Local(Launcher):
                 f"launch.processes: {processes} processes cannot share {run.micro_batches} micro-batches; "
                 "use fewer processes or more micro_batches"
             )
-        if run.launch.device == "cuda" and (count := _gpus(run)) < processes:
+        if run.launch.device == "cuda" and (count := gpus_of(run)) < processes:
             raise RunError(
                 f"launch.device: cuda, but this machine has {count} CUDA device(s) for {processes} process(es); "
                 "use fewer processes or device=cpu"
@@ -71,10 +71,11 @@ def processes_of(run: Run) -> int:
     if run.strategy.name == "single":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(run.micro_batches, _gpus(run) or cores)
+    return min(run.micro_batches, gpus_of(run) or cores)
 
 
-def _gpus(run: Run) -> int:
+def gpus_of(run: Run) -> int:
+    """CUDA devices of this machine that the run may use; 0 where there is no torch."""
     if run.launch.device == "cpu":
         return 0
     try:

@@ -84,6 +84,7 @@ class Torchrun(Launcher):
         together = f"{most} machines" if fewest == most else f"{fewest} to {most} machines"
         notes = [
             f"start the same command on {together}; they meet at {host}:{port}, each starts {processes} process(es)",
+            "torch elastic runs in this terminal; the command is torchrun's own for the same job",
             "every machine needs the run file, the data, and the same package versions",
         ]
         if fewest < most:

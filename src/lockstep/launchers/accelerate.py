@@ -1,0 +1,151 @@
+"""Hugging Face's own command, `accelerate launch`, on one machine or on several: for those who know it, and for its
+configuration files.
+
+In: `launch: {name: accelerate, machines: 2, machine_rank: R, rendezvous: host:port}`, the same command on every machine
+with its own rank. Out: an exit status. accelerate itself ends with 1 on any failure, and may start fewer processes than
+it was asked for: ranks leave their status in a file, and compare their world with the one that was wanted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from pydantic import Field
+
+from lockstep import launched, network
+from lockstep.console import error
+from lockstep.launchers.launcher import JOB, STATUS, TRAIN, WANTED, Launcher, Plan
+from lockstep.launchers.local import gpus_of, processes_of
+from lockstep.run import Run, RunError
+from lockstep.sections import Positive, Section, Steps
+
+
+class Accelerate(Launcher):
+    """`accelerate launch -m lockstep train`."""
+
+    joins = True
+
+    class Options(Section):
+        """What `accelerate launch` is told."""
+
+        machines: Positive = Field(1, description="accelerate: number of machines")
+        machine_rank: Steps = Field(0, description="accelerate: this machine's place; 0 has the rendezvous's address")
+        rendezvous: str | None = Field(None, description="accelerate: host:port of machine 0, the same on all")
+        config_file: str | None = Field(None, description="accelerate: a file that `accelerate config` wrote")
+
+    def plan(self, run: Run) -> Plan:
+        options, each = self.options(run), processes_of(run)
+        total = options.machines * each
+        if total > run.micro_batches:
+            raise RunError(
+                f"launch.machines: {options.machines} machine(s) of {each} process(es) cannot share "
+                f"{run.micro_batches} micro-batches; use fewer machines or processes, or more micro_batches"
+            )
+        if options.machine_rank >= options.machines:
+            raise RunError(
+                f"launch.machine_rank: {options.machine_rank} is not below launch.machines ({options.machines})"
+            )
+        command = [sys.executable, "-m", "accelerate.commands.launch"]
+        if options.config_file is not None:
+            command.append(f"--config_file={options.config_file}")
+        command += [f"--num_machines={options.machines}", f"--num_processes={total}"]
+        command += ["--multi_gpu"] if total > 1 else []  # also on CPUs: --cpu starts one process, whatever it is asked
+        if options.machines > 1:
+            host, port = self.meeting(run)
+            command += [f"--machine_rank={options.machine_rank}", "--rdzv_backend=static"]
+            command += [f"--main_process_ip={host}", f"--main_process_port={port}"]
+        elif total > 1:
+            command.append("--main_process_port=0")  # a free one
+        command += ["--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1"]
+        path = str(run.folder / "launch" / f"machine-{options.machine_rank}.yaml")
+        command += ["--module", "lockstep", "train", path]
+        variables = {WANTED: str(total), launched.VARIABLE: "accelerate", "TOKENIZERS_PARALLELISM": "false"}
+        if not gpus_of(run):
+            variables["ACCELERATE_USE_CPU"] = "1"
+        notes = ["lockstep sets precision and threads itself; --mixed_precision and --num_cpu_threads do nothing here"]
+        if options.machines > 1:
+            notes.append(f"start the same command on {options.machines} machines, with launch.machine_rank=0, 1, ...")
+        return Plan(total, command, variables, {path: run.dump()}, notes)
+
+    def meeting(self, run: Run) -> tuple[str, int]:
+        """Host and port of machine 0. Errors: `RunError`."""
+        options = self.options(run)
+        if options.rendezvous is None:
+            raise RunError("launch.rendezvous: host:port of machine 0 is missing, the same on every machine")
+        try:
+            return network.endpoint(options.rendezvous)
+        except network.NetworkError as caught:
+            raise RunError(f"launch.rendezvous: {caught}") from None
+
+    def leads(self, run: Run, plan: Plan) -> bool:
+        return bool(self.options(run).machine_rank == 0)
+
+    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+        if importlib.util.find_spec("accelerate") is None:
+            raise RunError("launch.name: accelerate is not installed; pip install 'lockstep-train[accelerate]'")
+        self.check_address(run)
+        for path, text in plan.files.items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text, encoding="utf-8")
+        for left in range(run.launch.max_restarts, -1, -1):
+            status = once(plan, job)
+            if status != 1 or not left:
+                return status
+            error(f"accelerate launch has failed; restarting from the last checkpoint ({left} restart(s) left)")
+        return 1
+
+    def check_address(self, run: Run) -> None:
+        """Machine 0 has the address; the others find it. Errors: `RunError`."""
+        options = self.options(run)
+        if options.machines == 1:
+            return
+        host, port = self.meeting(run)
+        try:
+            own = network.route_to(host) == network.address_of(host)
+            if own != (options.machine_rank == 0):
+                is_its = "is this machine's" if own else "is not this machine's"
+                raise RunError(
+                    f"launch.rendezvous: {host} {is_its}, and launch.machine_rank is {options.machine_rank}: machine 0 "
+                    "is the one that has the address"
+                )
+            if not own:
+                network.reach(host, port, run.launch.timeout_s, error)
+            elif not network.holds(host, port):
+                raise RunError(f"launch.rendezvous: port {port} of {host} is in use, maybe by what an earlier job left")
+        except network.NetworkError as caught:
+            raise RunError(f"launch.rendezvous: {caught}") from None
+
+
+def once(plan: Plan, job: Sequence[str]) -> int:
+    """Run the command to its end, passing on what this process is asked. Returns what its ranks returned, 1 where they
+    could not say it."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-status-") as folder:
+        answer = Path(folder) / "status"
+        environment = {**os.environ, **plan.variables, STATUS: str(answer), JOB: " ".join(job)}
+        process = subprocess.Popen(plan.command, env=environment)
+        asked = False
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            nonlocal asked
+            asked = True
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+
+        before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        with suppress(OSError, ValueError):
+            return int(answer.read_text())
+        return 75 if asked else min(code, 1) if code >= 0 else 1

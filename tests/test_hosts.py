@@ -1,0 +1,409 @@
+"""Jobs on two and three machines, each a network namespace with an address and a name of its own: the bits of one
+machine, whatever started them and whatever happened to links and hosts. With LOCKSTEP_TIMES=FILE, what was measured is
+appended to that file, a JSON object a line."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hosts
+import pytest
+import yaml
+from command import LOCKSTEP, ended, start
+from harness import TINY
+from hosts import Hosts, Job
+
+from lockstep.checkpoint import digest
+
+pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
+STEPS, PORT = 24, 29400
+SMALL = TINY | {
+    "steps": STEPS,
+    "output": "out",
+    "launch": {"device": "cpu", "threads": 1, "processes": 1},
+    "checkpoint": {"every": 6, "keep": 2},
+    "track": {"every": 1},
+}
+QUICK = ["launch.lost_s=6", "launch.more_s=3", "launch.max_restarts=3"]
+SLOW = "strategy.name=slow_steps.Slow"
+HERE = str(Path(__file__).parent)
+
+
+def write(folder: Path, **values: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(SMALL | values))
+    return folder
+
+
+def bits(folder: Path) -> str:
+    """SHA-256 of weights and optimizer at the end, whoever wrote them."""
+    return digest(folder / f"out/checkpoints/step-{STEPS:06d}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> str:
+    """The bits of one process on one machine."""
+    folder = write(tmp_path_factory.mktemp("alone"))
+    status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml"], folder, cache))
+    assert status == 0, err
+    return bits(folder)
+
+
+@pytest.fixture
+def two(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
+    with hosts.hosts(2, tmp_path, cache) as made:
+        yield made
+
+
+@pytest.fixture
+def three(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
+    with hosts.hosts(3, tmp_path, cache) as made:
+        yield made
+
+
+@pytest.fixture
+def note(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Keep what was measured."""
+
+    def keep(**facts: object) -> None:
+        line = {"case": request.node.name, "load": round(os.getloadavg()[0], 1), **facts}
+        print(json.dumps(line))
+        if path := os.environ.get("LOCKSTEP_TIMES"):
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    return keep
+
+
+def torchrun(made: Hosts, host: int, *words: str, folder: Path | None = None, machines: str = "2", at: int = 0) -> Job:
+    """The launcher `torchrun` on a host; it meets the others on host `at`."""
+    options = ["launch.name=torchrun", f"launch.machines={machines}", f"launch.rendezvous={made.address(at)}:{PORT}"]
+    return made.start(host, [*LOCKSTEP, "train", "run.yaml", *options, *words], folder, PYTHONPATH=HERE)
+
+
+def lines(folder: Path) -> list[dict]:
+    path = folder / "out" / "metrics.jsonl"
+    return [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
+
+
+def until_step(folder: Path, step: int, job: Job, seconds: float = 500) -> None:
+    limit = time.monotonic() + seconds
+    while max((line["step"] for line in lines(folder)), default=0) < step:
+        assert job.process.poll() is None, f"ended before step {step}:\n{job.out}\n{job.err}"
+        assert time.monotonic() < limit, f"no step {step}:\n{job.out}\n{job.err}"
+        time.sleep(0.05)
+
+
+def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    for host in range(2):
+        write(two.folder(host))
+    first, second = (torchrun(two, host) for host in range(2))
+    assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
+    assert "machines   2" in first.out
+    assert "ranks      rank 0 on host-0; rank 1 on host-1" in first.out
+    assert bits(two.folder(0)) == alone
+    manifest = json.loads((two.folder(0) / f"out/checkpoints/step-{STEPS:06d}/manifest.json").read_text())
+    assert manifest["hosts"] == ["host-0", "host-1"]
+    assert manifest["launch"] == "launcher torchrun"
+    assert "host-1" in (two.folder(0) / "out/report.html").read_text()
+    assert not (two.folder(1) / "out/export").exists()  # rank 0's machine holds the results
+    note(launcher="torchrun", same_bits=True)
+
+
+def test_torchrun_s_own_command_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    jobs = []
+    for host in range(2):
+        write(two.folder(host))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={two.address(0)}:{PORT}"]
+        command += [f"--local-addr={two.address(host)}", f"--rdzv-conf=is_host={int(host == 0)}"]
+        jobs.append(two.start(host, [*command, "-m", "lockstep", "train", "run.yaml"]))
+    assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert bits(two.folder(0)) == alone
+    note(launcher="torchrun's own command", same_bits=True)
+
+
+def test_by_hand_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    jobs = []
+    for host in range(2):
+        write(two.folder(host))
+        options = ["launch.name=tcp", f"launch.master=tcp://{two.address(0)}:{PORT}", "launch.world_size=2"]
+        jobs.append(two.start(host, [*LOCKSTEP, "train", "run.yaml", *options, f"launch.rank={host}"]))
+    assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert bits(two.folder(0)) == alone
+    note(launcher="tcp", same_bits=True)
+
+
+def accelerated(made: Hosts, host: int, *words: str) -> Job:
+    options = ["launch.name=accelerate", "launch.machines=2", f"launch.machine_rank={host}"]
+    options.append(f"launch.rendezvous={made.address(0)}:{PORT}")
+    return made.start(host, [*LOCKSTEP, "train", "run.yaml", *options, *words], PYTHONPATH=HERE)
+
+
+def test_accelerate_on_two_hosts_is_stopped_and_goes_on(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    pytest.importorskip("accelerate")
+    for host in range(2):
+        write(two.folder(host))
+    jobs = [accelerated(two, host, SLOW) for host in range(2)]
+    until_step(two.folder(0), 8, jobs[0])
+    jobs[1].process.send_signal(signal.SIGTERM)
+    assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
+    jobs = [accelerated(two, host) for host in range(2)]
+    assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert "ranks      rank 0 on host-0; rank 1 on host-1; launcher accelerate" in jobs[0].out
+    assert bits(two.folder(0)) == alone
+    note(launcher="accelerate", stop_and_resume="SIGTERM to one machine: 75 on both", same_bits=True)
+
+
+def test_a_slow_and_lossy_network_changes_no_bit(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    for host in range(2):
+        write(two.folder(host))
+        two.limit(host, 20)
+        two.lose(host, 2)
+    jobs = [torchrun(two, host) for host in range(2)]
+    assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert bits(two.folder(0)) == alone
+    note(fault="20 Mbit/s and 2 % of packets lost", same_bits=True)
+
+
+def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
+    shared = write(tmp_path / "shared")
+    words = [*QUICK, SLOW]
+    first, _ = (torchrun(two, host, *words, folder=shared, machines="1:2") for host in range(2))
+    first.says("rank 1 on host-1")
+    until_step(shared, 8, first)
+    killed = time.monotonic()
+    two.kill(1)
+    told = first.says("restarting from the last checkpoint")
+    again = torchrun(two, 1, *words, folder=shared, machines="1:2")
+    first.says("resuming after step 6 of 24")
+    assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
+    assert "lost contact with another rank" in first.err or "no sign of life from host-1" in first.err
+    assert "resuming after step 6 of 24" in first.out  # the checkpoint that was there
+    assert bits(shared) == alone
+    note(fault="kill -9 of a host, back at once, 1:2, shared folder", told_s=round(told - killed, 1), same_bits=True)
+
+
+def test_a_host_is_lost_for_good_and_its_files_with_it(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    """Rank 0 is host 1 here, by its own wish; nothing of its folder is seen by host 0, which begins again."""
+    for host in range(2):
+        write(two.folder(host))
+    first = torchrun(two, 0, *QUICK, SLOW, "launch.node_rank=1", machines="1:2")
+    second = torchrun(two, 1, *QUICK, SLOW, "launch.node_rank=0", machines="1:2")
+    second.says("rank 0 on host-1; rank 1 on host-0")
+    until_step(two.folder(1), 8, second)
+    killed = time.monotonic()
+    two.kill(1)
+    told = first.says("restarting from the last checkpoint")
+    formed = first.says("machines   1 at")
+    assert first.ended() == 0, first.err
+    assert bits(two.folder(0)) == alone
+    note(
+        fault="kill -9 of rank 0's host, 1:2, own folders",
+        told_s=round(told - killed, 1),
+        formed_again_s=round(formed - killed, 1),
+        same_bits=True,
+    )
+
+
+def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
+    shared = write(tmp_path / "shared")
+    first = torchrun(two, 0, *QUICK, SLOW, folder=shared, machines="1:2")
+    first.says("machines   1 at")
+    until_step(shared, 2, first)
+    second = torchrun(two, 1, *QUICK, SLOW, folder=shared, machines="1:2")
+    came = first.says("another machine has come")
+    formed = first.says("machines   2 at")
+    assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
+    assert "stopped on request after step" in first.out  # it saved before it let the other in
+    assert bits(shared) == alone
+    note(change="a second machine comes, 1:2", formed_again_s=round(formed - came, 1), same_bits=True)
+
+
+def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
+    shared = write(tmp_path / "shared")
+    first, second = (torchrun(two, host, *QUICK, SLOW, folder=shared, machines="1:2") for host in range(2))
+    first.says("rank 1 on host-1")
+    until_step(shared, 8, first)
+    cut = time.monotonic()
+    two.cut(1)
+    told = first.says("no sign of life from host-1 for 6 s")
+    formed = first.says("machines   1 at", 300)
+    alone_told = second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
+    assert second.ended() == 1
+    assert not two.pids(1)  # no rank goes on by itself
+    assert first.ended() == 0, first.err
+    assert bits(shared) == alone
+    note(
+        fault="link cut in the middle of a step, lost_s=6",
+        told_s=round(told - cut, 1),
+        other_side_told_s=round(alone_told - cut, 1),
+        formed_again_s=round(formed - cut, 1),
+        same_bits=True,
+    )
+
+
+def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    for host in range(2):
+        write(two.folder(host))
+    first, second = (torchrun(two, host, SLOW, "launch.lost_s=20") for host in range(2))
+    first.says("rank 1 on host-1")
+    until_step(two.folder(0), 4, first)
+    two.cut(1)
+    time.sleep(5)
+    two.heal(1)
+    assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
+    assert "lost" not in first.err + second.err
+    assert bits(two.folder(0)) == alone
+    note(fault="link cut for 5 s, lost_s=20", noticed=False, same_bits=True)
+
+
+def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    for host in range(2):
+        write(two.folder(host))
+    words = [*QUICK, SLOW, "launch.node_rank=1"]
+    torchrun(two, 0, *words)
+    second = torchrun(two, 1, *words[:-1], "launch.node_rank=0")  # rank 0, and OUTPUT, are where the store is not
+    second.says("rank 0 on host-1; rank 1 on host-0")
+    until_step(two.folder(1), 8, second)
+    killed = time.monotonic()
+    two.kill(0)
+    told = second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
+    assert second.ended() == 1
+    assert "start the same command again" in second.err
+    jobs = [torchrun(two, 0, *words), torchrun(two, 1, *words[:-1], "launch.node_rank=0")]
+    assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert "resuming after step 6 of 24" in jobs[1].out
+    assert bits(two.folder(1)) == alone
+    note(fault="kill -9 of the rendezvous's host", told_s=round(told - killed, 1), same_bits=True)
+
+
+def test_a_rendezvous_of_its_own_outlives_every_host(three: Hosts, alone: str, note: Callable[..., None]) -> None:
+    store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
+    store.says("holding")
+    for host in range(2):
+        write(three.folder(host))
+    words = [*QUICK, SLOW]
+    first, second = (torchrun(three, host, *words, machines="1:2", at=2) for host in range(2))
+    first.says("rank 0 on host-0; rank 1 on host-1")
+    until_step(three.folder(0), 8, first)
+    killed = time.monotonic()
+    three.kill(0)
+    told = second.says("restarting from the last checkpoint")
+    assert second.ended() == 0, second.err
+    assert bits(three.folder(1)) == alone
+    again = torchrun(three, 0, *words, machines="1:2", at=2)  # the next job at the same store
+    assert again.ended() == 0, again.err
+    assert bits(three.folder(0)) == alone
+    store.process.send_signal(signal.SIGTERM)
+    assert store.ended() == 0
+    note(fault="kill -9 of rank 0's host, store on a third", told_s=round(told - killed, 1), same_bits=True)
+
+
+def test_sigterm_to_one_host_stops_all_with_a_checkpoint(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    for host in range(2):
+        write(two.folder(host))
+    first, second = (torchrun(two, host, SLOW) for host in range(2))
+    until_step(two.folder(0), 8, first)
+    second.process.send_signal(signal.SIGTERM)
+    assert (first.ended(), second.ended()) == (75, 75), first.err + second.err
+    assert "stopped on request after step" in first.out
+    jobs = [torchrun(two, host) for host in range(2)]
+    assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert bits(two.folder(0)) == alone
+    note(launcher="torchrun", stop_and_resume="SIGTERM to one machine: 75 on both", same_bits=True)
+
+
+def test_a_rank_that_is_killed_starts_all_again(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    for host in range(2):
+        write(two.folder(host))
+    first, second = (torchrun(two, host, *QUICK, SLOW) for host in range(2))
+    first.says("rank 1 on host-1")
+    until_step(two.folder(0), 8, first)
+    rank = max(pid for pid in two.pids(1) if pid != second.process.pid)  # the youngest
+    os.kill(rank, signal.SIGKILL)
+    second.says("was killed by SIGKILL; restarting from the last checkpoint")
+    assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
+    assert bits(two.folder(0)) == alone
+    note(launcher="torchrun", kill_and_resume="kill -9 of a rank", same_bits=True)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "tcp"])
+def test_machines_that_disagree_are_told_so(two: Hosts, launcher: str) -> None:
+    jobs = []
+    for host in range(2):
+        write(two.folder(host), optim={"learning_rate": 1e-3 * (host + 1)}, batch_size=22 + host)
+        if launcher == "torchrun":
+            jobs.append(torchrun(two, host))
+        else:
+            options = ["launch.name=tcp", f"launch.master=tcp://{two.address(0)}:{PORT}", "launch.world_size=2"]
+            jobs.append(two.start(host, [*LOCKSTEP, "train", "run.yaml", *options, f"launch.rank={host}"]))
+    assert [job.ended() for job in jobs] == [2, 2], jobs[0].err + jobs[1].err
+    for job in jobs:
+        assert "the machines of this job do not agree" in job.err
+        assert "batch_size: 22 on host-0" in job.err
+        assert "optim.learning_rate: 0.001 on host-0" in job.err
+        assert "0.002 on host-1" in job.err
+    assert not (two.folder(0) / "out/metrics.jsonl").exists()
+
+
+def test_other_data_under_the_same_name_is_told(two: Hosts) -> None:
+    for host in range(2):
+        folder = write(two.folder(host), data={"source": "texts", "max_length": 32})
+        (folder / "texts").mkdir()
+        for split in ("train", "validation"):
+            rows = [{"text": f"a text {i} of {split}", "label": i % 2} for i in range(40 + host)]
+            (folder / "texts" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    jobs = [torchrun(two, host) for host in range(2)]
+    assert [job.ended() for job in jobs] == [2, 2], jobs[0].err + jobs[1].err
+    for job in jobs:
+        assert "the data: " in job.err
+        assert "host-1" in job.err
+
+
+def test_a_newcomer_with_another_run_file_does_not_disturb(two: Hosts, tmp_path: Path, alone: str) -> None:
+    write(two.folder(0))
+    write(two.folder(1), seed=1)
+    first = torchrun(two, 0, *QUICK, SLOW, machines="1:2")
+    until_step(two.folder(0), 2, first)
+    second = torchrun(two, 1, *QUICK, SLOW, machines="1:2")
+    assert second.ended() == 2
+    assert "seed: 0 on host-0, 1 on host-1" in second.err
+    assert first.ended() == 0, first.err
+    assert "another machine" not in first.out
+    assert bits(two.folder(0)) == alone
+
+
+def test_the_wrong_interface_is_named(two: Hosts) -> None:
+    write(two.folder(0))
+    job = torchrun(two, 0, "launch.interface=eth7")
+    assert job.ended() == 2
+    assert "launch.interface: host-0 has no interface 'eth7'" in job.err
+    assert f"eth0 ({two.address(0)})" in job.err
+
+
+def test_too_few_machines(two: Hosts) -> None:
+    write(two.folder(0))
+    job = torchrun(two, 0, "launch.join_s=8")
+    assert job.ended() == 1
+    assert f"not enough machines came to {two.address(0)}:{PORT} within 8 s: wanted are 2" in job.err
+
+
+def test_an_address_that_nobody_answers(two: Hosts) -> None:
+    write(two.folder(1))
+    nobody = f"{two.net}.99:{PORT}"
+    job = torchrun(two, 1, "launch.join_s=4", f"launch.rendezvous={nobody}")
+    by_hand = ["launch.world_size=2", "launch.rank=1", "launch.timeout_s=4"]
+    other = two.start(
+        1,
+        [*LOCKSTEP, "train", "run.yaml", "launch.name=tcp", f"launch.master=tcp://{nobody}", *by_hand],
+    )
+    assert job.ended() == 2
+    assert f"launch.rendezvous: {nobody} could not be reached from host-1 ({two.address(1)}) within 4 s" in job.err
+    assert other.ended() == 1
+    assert f"rank 1 of 2 on host-1 did not meet the other ranks at {nobody} within 4 s" in other.err
+    assert f"through eth0 ({two.address(1)})" in other.err
