@@ -111,7 +111,7 @@ def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], op
         trials=trials,
         metric=given.get("metric") or filed.get("metric") or base.checkpoint.best or "-loss",
         split=given.get("split") or filed.get("split", "validation"),
-        parallel=given.get("parallel") or filed.get("parallel", 1),
+        parallel=given.get("parallel", filed.get("parallel", 1)),
         search=search,
         folder=Path(given.get("out") or filed.get("output") or f"{base.folder}-sweep"),
         base=base,

@@ -36,7 +36,7 @@ def split(known: argparse.Namespace) -> tuple[str | None, list[str]]:
 
 def joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """`--key value` and `--key=value` as `key=value`, which argparse takes in any order; the command's own options come
-    first, where argparse wants them."""
+    last, so that none that takes several values takes a run file for one of them."""
     own = {name: action for action in parser._actions for name in action.option_strings}
     found, options, rest = [], [], list(words)
     while rest:
@@ -53,4 +53,4 @@ def joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
             found.append(word[2:] if equals else f"{word[2:]}={rest.pop(0)}")
         else:
             found.append(word)
-    return [*options, *found]
+    return [*found, *options]
