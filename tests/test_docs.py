@@ -43,6 +43,19 @@ def test_every_command_is_in_the_readme(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = capsys.readouterr().out.partition("COMMAND")[2]
-    for name in ("train", "plan", "evaluate", "predict", "report", "push", "list", "schema", "init", "doctor", "bench", "sweep"):
+    for name in (
+        "train",
+        "plan",
+        "evaluate",
+        "predict",
+        "report",
+        "push",
+        "list",
+        "schema",
+        "init",
+        "doctor",
+        "bench",
+        "sweep",
+    ):
         assert name in listed
         assert f"lockstep {name}" in text
