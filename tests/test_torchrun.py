@@ -6,6 +6,7 @@ import json
 import shlex
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,32 @@ def test_one_that_trains_something_else_is_not_let_in() -> None:
     assert third.get_run_id() != first.get_run_id()
     third.admit({"seed": "2"})
     assert third.ended() is None
+
+
+def test_two_machines_meet_in_an_order_and_leave_together() -> None:
+    limits = Limits(20, 1, 6)
+    first = Meeting("127.0.0.1", 0, 2, 2, Machine("a", "127.0.0.1", 1, holds=True), limits)
+    second = Meeting("127.0.0.1", first.port, 2, 2, Machine("b", "127.0.0.1", 2, place=0), limits)
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda meeting: meeting.next_rendezvous(), (first, second))
+        assert (one.rank, two.rank) == (1, 0)  # as b wished
+        assert (
+            [machine.host for machine in first.machines] == [machine.host for machine in second.machines] == ["b", "a"]
+        )
+        ports = {found.bootstrap_store_info.master_port for found in (one, two)}
+        assert len(ports) == 1  # of a store on b's machine
+        assert first.lost() == second.lost() == []
+        assert not second.grows()
+        first.grow()
+        assert second.grows()
+        list(pool.map(lambda meeting: meeting.leave_together(), (first, second)))
+    second.end(75, "stopped on request")
+    assert second.ended() is None  # its own word
+    end = first.ended()
+    assert end is not None
+    assert end.status == 75
+    assert second.shutdown()
+    first.shutdown()
 
 
 # -- real jobs -------------------------------------------------------------------------------------------------------

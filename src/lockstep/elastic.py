@@ -153,9 +153,9 @@ class Agent(LocalElasticAgent):
         statuses = {failure.exitcode for failure in result.failures.values()}
         alone = self.meeting.most == 1
         end = None if alone else self.meeting.ended()
+        if not alone and BAD not in statuses and self.meeting.grows():
+            return RunResult(WorkerState.HEALTHY)  # torch elastic sees in a moment who waits, and forms again
         if statuses == {STOPPED}:  # not a failure, and no reason to start again
-            if not alone and self.meeting.grows():
-                return RunResult(WorkerState.HEALTHY)  # torch elastic sees in a moment who waits, and forms again
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
         if end is not None and end.status == STOPPED:  # ranks that were not yet listening
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))

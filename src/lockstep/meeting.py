@@ -123,13 +123,8 @@ class Meeting:
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines; then decide, with all of them, which one comes first."""
         found = self._inner.next_rendezvous()
-        self._nodes = set(self._state().participants)
-        self._missing = set(), 0.0
-        self._round = found.store
-        mine = Machine(**(asdict(self._machine) | {"step": self._newest()}))
-        self._call(lambda: self._round.set(f"machine/{found.rank}", json.dumps(asdict(mine))))
-        keys = [f"machine/{rank}" for rank in range(found.world_size)]
-        self._wait_for(keys, self.limits.join)
+        while not self._wait_for(keys := self._introduce(found), 2 * self.limits.lost):
+            found = self._inner.next_rendezvous()  # one was lost just now
         told = self._call(lambda: [self._round.get(key) for key in keys])
         machines = [Machine(**json.loads(text)) for text in told]
         order = sorted(range(len(machines)), key=lambda rank: machines[rank].precedence)
@@ -246,6 +241,13 @@ class Meeting:
         """Addresses of the machines that came, for a message."""
         return sorted(node.addr for node in self._state().participants)
 
+    def _introduce(self, found: RendezvousInfo) -> list[str]:
+        """Say who this is. Returns the keys under which all machines of this formation do so."""
+        self._nodes, self._missing, self._round = set(self._state().participants), (set(), 0.0), found.store
+        mine = asdict(self._machine) | {"step": self._newest()}
+        self._call(lambda: self._round.set(f"machine/{found.rank}", json.dumps(mine)))
+        return [f"machine/{rank}" for rank in range(found.world_size)]
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _state(self) -> Any:
@@ -261,13 +263,14 @@ class Meeting:
             self.gone = True
             raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
 
-    def _wait_for(self, keys: list[str], limit_s: float) -> None:
-        """Without holding the store's connection, which signs of life need."""
+    def _wait_for(self, keys: list[str], limit_s: float) -> bool:
+        """Without holding the store's connection, which signs of life need. Returns whether they came."""
         until = time.monotonic() + limit_s
         while not self._call(lambda: self._round.check(keys)):
             if time.monotonic() > until:
-                raise RendezvousConnectionError("a machine left while the job formed")
+                return False
             time.sleep(0.05)
+        return True
 
 
 def serve(host: str, port: int) -> Any:

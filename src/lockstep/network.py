@@ -89,6 +89,18 @@ def interface_to(host: str, several: bool) -> str | None:
     return next((name for name, address in interfaces().items() if address == own), None)
 
 
+def patiently(ask: Callable[[], str | None], limit_s: float) -> str | None:
+    """What `ask` answers, which may fail for so many seconds. Errors: `NetworkError`."""
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            return ask()
+        except NetworkError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.5)
+
+
 def address_on(interface: str) -> str:
     """The address of an interface. Errors: `NetworkError`, naming those there are."""
     known = interfaces()

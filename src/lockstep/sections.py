@@ -134,7 +134,10 @@ class StrategySection(Section):
 
 
 class LaunchSection(PluginSection):
-    name: str = Field("local", description="local | tcp, or your.module.Class; its other keys are the launcher's")
+    name: str = Field(
+        "local",
+        description="local | torchrun | accelerate | tcp, or your.module.Class; its other keys are the launcher's",
+    )
     processes: Positive | Literal["auto"] = Field(
         "auto", description="processes a machine; auto: one a GPU, else one a core, at most micro_batches"
     )
@@ -181,7 +184,8 @@ class TrackSection(OpenSection):
     every: Positive = Field(10, description="steps between lines of metrics.jsonl")
     wait_s: float = Field(60.0, ge=0, description="seconds to wait at the end for trackers that are still sending")
     console: Literal["normal", "quiet", "verbose"] = Field(
-        "normal", description="what is said on the terminal; quiet: notes and errors only; verbose: every line of the log"
+        "normal",
+        description="what is said on the terminal; quiet: notes and errors only; verbose: every line of the log",
     )
 
 

@@ -120,12 +120,14 @@ class World:
     def _choose_interface(self) -> None:
         """Tell gloo and NCCL which interface the others reach this process at: the one towards where the ranks meet."""
         host, _ = self._meets_at()
-        if host and "GLOO_SOCKET_IFNAME" not in os.environ:
-            found = network.interface_to(host, several=self.size > self.local_size)
-            if found is not None:
-                os.environ["GLOO_SOCKET_IFNAME"] = found
-                if found != "lo":
-                    os.environ.setdefault("NCCL_SOCKET_IFNAME", found)
+        if not host or "GLOO_SOCKET_IFNAME" in os.environ:
+            return
+        limit_s = min(60.0, self._timeout.total_seconds())  # a container's name may take a while to be known
+        found = network.patiently(lambda: network.interface_to(host, several=self.size > self.local_size), limit_s)
+        if found is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = found
+            if found != "lo":
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", found)
 
     def _unreached(self, caught: Exception) -> str:
         host, port = self._meets_at()
