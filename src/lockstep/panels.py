@@ -286,8 +286,8 @@ def _by_clock(history: History, split: str) -> list[tuple[float, float]]:
     clock: dict[int, float] = {}
     before = 0.0
     for attempt in history.attempts:
-        for line in history.ranks:
-            if attempt.began <= line["time"] <= attempt.ended:
+        for line in [*history.ranks, *history.events]:
+            if "step" in line and attempt.began <= line["time"] <= attempt.ended:
                 clock[line["step"]] = (before + line["time"] - attempt.began) / 60
         before += attempt.ended - attempt.began
     return [(clock[int(step)], loss) for step, loss in history.series(split, "loss") if int(step) in clock]

@@ -8,6 +8,7 @@ slower.
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Profiler:
         self._after = run.profile.after
         self._profile: profile | None = None
         if self._count:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it says on the terminal when it starts and stops
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
             self._profile = profile(
                 activities=activities,
@@ -57,6 +59,8 @@ class Profiler:
 
     def _write(self, found: profile) -> None:
         """A disk that does not take it is no reason to stop training."""
+        if self._step is None or self._step < self._first:  # the run ended while it was warming up
+            return
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             trace = self._folder / f"rank-{self._rank}.json.gz"
