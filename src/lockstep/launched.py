@@ -25,7 +25,7 @@ FILE = "launch.json"
 # Set for ranks by a launcher that has written launch.json itself; ranks without it were started by hand (torchrun,
 # accelerate launch, srun), and rank 0 writes the file.
 VARIABLE = "LOCKSTEP_LAUNCHER"
-JOB = "LOCKSTEP_JOB"  # with it, the job's id, where it is known only once the job runs
+JOB = "LOCKSTEP_JOB_ID"  # with it, the job's id, where it is known only once the job runs
 FACT = "LOCKSTEP_FACT"  # and one of the facts, as name=value
 
 Word = Literal["waiting", "running", "done", "stopped", "failed", "gone", "unknown"]

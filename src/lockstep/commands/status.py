@@ -135,8 +135,9 @@ def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:
         return f"nothing is left to do; the model is in {run.folder / 'export'}"
     again = shlex.join(["lockstep", "train", str(run.folder / "run.yaml")])
     if state.live:
+        where = f"step {newest}" if newest else "the start"
         return (
-            f"from step {newest}, if it were stopped now by force" if newest else "from the start, if stopped by force"
+            f"goes on from {where} when its turn comes" if state.word == "waiting" else f"from {where}, if killed now"
         )
     if newest is None:
         return f"there is no checkpoint: `{again}` begins from the start"

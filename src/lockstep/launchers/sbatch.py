@@ -72,7 +72,7 @@ FILE = "job.sbatch"
 
 
 def _before(job: Job) -> list[str]:
-    lines = ["export LOCKSTEP_LAUNCHER=slurm LOCKSTEP_JOB=$SLURM_JOB_ID PYTHONUNBUFFERED=1", *job.setup]
+    lines = ["export LOCKSTEP_LAUNCHER=slurm LOCKSTEP_JOB_ID=$SLURM_JOB_ID PYTHONUNBUFFERED=1", *job.setup]
     if job.array:
         log = f"{job.folder}/slurm-${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID.out"
         lines.append(f'export LOCKSTEP_FACT="log={log}"')

@@ -25,7 +25,8 @@ from lockstep.launched import Launched, State
 from lockstep.launchers import sbatch
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.run import Run, RunError
-from lockstep.sections import Positive, Section
+from lockstep.sections import LaunchSection, Positive, Section
+from lockstep.srun import Task
 
 _POLL_S = 3.0  # between questions to SLURM
 _LIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -249,6 +250,23 @@ def processes_of(run: Run, asked: Any) -> int:
             "cores of the nodes are not known here"
         )
     return int(asked.gpus)
+
+
+def agent_of(run: Run, task: Task) -> int:
+    """This process as the torch elastic agent of one node of a job; the nodes meet as those of `torchrun` do. Returns
+    the exit status, the same on every node."""
+    from lockstep import network
+    from lockstep.launchers.local import prestart
+    from lockstep.launchers.torchrun import Torchrun
+
+    prestart()
+    common = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}
+    common |= {"name": "torchrun", "processes": processes_of(run, Slurm.options(run))}
+    where = {"machines": task.size, "rendezvous": f"{task.host}:{task.port}", "node_rank": task.rank}
+    inner = run.model_copy(update={"launch": LaunchSection(**common, **where)})
+    if task.rank:  # the first node opens the port
+        network.reach(task.host, task.port, run.launch.timeout_s, Console(True).say)
+    return Torchrun().start(inner, Torchrun().plan(inner))
 
 
 def log_of(run: Run, record: Launched) -> Path:

@@ -1,0 +1,21 @@
+"""A strategy that waits in the middle of a run, so that a test can do something to it there."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.strategies.allreduce import AllReduce
+
+STEP = 25
+
+
+class Held(AllReduce):
+    """Step 25 does not begin before this rank is asked to stop, or a file `go` is there; not longer than two minutes a
+    step, so that nothing hangs for ever."""
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        limit = time.monotonic() + float(os.environ.get("HELD_S", "120"))
+        while batch.step == STEP and not Path("go").exists() and not self.world._stop and time.monotonic() < limit:
+            time.sleep(0.05)
+        return super().train_step(batch, learning_rate)

@@ -1,0 +1,549 @@
+"""SLURM: the file and the plan, what is refused, tasks of srun; and on a real cluster what becomes of the weights."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from command import LOCKSTEP, bits, each_step_once, ended, saved, start, step_of, write
+from harness import tiny
+
+from lockstep import __version__, launched, srun
+from lockstep.cli import main
+from lockstep.launchers import sbatch
+from lockstep.launchers.slurm import Slurm, array_plan, state_of, submit
+from lockstep.run import RunError, load
+
+GOLDEN = Path(__file__).parent / "golden"
+HERE = str(Path(__file__).parent)
+PLAIN = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+FULL = {
+    "name": "slurm",
+    "machines": 2,
+    "processes": 4,
+    "gpus": 4,
+    "cpus": 8,
+    "memory": "64G",
+    "partition": "gpu",
+    "account": "physics",
+    "qos": "long",
+    "constraint": "a100|h100",
+    "time": "1d12h",
+    "warn": "5m",
+    "setup": ["module load cuda/12.4", "export NCCL_DEBUG=WARN"],
+    "extra": ["--mail-type=END", "--exclude=n[3-4]"],
+    "python": "/opt/venv/bin/python",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def compare(name: str, text: str, folder: Path) -> None:
+    """With a golden file; LOCKSTEP_GOLDEN=1 writes it anew."""
+    for here, there in ((str(folder), "/home/me/project"), (sys.executable, "/opt/venv/bin/python")):
+        text = text.replace(here, there)
+    text = text.replace(f"lockstep {__version__};", "lockstep VERSION;")
+    if os.environ.get("LOCKSTEP_GOLDEN"):
+        GOLDEN.mkdir(exist_ok=True)
+        (GOLDEN / name).write_text(text)
+    assert text == (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "launch"),
+    [
+        ("slurm-full.sbatch", FULL),
+        ("slurm-plain.sbatch", PLAIN),
+        ("slurm-elastic.sbatch", FULL | {"ranks": "elastic", "max_restarts": 3}),
+        ("slurm-restarts.sbatch", PLAIN | {"max_restarts": 2, "requeue": False}),
+    ],
+)
+def test_the_file_is_as_it_was(name: str, launch: dict, here: Path) -> None:
+    plan = Slurm().plan(tiny(launch=launch, output="out"))
+    assert plan == Slurm().plan(tiny(launch=launch, output="out"))
+    (path, text), *others = plan.files.items()
+    assert not others
+    assert plan.command == ["sbatch", "--parsable", path]
+    compare(name, text, here)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_an_array_over_run_files(here: Path) -> None:
+    plan = array_plan(tiny(launch=PLAIN), [Path("trials/a/run.yaml"), Path("trials/b c/run.yaml")], Path("trials"), 1)
+    (text,) = plan.files.values()
+    compare("slurm-array.sbatch", text, here)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    with pytest.raises(RunError, match="at least one"):
+        array_plan(tiny(launch=PLAIN), [], Path("trials"))
+
+
+def test_the_plan_is_printed_and_holds_no_secret(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwx")
+    write(here, launch=FULL)
+    assert main(["plan", "run.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "#SBATCH --nodes=2" in said
+    assert "8, each with 1 of 8 micro-batches" in said
+    assert "hf_" not in said
+    assert {p.name for p in here.iterdir()} == {"run.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        *[("4h", 240), ("1d12h", 2160), ("90s", 2), ("90", 90), ("1:30", 2), ("4:00:00", 240), ("1-12", 2160)],
+        *[("1-00:30", 1470), ("2-01:02:03", 2943)],
+    ],
+)
+def test_times(text: str, minutes: int) -> None:
+    assert sbatch.minutes_of(text) == minutes
+
+
+@pytest.mark.parametrize("text", ["soon", "4 hours", "1:2:3:4", "0", "", "-1"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(ValueError, match="time"):
+        sbatch.minutes_of(text)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+REFUSED = """#!/bin/sh
+cat > /dev/null
+echo "sbatch: error: invalid partition specified: nowhere" >&2
+echo "allocation failure: Invalid partition name specified" >&2
+exit 1
+"""
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """A program of SLURM that says what the test wants."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        ({"machines": 9}, ["launch.machines", "9", "8 micro-batches"]),
+        ({"machines": 3, "processes": 3}, ["launch.machines", "8 micro-batches"]),
+        ({"processes": "auto"}, ["launch.processes", "launch.gpus"]),
+        ({"time": 14400}, ["launch.time", "14400", '"4:00:00"', "run.yaml, line"]),
+        ({"time": "soon"}, ["launch.time", "soon", "1d12h"]),
+        ({"time": "2m", "warn": "2m"}, ["launch.warn", "2m"]),
+        ({"partitions": "gpu"}, ["launch.partitions", "partition"]),
+        ({"partition": "a b"}, ["launch.partition", "one word"]),
+        ({"extra": ["mail-type=END"]}, ["launch.extra", "mail-type=END"]),
+        ({"memory": "lots"}, ["launch.memory", "lots"]),
+        ({"ranks": "mpi"}, ["launch.ranks", "mpi", "elastic"]),
+    ],
+)
+def test_bad_keys_are_one_message(
+    launch: dict, words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(here, launch=PLAIN | launch)
+    assert main(["train", "run.yaml"]) == 2
+    said = capsys.readouterr().err
+    for word in words:
+        assert word in said
+    assert said.count("lockstep:") == 1
+    assert {p.name for p in here.iterdir()} == {"run.yaml"}
+
+
+def test_without_sbatch(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", str(here / "none"))
+    write(here, launch=PLAIN)
+    assert main(["train", "run.yaml"]) == 2
+    assert "needs the program sbatch" in capsys.readouterr().err
+    assert {p.name for p in here.iterdir()} == {"run.yaml"}
+
+
+def test_what_slurm_refuses_is_told_before_anything_is_queued(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(here / "bin", "sbatch", REFUSED)
+    monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
+    write(here, launch=PLAIN | {"partition": "nowhere"})
+    assert main(["train", "run.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "nothing was queued: invalid partition specified: nowhere; " in said
+    assert not (here / "out").exists()
+
+
+def test_a_job_is_submitted_followed_and_stopped(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With programs that only say what SLURM's would."""
+    asked = 'echo "$(basename $0) $*" >> asked\n'
+    program(here / "bin", "sbatch", "#!/bin/sh\ncat > /dev/null\n" + asked + "echo '7;cluster'\n")
+    program(here / "bin", "scancel", "#!/bin/sh\n" + asked)
+    show = "echo JobId=7 JobState=$(cat state) Reason=Priority Restarts=1 NodeList=n[1-2] ExitCode=75:0\n"
+    program(here / "bin", "scontrol", f"#!/bin/sh\n{asked}{show}")
+    monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
+    write(here, launch=PLAIN)
+    (here / "state").write_text("PENDING")
+    assert main(["train", "run.yaml", "--detach"]) == 0
+    assert "job 7 is queued" in capsys.readouterr().out
+    record = launched.read(here / "out")
+    assert record is not None
+    assert (record.launcher, record.job, record.processes) == ("slurm", "7", 2)
+    assert main(["train", "run.yaml", "--detach"]) == 2
+    assert "is being trained already (waiting: pending (Priority), restarted 1 time(s))" in capsys.readouterr().err
+
+    (here / "asked").unlink()
+    assert main(["stop", "out", "--wait", "0"]) == 0  # one that waits is cancelled
+    (here / "state").write_text("RUNNING")
+    assert main(["stop", "out", "--wait", "0"]) == 0  # one that runs is asked, and not queued again
+    asked_for = [line for line in (here / "asked").read_text().splitlines() if "show" not in line]
+    assert asked_for == ["scancel 7", "scontrol update JobId=7 Requeue=0", "scancel --signal=TERM 7"]
+    capsys.readouterr()
+
+    (here / "state").write_text("FAILED")
+    (here / "out" / "slurm-7.out").write_text("step 1\nstep 2\n")
+    assert main(["logs", "out", "--follow"]) == 0
+    assert capsys.readouterr().out == "step 1\nstep 2\n"
+    assert main(["status", "out", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["status"], found["job"]) == ("stopped", 75, "7")
+
+
+@pytest.mark.parametrize(
+    ("shown", "word", "status"),
+    [
+        ("JobState=COMPLETED ExitCode=0:0", "done", 0),
+        ("JobState=FAILED ExitCode=75:0", "stopped", 75),
+        ("JobState=FAILED ExitCode=2:0", "failed", 2),
+        ("JobState=FAILED ExitCode=0:9", "failed", 1),
+        ("JobState=TIMEOUT ExitCode=0:1", "failed", None),
+        ("JobState=NODE_FAIL ExitCode=1:0", "failed", None),
+        ("JobState=CANCELLED ExitCode=0:15", "stopped", None),
+        ("JobState=COMPLETING ExitCode=0:0", "running", None),
+        ("JobState=PENDING ExitCode=0:0", "waiting", None),
+    ],
+)
+def test_states(shown: str, word: str, status: int | None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(here / "bin", "scontrol", f"#!/bin/sh\necho JobId=7 {shown}\n")
+    monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
+    found = state_of(launched.here("slurm", 2, "7"))
+    assert (found.word, found.status) == (word, status)
+
+
+def test_a_job_that_slurm_has_forgotten(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(here / "bin", "scontrol", "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2\nexit 1\n")
+    program(here / "bin", "sacct", "#!/bin/sh\nexit 1\n")
+    monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
+    assert state_of(launched.here("slurm", 2, "7")).word == "gone"
+    program(here / "bin", "sacct", "#!/bin/sh\necho 'CANCELLED by 0|0:15'\n")
+    assert state_of(launched.here("slurm", 2, "7")).word == "stopped"
+
+
+# -- tasks of srun ---------------------------------------------------------------------------------------------------
+
+STEP = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "localhost,n[07-08]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+
+
+def test_variables_of_a_task() -> None:
+    task = srun.task_of(STEP)
+    assert task is not None
+    variables = task.variables()
+    assert {k: variables[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
+        "RANK": "3",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+    }
+    assert (task.step, task.nodes, task.node) == ("12.0", 3, 1)
+    following = srun.task_of(STEP | {"SLURM_STEP_ID": "1"})
+    assert following is not None
+    assert following.port != task.port  # what the step before left of its port does not matter
+
+
+@pytest.mark.parametrize("lacking", ["SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"])
+def test_a_batch_script_is_no_task(lacking: str) -> None:
+    """It has SLURM_PROCID=0 and SLURM_NTASKS, and would be rank 0 of a world that never comes."""
+    variables = {k: v for k, v in STEP.items() if k != lacking} | {"SLURM_NTASKS": "5", "SLURM_PROCID": "0"}
+    assert srun.task_of(variables) is None
+    assert srun.task_of(STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA)}) is None  # an interactive shell
+
+
+def test_half_of_the_variables_is_told() -> None:
+    with pytest.raises(RunError, match="SLURM_STEP_NODELIST"):
+        srun.task_of({k: v for k, v in STEP.items() if k != "SLURM_STEP_NODELIST"})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-2]", ["n1", "n2"]),
+        ("gpu[01-03,07],login", ["gpu01", "gpu02", "gpu03", "gpu07", "login"]),
+        ("r[1-2]n[8-10]", ["r1n8", "r1n9", "r1n10", "r2n8", "r2n9", "r2n10"]),
+        ("a[098-101]b", ["a098b", "a099b", "a100b", "a101b"]),
+    ],
+)
+def test_node_lists(text: str, names: list[str]) -> None:
+    assert srun.hosts(text) == names
+
+
+def test_tasks_a_node() -> None:
+    assert srun.counts("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(ValueError, match="two"):
+        srun.counts("two")
+
+
+def test_tasks_of_srun_meet_without_a_wrapper(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """What srun sets is enough; the launcher named in the run file does not start anything then."""
+    write(tmp_path)
+    common = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    common |= {"SLURM_NODEID": "0", "SLURM_JOB_ID": str(os.getpid())}
+    ranks = [
+        start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **common | {"SLURM_PROCID": i, "SLURM_LOCALID": i})
+        for i in "01"
+    ]
+    for status, _, err in [ended(rank) for rank in ranks]:
+        assert status == 0, err
+    assert bits(tmp_path) == bits(untouched)
+    record = launched.read(tmp_path / "out")
+    assert record is not None
+    assert (record.launcher, record.job, record.status) == ("slurm", str(os.getpid()), 0)
+    assert record.facts == {"step": f"{os.getpid()}.0"}
+
+
+# -- on a real cluster -----------------------------------------------------------------------------------------------
+
+reason = slurm_cluster.missing()
+real = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason)), pytest.mark.timeout(900)]
+
+
+def marked(*further: pytest.MarkDecorator) -> Callable:
+    """The marks of a test that needs the cluster."""
+
+    def mark(function: Callable) -> Callable:
+        for each in (*real, *further):
+            function = each(function)
+        return function
+
+    return mark
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
+    running = slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def job(
+    tmp_path: Path, cluster: slurm_cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[str, Path]]:
+    """Submits a job that waits at step 25; returns its id and folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in (cluster.variables | {"PYTHONPATH": HERE}).items():
+        monkeypatch.setenv(name, value)
+
+    def submitted(*options: str, at: int = 25, **launch: object) -> tuple[str, Path]:
+        if not (tmp_path / "run.yaml").exists():
+            write(tmp_path, launch=PLAIN | launch, strategy={"name": "held.Held"})
+        assert main(["train", "run.yaml", "--detach", *options]) == 0
+        record = launched.read(tmp_path / "out")
+        assert record is not None
+        cluster.until(lambda: step_of(tmp_path) >= at, f"step {at}", 300)
+        return str(record.job), tmp_path
+
+    return submitted
+
+
+def done(cluster: slurm_cluster.Cluster, job: str, state: str = "COMPLETED") -> None:
+    cluster.until(lambda: cluster.field(job, "JobState") == state, f"job {job} to be {state}", 300)
+
+
+def requeued(cluster: slurm_cluster.Cluster, job: str, folder: Path) -> None:
+    """It waits, with a checkpoint; then its turn comes, and it goes on to its end."""
+    cluster.until(lambda: cluster.field(job, "JobState") == "PENDING", f"job {job} to be queued again", 200)
+    assert saved(folder) >= 20
+    (folder / "go").touch()
+    cluster.hurry(job)
+    done(cluster, job)
+    assert cluster.field(job, "Restarts") == "1"
+    assert "resuming after step" in (folder / f"out/slurm-{job}.out").read_text()
+
+
+@marked()
+def test_two_nodes_have_the_bits_of_one_machine(
+    tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path
+) -> None:
+    write(tmp_path, launch=PLAIN)
+    status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **cluster.variables))
+    assert status == 0, out + err
+    assert "2 (ddp, exact)" in out  # the job's log was followed
+    assert "running on n[1-2]" in out
+    assert bits(tmp_path) == bits(untouched)
+
+
+@marked()
+@pytest.mark.parametrize("ranks", ["srun", "elastic"])
+def test_a_signal_saves_and_queues_again(
+    ranks: str, job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
+) -> None:
+    number, folder = job(ranks=ranks)
+    cluster.ask("scancel", "--signal=TERM", number)
+    requeued(cluster, number, folder)
+    assert bits(folder) == bits(untouched)
+    each_step_once(folder, untouched)
+
+
+@marked(pytest.mark.slow)
+def test_the_warning_before_the_time_limit(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
+    number, folder = job(time="3m", warn="1m")
+    requeued(cluster, number, folder)
+    assert bits(folder) == bits(untouched)
+
+
+@marked()
+def test_preemption(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
+    number, folder = job()
+    other = cluster.ask(
+        "sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"
+    )
+    requeued(cluster, number, folder)
+    done(cluster, other.strip())
+    assert bits(folder) == bits(untouched)
+
+
+@marked()
+def test_a_node_that_is_lost(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
+    number, folder = job()
+    cluster.kill_node("n2")
+    cluster.until(lambda: cluster.field(number, "JobState") == "PENDING", "the job to be queued again", 200)
+    cluster.start_node("n2")
+    requeued(cluster, number, folder)
+    assert bits(folder) == bits(untouched)
+
+
+@marked()
+def test_a_rank_that_is_killed_starts_again_in_the_same_allocation(
+    job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
+) -> None:
+    number, folder = job(max_restarts=1)
+    record = launched.read(folder / "out")
+    assert record is not None
+    assert record.main is not None
+    (folder / "go").touch()
+    os.kill(record.main.pid, signal.SIGKILL)
+    done(cluster, number)
+    assert cluster.field(number, "Restarts") == "0"
+    assert bits(folder) == bits(untouched)
+
+
+@marked()
+def test_stop_and_go_on_by_hand_on_one_node(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
+    number, folder = job()
+    assert main(["stop", "out"]) == 0
+    assert cluster.field(number, "JobState") == "FAILED"
+    assert cluster.field(number, "ExitCode") == "75:0"
+    (folder / "go").touch()
+    again = cluster.ask("sbatch", "--parsable", "--nodes=1", "out/job.sbatch").strip()
+    done(cluster, again)
+    assert bits(folder) == bits(untouched)
+    record = launched.read(folder / "out")
+    assert record is not None
+    assert (record.job, record.processes, record.status) == (again, 1, 0)
+
+
+@marked()
+def test_cancelled_is_not_queued_again(job: Callable, cluster: slurm_cluster.Cluster) -> None:
+    number, folder = job()
+    cluster.ask("scancel", number)
+    done(cluster, number, "CANCELLED")
+    assert saved(folder) >= 25
+    assert main(["status", "out"]) == 0
+
+
+@marked()
+def test_srun_without_a_launcher(tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
+    write(tmp_path, launch={"device": "cpu", "threads": 1})
+    command = ["srun", "-N2", "-n3", *LOCKSTEP, "train", "run.yaml"]
+    status, out, err = ended(start(command, tmp_path, cache, **cluster.variables))
+    assert status == 0, err
+    assert "3 (ddp, exact)" in out
+    assert bits(tmp_path) == bits(untouched)
+
+
+@marked()
+def test_torchrun_inside_srun(tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
+    write(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:13377", "--rdzv-id=7", "-m", "lockstep"]
+    command = ["srun", "-N2", "--ntasks-per-node=1", *torchrun, "train", "run.yaml"]
+    status, out, err = ended(start(command, tmp_path, cache, **cluster.variables))
+    assert status == 0, err
+    assert "2 (ddp, exact)" in out
+    assert bits(tmp_path) == bits(untouched)
+
+
+@marked()
+def test_an_array_of_runs(
+    tmp_path: Path, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_CONF", str(cluster.config))
+    for trial in ("a", "b"):
+        write(tmp_path / trial, launch=PLAIN | {"machines": 1}, output=f"{trial}/out")
+    files = [Path("a/run.yaml"), Path("b/run.yaml")]
+    number = submit(array_plan(load("a/run.yaml", []), files, Path("trials"), at_most=1))
+    for index, trial in enumerate(("a", "b")):
+        done(cluster, f"{number}_{index}")
+        assert bits(tmp_path / trial) == bits(untouched)
+        record = launched.read(tmp_path / trial / "out")
+        assert record is not None
+        assert record.facts == {"log": str(tmp_path / f"trials/slurm-{number}_{index}.out")}
+
+
+@marked()
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [({"partition": "nowhere"}, "nowhere"), ({"machines": 5}, "nodes"), ({"cpus": 64}, "CPU")],
+)
+def test_the_real_sbatch_refuses(
+    launch: dict,
+    words: str,
+    here: Path,
+    cluster: slurm_cluster.Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(cluster.config))
+    write(here, launch=PLAIN | launch)
+    before = cluster.ask("squeue", "-h", "--states=all", "-o", "%i")
+    assert main(["train", "run.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "nothing was queued" in said
+    assert words.lower() in said.lower()
+    assert cluster.ask("squeue", "-h", "--states=all", "-o", "%i") == before
+    assert not (here / "out").exists()
