@@ -334,6 +334,21 @@ def test_only_one_rank_writes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_tracker_in_contributing_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text()
+    code = text.partition("src/lockstep/track/table.py")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "mine_table.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = tiny(f"output={tmp_path}", track={"to": ["mine_table.Table"], "mine_table.Table": {"precision": 3}})
+    for after, last in ((0, 3), (2, 4)):
+        trackers = Trackers(run, after, {}, print, print)
+        for step in range(after + 1, last + 1):
+            trackers.log(step, "train", {"loss": 1 / step})
+        trackers.close("done")
+    rows = (tmp_path / "metrics.csv").read_text().split()
+    assert rows == ["1,train/loss,1", "2,train/loss,0.5", "3,train/loss,0.333", "4,train/loss,0.25"]
+
+
 # -- the run file ----------------------------------------------------------------------------------------------------
 
 

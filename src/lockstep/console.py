@@ -58,6 +58,10 @@ class Console:
             self.rich.print(_plain(text))
         append(self._log, text)
 
+    def tracker(self, text: str) -> None:
+        """Where a tracker shows the run."""
+        self.facts({"tracker": text})
+
     def note(self, text: str) -> None:
         """Something that a person should know, also one who asked for quiet."""
         self.rich.print(f"[yellow]note:[/yellow] {_plain(text)}")
@@ -136,7 +140,7 @@ class Console:
     def stop(self) -> None:
         """End the progress bar."""
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.rest()
             self._bar = None
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
@@ -169,6 +173,11 @@ class _Bar(Progress):
             refresh_per_second=2,  # drawing costs a core's time that training could use
         )
         self.row: TaskID = self.add_task("training", total=total, completed=done)
+
+    def rest(self) -> None:
+        """The last picture, which stays."""
+        self._place = str
+        self.stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.tasks:

@@ -102,6 +102,7 @@ def work(run: Run, world: World) -> int:
     task_class = plugins.find("tasks", run.task.name)
     prepared = prepare(run, task_class)
     world.join()
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
     agree(run, world, prepared)
     console = Console(world.is_main, world.log, run.track.console)
     if world.is_main:
@@ -126,7 +127,7 @@ def work(run: Run, world: World) -> int:
     journal = Journal(world, run.folder)
     told = start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside)
     journal.event("start", step, **told)
-    trackers = Trackers(run, step, checkpoints.trackers, console.say, console.note, world.is_main)
+    trackers = Trackers(run, step, checkpoints.trackers, console.tracker, console.note, world.is_main)
     usage = Usage(world)
     end: End = "failed"
 
