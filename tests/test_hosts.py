@@ -24,12 +24,12 @@ STEPS, PORT = 24, 29400
 SMALL = TINY | {
     "steps": STEPS,
     "output": "out",
-    "launch": {"device": "cpu", "threads": 1, "processes": 1},
+    "launch": {"device": "cpu", "threads": 1, "processes": 1, "hang_s": 0},
     "checkpoint": {"every": 6, "keep": 2},
     "track": {"every": 1},
 }
 QUICK = ["launch.lost_s=6", "launch.more_s=3", "launch.max_restarts=3"]
-SLOW = "strategy.name=slow_steps.Slow"
+HELD = "strategy.name=held_steps.Held"
 HERE = str(Path(__file__).parent)
 
 
@@ -85,17 +85,39 @@ def torchrun(made: Hosts, host: int, *words: str, folder: Path | None = None, ma
     return made.start(host, [*LOCKSTEP, "train", "run.yaml", *options, *words], folder, PYTHONPATH=HERE)
 
 
+def hold(step: int, *folders: Path) -> None:
+    """Jobs of these folders shall not go beyond so many steps."""
+    for folder in folders:
+        (folder / "hold.new").write_text(str(step))
+        (folder / "hold.new").rename(folder / "hold")
+
+
+def release(*folders: Path) -> None:
+    for folder in folders:
+        (folder / "hold").unlink()
+
+
+def own(made: Hosts) -> list[Path]:
+    """Every host's own folder, with the run file."""
+    return [write(made.folder(host)) for host in range(made.count)]
+
+
 def lines(folder: Path) -> list[dict]:
     path = folder / "out" / "metrics.jsonl"
     return [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
 
 
-def until_step(folder: Path, step: int, job: Job, seconds: float = 500) -> None:
+def until(true: Callable[[], object], job: Job, seconds: float = 500) -> None:
+    """Wait, as long as the job runs. The limit is only there so that a failure ends."""
     limit = time.monotonic() + seconds
-    while max((line["step"] for line in lines(folder)), default=0) < step:
-        assert job.process.poll() is None, f"ended before step {step}:\n{job.out}\n{job.err}"
-        assert time.monotonic() < limit, f"no step {step}:\n{job.out}\n{job.err}"
+    while not true():
+        assert job.process.poll() is None, f"has ended:\n{job.out}\n{job.err}"
+        assert time.monotonic() < limit, f"waited in vain:\n{job.out}\n{job.err}"
         time.sleep(0.05)
+
+
+def until_step(folder: Path, step: int, job: Job) -> None:
+    until(lambda: max((line["step"] for line in lines(folder)), default=0) >= step, job)
 
 
 def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
@@ -146,16 +168,17 @@ def accelerated(made: Hosts, host: int, *words: str) -> Job:
 
 def test_accelerate_on_two_hosts_is_stopped_and_goes_on(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     pytest.importorskip("accelerate")
-    for host in range(2):
-        write(two.folder(host))
-    jobs = [accelerated(two, host, SLOW) for host in range(2)]
-    until_step(two.folder(0), 8, jobs[0])
+    hold(8, *(folders := own(two)))
+    jobs = [accelerated(two, host, HELD) for host in range(2)]
+    until_step(folders[0], 8, jobs[0])
     jobs[1].process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    release(*folders)
     assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
     jobs = [accelerated(two, host) for host in range(2)]
     assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
     assert "ranks      rank 0 on host-0; rank 1 on host-1; launcher accelerate" in jobs[0].out
-    assert bits(two.folder(0)) == alone
+    assert bits(folders[0]) == alone
     note(launcher="accelerate", stop_and_resume="SIGTERM to one machine: 75 on both", same_bits=True)
 
 
@@ -171,164 +194,163 @@ def test_a_slow_and_lossy_network_changes_no_bit(two: Hosts, alone: str, note: C
 
 
 def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
-    shared = write(tmp_path / "shared")
-    words = [*QUICK, SLOW]
+    hold(8, shared := write(tmp_path / "shared"))
+    words = [*QUICK, HELD]
     first, _ = (torchrun(two, host, *words, folder=shared, machines="1:2") for host in range(2))
-    first.says("rank 1 on host-1")
     until_step(shared, 8, first)
+    assert "rank 1 on host-1" in first.out
     killed = time.monotonic()
     two.kill(1)
+    hold(12, shared)
     told = first.says("restarting from the last checkpoint")
     again = torchrun(two, 1, *words, folder=shared, machines="1:2")
-    first.says("resuming after step 6 of 24")
+    until(lambda: again.when("machines   2") or first.when("another machine has come"), again)
+    release(shared)
     assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
     assert "lost contact with another rank" in first.err or "no sign of life from host-1" in first.err
     assert "resuming after step 6 of 24" in first.out  # the checkpoint that was there
+    assert again.when("machines   2")
     assert bits(shared) == alone
     note(fault="kill -9 of a host, back at once, 1:2, shared folder", told_s=round(told - killed, 1), same_bits=True)
 
 
-def test_a_host_is_lost_for_good_and_its_files_with_it(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+def test_the_host_of_rank_0_is_lost_for_good(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     """Rank 0 is host 1 here, by its own wish; nothing of its folder is seen by host 0, which begins again."""
-    for host in range(2):
-        write(two.folder(host))
-    first = torchrun(two, 0, *QUICK, SLOW, "launch.node_rank=1", machines="1:2")
-    second = torchrun(two, 1, *QUICK, SLOW, "launch.node_rank=0", machines="1:2")
-    second.says("rank 0 on host-1; rank 1 on host-0")
-    until_step(two.folder(1), 8, second)
+    hold(8, *(folders := own(two)))
+    first = torchrun(two, 0, *QUICK, HELD, "launch.node_rank=1", machines="1:2")
+    second = torchrun(two, 1, *QUICK, HELD, "launch.node_rank=0", machines="1:2")
+    until_step(folders[1], 8, second)
+    assert "rank 0 on host-1; rank 1 on host-0" in second.out
     killed = time.monotonic()
     two.kill(1)
+    release(*folders)
     told = first.says("restarting from the last checkpoint")
     formed = first.says("machines   1 at")
     assert first.ended() == 0, first.err
-    assert bits(two.folder(0)) == alone
-    note(
-        fault="kill -9 of rank 0's host, 1:2, own folders",
-        told_s=round(told - killed, 1),
-        formed_again_s=round(formed - killed, 1),
-        same_bits=True,
-    )
+    assert bits(folders[0]) == alone
+    times = {"told_s": round(told - killed, 1), "formed_again_s": round(formed - killed, 1)}
+    note(fault="kill -9 of rank 0's host, 1:2, own folders", **times, same_bits=True)
 
 
 def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
-    shared = write(tmp_path / "shared")
-    first = torchrun(two, 0, *QUICK, SLOW, folder=shared, machines="1:2")
-    first.says("machines   1 at")
-    until_step(shared, 2, first)
-    second = torchrun(two, 1, *QUICK, SLOW, folder=shared, machines="1:2")
+    hold(8, shared := write(tmp_path / "shared"))
+    first = torchrun(two, 0, *QUICK, HELD, folder=shared, machines="1:2")
+    until_step(shared, 8, first)
+    assert "machines   1 at" in first.out
+    second = torchrun(two, 1, *QUICK, HELD, folder=shared, machines="1:2")
     came = first.says("another machine has come")
+    release(shared)
     formed = first.says("machines   2 at")
     assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
-    assert "stopped on request after step" in first.out  # it saved before it let the other in
+    assert "resuming after step 9 of 24" in first.out  # it saved before it let the other in
+    assert "restarting" not in first.err
     assert bits(shared) == alone
     note(change="a second machine comes, 1:2", formed_again_s=round(formed - came, 1), same_bits=True)
 
 
 def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
-    shared = write(tmp_path / "shared")
-    first, second = (torchrun(two, host, *QUICK, SLOW, folder=shared, machines="1:2") for host in range(2))
-    first.says("rank 1 on host-1")
+    hold(8, shared := write(tmp_path / "shared"))
+    first, second = (torchrun(two, host, *QUICK, HELD, folder=shared, machines="1:2") for host in range(2))
     until_step(shared, 8, first)
+    assert "rank 1 on host-1" in first.out
     cut = time.monotonic()
     two.cut(1)
+    release(shared)
     told = first.says("no sign of life from host-1 for 6 s")
-    formed = first.says("machines   1 at", 300)
-    alone_told = second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
+    formed = first.says("machines   1 at")
+    other = second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
     assert second.ended() == 1
     assert not two.pids(1)  # no rank goes on by itself
     assert first.ended() == 0, first.err
     assert bits(shared) == alone
-    note(
-        fault="link cut in the middle of a step, lost_s=6",
-        told_s=round(told - cut, 1),
-        other_side_told_s=round(alone_told - cut, 1),
-        formed_again_s=round(formed - cut, 1),
-        same_bits=True,
-    )
+    times = {"told_s": round(told - cut, 1), "other_side_told_s": round(other - cut, 1)}
+    times["formed_again_s"] = round(formed - cut, 1)
+    note(fault="link cut in the middle of a step, lost_s=6", **times, same_bits=True)
 
 
 def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: Callable[..., None]) -> None:
-    for host in range(2):
-        write(two.folder(host))
-    first, second = (torchrun(two, host, SLOW, "launch.lost_s=20") for host in range(2))
-    first.says("rank 1 on host-1")
-    until_step(two.folder(0), 4, first)
+    hold(4, *(folders := own(two)))
+    first, second = (torchrun(two, host, HELD, "launch.lost_s=20") for host in range(2))
+    until_step(folders[0], 4, first)
     two.cut(1)
+    release(*folders)
     time.sleep(5)
     two.heal(1)
     assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
     assert "lost" not in first.err + second.err
-    assert bits(two.folder(0)) == alone
+    assert bits(folders[0]) == alone
     note(fault="link cut for 5 s, lost_s=20", noticed=False, same_bits=True)
 
 
 def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callable[..., None]) -> None:
-    for host in range(2):
-        write(two.folder(host))
-    words = [*QUICK, SLOW, "launch.node_rank=1"]
-    torchrun(two, 0, *words)
-    second = torchrun(two, 1, *words[:-1], "launch.node_rank=0")  # rank 0, and OUTPUT, are where the store is not
-    second.says("rank 0 on host-1; rank 1 on host-0")
-    until_step(two.folder(1), 8, second)
+    """Rank 0, and with it OUTPUT, is on the other one."""
+    hold(8, *(folders := own(two)))
+
+    def go() -> list[Job]:
+        return [torchrun(two, host, *QUICK, HELD, f"launch.node_rank={1 - host}") for host in range(2)]
+
+    _, second = go()
+    until_step(folders[1], 8, second)
+    assert "rank 0 on host-1; rank 1 on host-0" in second.out
     killed = time.monotonic()
     two.kill(0)
+    release(*folders)
     told = second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
     assert second.ended() == 1
-    assert "start the same command again" in second.err
-    jobs = [torchrun(two, 0, *words), torchrun(two, 1, *words[:-1], "launch.node_rank=0")]
+    assert "start the same command again" in " ".join(second.err.split())
+    jobs = go()
     assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
     assert "resuming after step 6 of 24" in jobs[1].out
-    assert bits(two.folder(1)) == alone
+    assert bits(folders[1]) == alone
     note(fault="kill -9 of the rendezvous's host", told_s=round(told - killed, 1), same_bits=True)
 
 
 def test_a_rendezvous_of_its_own_outlives_every_host(three: Hosts, alone: str, note: Callable[..., None]) -> None:
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
     store.says("holding")
-    for host in range(2):
-        write(three.folder(host))
-    words = [*QUICK, SLOW]
-    first, second = (torchrun(three, host, *words, machines="1:2", at=2) for host in range(2))
-    first.says("rank 0 on host-0; rank 1 on host-1")
-    until_step(three.folder(0), 8, first)
+    hold(8, *(folders := own(three)))
+    first, second = (torchrun(three, host, *QUICK, HELD, machines="1:2", at=2) for host in range(2))
+    until_step(folders[0], 8, first)
+    assert "rank 0 on host-0; rank 1 on host-1" in first.out
     killed = time.monotonic()
     three.kill(0)
+    release(*folders)
     told = second.says("restarting from the last checkpoint")
     assert second.ended() == 0, second.err
-    assert bits(three.folder(1)) == alone
-    again = torchrun(three, 0, *words, machines="1:2", at=2)  # the next job at the same store
+    assert bits(folders[1]) == alone
+    again = torchrun(three, 0, *QUICK, HELD, machines="1:2", at=2)  # the next job at the same store
     assert again.ended() == 0, again.err
-    assert bits(three.folder(0)) == alone
+    assert bits(folders[0]) == alone
     store.process.send_signal(signal.SIGTERM)
     assert store.ended() == 0
     note(fault="kill -9 of rank 0's host, store on a third", told_s=round(told - killed, 1), same_bits=True)
 
 
 def test_sigterm_to_one_host_stops_all_with_a_checkpoint(two: Hosts, alone: str, note: Callable[..., None]) -> None:
-    for host in range(2):
-        write(two.folder(host))
-    first, second = (torchrun(two, host, SLOW) for host in range(2))
-    until_step(two.folder(0), 8, first)
-    second.process.send_signal(signal.SIGTERM)
-    assert (first.ended(), second.ended()) == (75, 75), first.err + second.err
-    assert "stopped on request after step" in first.out
+    hold(8, *(folders := own(two)))
+    jobs = [torchrun(two, host, HELD) for host in range(2)]
+    until_step(folders[0], 8, jobs[0])
+    jobs[1].process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    release(*folders)
+    assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
+    assert "stopped on request after step" in jobs[0].out
     jobs = [torchrun(two, host) for host in range(2)]
     assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
-    assert bits(two.folder(0)) == alone
+    assert bits(folders[0]) == alone
     note(launcher="torchrun", stop_and_resume="SIGTERM to one machine: 75 on both", same_bits=True)
 
 
 def test_a_rank_that_is_killed_starts_all_again(two: Hosts, alone: str, note: Callable[..., None]) -> None:
-    for host in range(2):
-        write(two.folder(host))
-    first, second = (torchrun(two, host, *QUICK, SLOW) for host in range(2))
-    first.says("rank 1 on host-1")
-    until_step(two.folder(0), 8, first)
-    rank = max(pid for pid in two.pids(1) if pid != second.process.pid)  # the youngest
-    os.kill(rank, signal.SIGKILL)
+    hold(8, *(folders := own(two)))
+    first, second = (torchrun(two, host, *QUICK, HELD) for host in range(2))
+    until_step(folders[0], 8, first)
+    os.kill(max(two.pids(1)), signal.SIGKILL)  # the youngest process is the rank
     second.says("was killed by SIGKILL; restarting from the last checkpoint")
+    release(*folders)
     assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
-    assert bits(two.folder(0)) == alone
+    assert "resuming after step 6 of 24" in first.out
+    assert bits(folders[0]) == alone
     note(launcher="torchrun", kill_and_resume="kill -9 of a rank", same_bits=True)
 
 
@@ -365,17 +387,18 @@ def test_other_data_under_the_same_name_is_told(two: Hosts) -> None:
         assert "host-1" in job.err
 
 
-def test_a_newcomer_with_another_run_file_does_not_disturb(two: Hosts, tmp_path: Path, alone: str) -> None:
-    write(two.folder(0))
-    write(two.folder(1), seed=1)
-    first = torchrun(two, 0, *QUICK, SLOW, machines="1:2")
-    until_step(two.folder(0), 2, first)
-    second = torchrun(two, 1, *QUICK, SLOW, machines="1:2")
+def test_a_newcomer_with_another_run_file_does_not_disturb(two: Hosts, alone: str) -> None:
+    hold(8, *(folders := own(two)))
+    write(folders[1], seed=1)
+    first = torchrun(two, 0, *QUICK, HELD, machines="1:2")
+    until_step(folders[0], 8, first)
+    second = torchrun(two, 1, *QUICK, HELD, machines="1:2")
     assert second.ended() == 2
     assert "seed: 0 on host-0, 1 on host-1" in second.err
+    release(*folders)
     assert first.ended() == 0, first.err
     assert "another machine" not in first.out
-    assert bits(two.folder(0)) == alone
+    assert bits(folders[0]) == alone
 
 
 def test_the_wrong_interface_is_named(two: Hosts) -> None:

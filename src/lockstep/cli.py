@@ -21,6 +21,7 @@ from lockstep.run import RunError
 def main(arguments: list[str] | None = None) -> int:
     """The `lockstep` command."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
     parser = argparse.ArgumentParser(
         prog="lockstep",
         description="Train text transformers: the same weights on one process or many, bit for bit.",

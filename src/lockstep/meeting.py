@@ -96,6 +96,7 @@ class Meeting:
         except (ValueError, RuntimeError) as caught:
             raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
         self.port = int(self._store.port)
+        network.end_silent(self.port, limits.lost)
         self._number, self._job = number, PrefixStore(f"lockstep-{name}", self._store)
         self._inner = DynamicRendezvousHandler.from_backend(
             name,
@@ -148,7 +149,11 @@ class Meeting:
         try:
             if self._store.add(f"lockstep-over-{self._number}", 1) == 1:
                 self._store.add("lockstep-job", 1)
-            return self._inner.shutdown()
+            state = self._state()
+            watched = self._machine.holds and bool(state.wait_list or state.redundancy_list)
+            closed = self._inner.shutdown()
+            time.sleep(3 if watched else 0)  # so that those who wait to join see that it is over
+            return closed
         except RuntimeError:  # whoever held the store has left already
             return False
 

@@ -1,0 +1,18 @@
+"""A strategy that waits before a step for as long as a test wants, so that something can happen in the middle of a job.
+Same bits."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.strategies.allreduce import AllReduce
+
+
+class Held(AllReduce):
+    """`allreduce`; while there is a file `hold` in the working directory, no step from the one it names on begins."""
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        held = Path("hold")
+        while held.exists() and batch.step >= int(held.read_text() or 0):
+            time.sleep(0.05)
+        return super().train_step(batch, learning_rate)
