@@ -46,7 +46,10 @@ def test_what_a_run_leaves(untouched: Path) -> None:
     parts = ("manifest.json", *(f"shard-{rank:05d}-of-00002.safetensors" for rank in (1, 2)))
     assert found == {
         "run.yaml",
-        "metrics.jsonl",
+        "launch.json",
+        "log.txt",
+        *(f"{name}.jsonl" for name in ("metrics", "system", "samples", "events", "ranks")),
+        "tables.json",
         "report.html",
         "checkpoints/latest",
         *(f"checkpoints/step-{step:06d}/{part}" for step in (STEPS - 10, STEPS) for part in parts),
