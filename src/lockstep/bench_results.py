@@ -125,16 +125,19 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 def details(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The rest of the numbers, for the page."""
-    columns = ["", "processes", "lowest to highest examples/s", "tokens/s", "padding", "threads each"]
-    columns += ["host MiB a rank", "GPU MiB a rank", "tensors at rest, MiB", "tensors at the update, MiB"]
+    sizes = {"host MiB": "peak_resident", "GPU MiB": "peak_device"}
+    sizes |= {"tensors at rest, MiB": "at_rest", "tensors at the update, MiB": "at_update"}
+    measured = [row for row in rows if row.rounds]
+    if not any(row.middle()["peak_device"] for row in measured):
+        del sizes["GPU MiB"]
+    columns = ["", "processes", "lowest to highest", "tokens/s", "padding", "threads", *sizes]
     cells = []
-    for row in rows:
-        if row.rounds:
-            found = row.middle()
-            sizes = [found[name] / 2**20 for name in ("peak_resident", "peak_device", "at_rest", "at_update")]
-            spread = f"{found['examples_per_s_lowest']:.1f} to {found['examples_per_s_highest']:.1f}"
-            numbers = [spread, f"{found['tokens_per_s']:,.0f}", f"{found['padding']:.2f}", f"{found['threads']:.0f}"]
-            cells.append([row.series, str(row.count), *numbers, *(f"{size:,.1f}" if size else "-" for size in sizes)])
+    for row in measured:
+        found = row.middle()
+        spread = f"{found['examples_per_s_lowest']:.1f} to {found['examples_per_s_highest']:.1f}"
+        numbers = [spread, f"{found['tokens_per_s']:,.0f}", f"{found['padding']:.2f}", f"{found['threads']:.0f}"]
+        numbers += [f"{found[name] / 2**20:,.1f}" for name in sizes.values()]
+        cells.append([row.series, str(row.count), *numbers])
     return columns, cells
 
 
@@ -189,7 +192,7 @@ def plots(rows: Sequence[Row]) -> list[str]:
             points.sort()
         if ideal and len(lines.get(first, [])) > 1:
             (count, rate), (most, _) = lines[first][0], lines[first][-1]
-            lines[f"{first}, if every process added as much"] = [(count, rate), (most, rate * most / count)]
+            lines[f"{first}, if it were linear"] = [(count, rate), (most, rate * most / count)]
         return charts.lines(title, lines, "processes")
 
     drawn = [
