@@ -143,14 +143,23 @@ def folders(world: World, folder: Path) -> dict[str, Any]:
     one. Collective."""
     token = world.from_main(f"{os.getpid()}-{time.time_ns()}")
     marker = folder / f".lockstep-doctor-{token}"
+
+    def make() -> machine.Facts:
+        marker.touch()
+        return {}
+
+    def remove() -> machine.Facts:
+        marker.unlink(missing_ok=True)
+        return {}
+
     if world.is_main:
-        machine.bounded(lambda: {"made": marker.touch()}, 5)
+        machine.bounded(make, 5)
     world.barrier()
     seen = world.everyone(bool(machine.bounded(lambda: {"there": marker.exists()}, 5).get("there")))
     mine = machine.bounded(lambda: machine.file_system(folder), 15) if world.local_rank == 0 else None
     every = world.everyone((world.host, mine))
     if world.is_main:
-        machine.bounded(lambda: {"gone": marker.unlink(missing_ok=True)}, 5)
+        machine.bounded(remove, 5)
     return {"shared_by_all": all(seen), "of_host": {host: facts for host, facts in every if facts is not None}}
 
 

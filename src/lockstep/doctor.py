@@ -26,9 +26,9 @@ PROCESSES_S = 240.0  # that processes started here may take in all
 
 def doctor(folder: Path, processes: int | None, as_json: bool, device: str = "auto") -> int:
     """The whole command. Under a launcher every rank calls it, and rank 0 speaks."""
-    if not folder.is_dir():
-        raise RunError(f"--folder: there is no folder {folder}")
     joining = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not folder.is_dir() and not joining:  # a rank that leaves would keep the others waiting
+        raise RunError(f"--folder: there is no folder {folder}")
     if joining and processes is not None:
         raise RunError("--processes: these processes were started by a launcher already; leave it out")
     speaks = os.environ.get("RANK", "0") == "0"
@@ -117,6 +117,9 @@ def problems(report: dict[str, Any]) -> list[str]:
         found.append(
             f"rank(s) {', '.join(map(str, slow))} compute at less than 0.7 of the middle speed: all wait for them"
         )
+    for host, facts in ranks.get("folder", {}).get("of_host", {}).items():
+        if "failed" in facts:
+            found.append(f"folder on {host}: {facts['failed']}")
     if len(ranks.get("hosts", {})) > 1 and not ranks["folder"]["shared_by_all"]:
         found.append(f"{disk.get('path')} is not the same folder on every host: rank 0 alone would write checkpoints")
     if disk.get("free_gb", 10) < 5:
