@@ -364,8 +364,8 @@ def job(
 ) -> Callable[..., tuple[str, Path]]:
     """Submits a job that waits at step 25; returns its id and folder."""
     monkeypatch.chdir(tmp_path)
-    for name, value in (cluster.variables | {"PYTHONPATH": HERE}).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_CONF", str(cluster.config))
+    monkeypatch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)  # of the strategy that waits
 
     def submitted(*options: str, at: int = 25, **launch: object) -> tuple[str, Path]:
         if not (tmp_path / "run.yaml").exists():

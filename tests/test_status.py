@@ -1,0 +1,217 @@
+"""`lockstep status`, `logs` and `stop` from another terminal than the one that trains."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import LOCKSTEP, TORCHRUN, bits, ended, finish, saved, start, step_of, until, write
+from harness import lockstep_environment
+
+from lockstep import launched
+from lockstep.cli import main
+from lockstep.launched import Launched, Process, State
+
+HERE = str(Path(__file__).parent)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
+
+
+def status_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict:
+    capsys.readouterr()
+    assert main(["status", str(folder / "out"), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@linux
+@pytest.mark.usefixtures("nobody_is_left")
+@pytest.mark.parametrize("how", ["local, 1", "local, 2", "torchrun"])
+def test_a_run_in_another_terminal(
+    how: str, tmp_path: Path, cache: Path, untouched: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, strategy={"name": "held.Held"})
+    command = [*TORCHRUN, "train", "run.yaml"] if how == "torchrun" else [*LOCKSTEP, "train", "run.yaml"]
+    command += [f"launch.processes={how[-1]}"] if how != "torchrun" else []
+    process = start(command, tmp_path, cache, PYTHONPATH=HERE)
+    until(lambda: step_of(tmp_path) >= 25, "step 25", process)
+
+    found = status_of(tmp_path, capsys)
+    assert (found["state"], found["step"], found["steps"], found["finished"]) == ("running", 25, 60, False)
+    assert found["launcher"] == ("" if how == "torchrun" else "local")
+    assert found["resumable_from"] == 20
+    assert found["metrics"]["train"]["step"] == 25
+    second = subprocess.run(
+        [*LOCKSTEP, "train", "run.yaml"], cwd=tmp_path, env=lockstep_environment(cache), capture_output=True, text=True
+    )
+    assert second.returncode == 2
+    assert "is being trained already" in second.stderr
+
+    following = start([*LOCKSTEP, "logs", "out", "--follow"], tmp_path, cache)
+    assert main(["stop", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "SIGTERM sent to process" in said
+    assert "stopped on request (status 75)" in said
+    assert ended(process)[0] == (1 if how == "torchrun" else 75)  # torchrun has no other status for a rank's 75
+    status, log, err = ended(following)
+    assert status == 0, err
+    assert "stopped on request after step" in log
+
+    found = status_of(tmp_path, capsys)
+    assert (found["state"], found["status"]) == ("stopped", 75)
+    assert found["resumable_from"] == saved(tmp_path) >= 25
+    assert main(["stop", str(tmp_path / "out")]) == 0  # once more: nothing happens
+    assert "does not run" in capsys.readouterr().out
+
+    (tmp_path / "go").touch()
+    finish(tmp_path, cache)
+    assert bits(tmp_path) == bits(untouched)
+    found = status_of(tmp_path, capsys)
+    assert (found["state"], found["finished"], found["resumable_from"]) == ("done", True, None)
+
+
+@linux
+@pytest.mark.usefixtures("nobody_is_left")
+def test_a_run_that_was_killed_is_not_said_to_run(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, strategy={"name": "held.Held"})
+    process = start([*LOCKSTEP, "train", "run.yaml", "launch.processes=1"], tmp_path, cache, PYTHONPATH=HERE)
+    until(lambda: step_of(tmp_path) >= 25, "step 25", process)
+    process.kill()
+    process.wait()
+    found = status_of(tmp_path, capsys)
+    assert (found["state"], found["status"], found["resumable_from"]) == ("gone", None, 20)
+    assert "left no exit status" in found["text"]
+    damaged = tmp_path / "out/checkpoints/step-000020/shard-00001-of-00001.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    capsys.readouterr()
+    assert main(["status", str(tmp_path / "out"), "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "does not match its hash" in said
+    assert "goes on from step 10" in said
+
+
+def test_what_a_failed_run_leaves(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, strategy={"name": "held.None"})
+    process = start([*LOCKSTEP, "train", "run.yaml", "strategy.name=single"], tmp_path, cache)
+    status, _, err = ended(process)
+    assert status == 2, err
+    assert not (tmp_path / "out").exists()
+    assert main(["status", str(tmp_path / "out")]) == 2
+    assert "has no run.yaml" in capsys.readouterr().err
+
+
+# -- launch.json -----------------------------------------------------------------------------------------------------
+
+
+def test_a_record_survives_writing(tmp_path: Path) -> None:
+    record = launched.here("slurm", 4, "12", {"step": "12.0"})
+    launched.write(tmp_path, record)
+    assert launched.read(tmp_path) == record
+    launched.note(tmp_path, status=75, main=Process("n1", 7, "then"), steps=60)
+    found = launched.read(tmp_path)
+    assert found is not None
+    assert (found.status, found.main, found.steps, found.job) == (75, Process("n1", 7, "then"), 60, "12")
+    assert [path.name for path in tmp_path.iterdir()] == ["launch.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"launcher": 3}', '{"process": 7}'])
+def test_what_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "launch.json").write_text(text)
+    assert launched.read(tmp_path) is None
+    launched.note(tmp_path, status=0)
+    assert (tmp_path / "launch.json").read_text() == text
+
+
+def test_a_number_that_was_given_to_another_process() -> None:
+    this = Process.this()
+    assert this.alive() is True
+    assert Process(this.host, this.pid, "yesterday").alive() is False
+    assert Process("elsewhere", this.pid, this.born).alive() is None
+
+
+def test_a_dead_process_that_nobody_has_looked_at_is_dead() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    born = launched._born(child.pid)
+    process = Process(Process.this().host, child.pid, born or "")
+    assert process.alive() is True
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process.alive() is False
+    child.wait()
+
+
+@pytest.mark.parametrize(
+    ("record", "word"),
+    [
+        (Launched("local", 1, 0.0, Process("elsewhere", 1, "")), "unknown"),
+        (Launched("local", 1, 0.0, Process.this()), "running"),
+        (Launched("local", 1, 0.0, Process.this(), status=0), "done"),
+        (Launched("local", 1, 0.0, Process.this(), status=75), "stopped"),
+        (Launched("local", 1, 0.0, Process.this(), status=1), "failed"),
+        (Launched("local", 1, 0.0, Process(Process.this().host, 1, "then")), "gone"),
+    ],
+)
+def test_states(record: Launched, word: str) -> None:
+    state = launched.state_of_process(record)
+    assert state.word == word
+    assert state.live == (word == "running")
+
+
+def test_lines_that_come_while_one_reads(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    assert list(launched.lines_of(path, False)) == []
+    path.write_text("one\ntwo\nhal")
+    assert list(launched.lines_of(path, False)) == ["one", "two", "hal"]
+    left = ["f\nthree\n", "four\n"]
+
+    def live() -> bool:
+        if left:
+            with open(path, "a") as file:
+                file.write(left.pop(0))
+        return bool(left)
+
+    assert list(launched.lines_of(path, True, live, every_s=0)) == ["one", "two", "half", "three", "four"]
+
+
+def test_outcomes() -> None:
+    assert launched.outcome(None) == State("gone")
+    assert launched.outcome(2) == State("failed", "", 2)
+    assert not launched.outcome(75).live
+
+
+@pytest.mark.parametrize("command", [["logs"], ["stop"]])
+def test_a_folder_without_a_launch(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    (tmp_path / "run.yaml").rename(tmp_path / "moved.yaml")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "moved.yaml").rename(tmp_path / "out" / "run.yaml")
+    assert main([*command, str(tmp_path / "out")]) == 2
+    assert "launch.json" in capsys.readouterr().err
+    assert main(["status", str(tmp_path / "out")]) == 0
+    assert "unknown: there is no readable launch.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["logs", "OUT", "--tail", "-1"], ["stop", "OUT", "--wait", "-1"]])
+def test_numbers_that_make_no_sense(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "run.yaml").rename(tmp_path / "out" / "run.yaml")
+    launched.write(tmp_path / "out", launched.here("local", 1))
+    assert main([word.replace("OUT", str(tmp_path / "out")) for word in words]) == 2
+    assert "-1 is not a number of" in capsys.readouterr().err
+
+
+def test_the_last_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "run.yaml").rename(tmp_path / "out" / "run.yaml")
+    launched.write(tmp_path / "out", launched.here("local", 1))
+    (tmp_path / "out" / "log.txt").write_text("1\n2\n3\n")
+    for tail, expected in (("2", "2\n3\n"), ("9", "1\n2\n3\n"), ("0", "")):
+        assert main(["logs", str(tmp_path / "out"), "--tail", tail]) == 0
+        assert capsys.readouterr().out == expected
