@@ -32,12 +32,6 @@ RUN = TINY | {
 }
 
 
-def ended(process: Any, seconds: float = 60) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error. The limit is only there so that a failure ends."""
-    out, err = process.communicate(timeout=seconds)
-    return process.returncode, out, err
-
-
 # A mount namespace of its own, in which /opt/ml is this host's folder, and names are those of the job.
 CONTAINER = """
 mount -t tmpfs none /opt && mkdir /opt/ml && mount --bind {ml} /opt/ml && mount --bind {names} /etc/hosts &&
@@ -88,7 +82,7 @@ class Instances:
 
     def run(self) -> list[tuple[int, str, str]]:
         started = [self.start(host) for host in range(self.made.count)]
-        return [ended(process, 600) for process in started]
+        return [(job.ended(), job.out, job.err) for job in started]
 
     def moved(self) -> None:
         """AWS took the instances back: the next ones get what was brought to S3, which all hosts write to."""
@@ -135,12 +129,15 @@ def test_taken_back_in_the_middle_then_the_same_bits(tmp_path: Path, cache: Path
         job = instances(made)
         started = [job.start(host) for host in range(2)]
         until(
-            lambda: any((job.ml(0) / "checkpoints/checkpoints").glob("step-*")), "a checkpoint", started[0], seconds=600
+            lambda: any((job.ml(0) / "checkpoints/checkpoints").glob("step-*")),
+            "a checkpoint",
+            started[0].process,
+            seconds=600,
         )
         for host in range(2):
             made.kill(host)
-        for process in started:
-            ended(process)
+        for job_of_host in started:
+            job_of_host.ended()
         job.moved()
         results = job.run()
         assert [status for status, _, _ in results] == [0, 0], results

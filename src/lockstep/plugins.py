@@ -18,6 +18,7 @@ _NOT_PLUGINS = {"task", "launcher", "tracker", "trackers"}
 _NOT_PLUGINS |= {"per_token", "strategy", "native", "hooked", "zero", "zero_config", "stages"}
 _NOT_PLUGINS |= {"sbatch", "aws", "parcel", "kubernetes_manifests"}
 _NOT_PLUGINS |= {"sagemaker_entry", "sagemaker_job", "sagemaker_request"}
+_FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 
 
@@ -28,7 +29,9 @@ class PluginError(ValueError):
 def names(kind: str) -> list[str]:
     """All names of a kind that a run file can use, in alphabetical order."""
     package = importlib.import_module(f"lockstep.{kind}")
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _NOT_PLUGINS)
+    names_of = {file: name for name, file in _FILES.items()}
+    found = (m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _NOT_PLUGINS)
+    return sorted(names_of.get(file, file) for file in found)
 
 
 def find(kind: str, name: str) -> type:
@@ -50,7 +53,7 @@ def find(kind: str, name: str) -> type:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise PluginError(f"unknown {_SINGULAR[kind]} {name!r}: {hint}known are {', '.join(known)}")
-    module = importlib.import_module(f"lockstep.{kind}.{name}")
+    module = importlib.import_module(f"lockstep.{kind}.{_FILES.get(name, name)}")
     classes = [
         c
         for _, c in inspect.getmembers(module, inspect.isclass)

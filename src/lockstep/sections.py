@@ -136,8 +136,8 @@ class StrategySection(Section):
 class LaunchSection(PluginSection):
     name: str = Field(
         "local",
-        description="local | torchrun | accelerate | slurm | tcp, or your.module.Class; its other keys are the "
-        "launcher's",
+        description="local | torchrun | accelerate | slurm | sagemaker | ray | kubernetes | tcp, or your.module.Class; "
+        "its other keys are the launcher's",
     )
     processes: Positive | Literal["auto"] = Field(
         "auto", description="processes a machine; auto: one a GPU, else one a core, at most micro_batches"
