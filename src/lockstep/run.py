@@ -109,7 +109,7 @@ class Run(Section):
         Errors: `RunError` with key, value, what is allowed, file and line.
         """
         if isinstance(source, Mapping):
-            return load(None, overrides or {}, source)
+            return load(None, overrides or {}, source, "the mapping")
         return load(source, overrides or {})
 
     @property
@@ -146,13 +146,14 @@ def load(
     path: str | Path | None,
     overrides: Sequence[str] | Mapping[str, Any],
     defaults: Mapping[str, Any] | None = None,
+    origin: str = "the command line",
 ) -> Run:
     """The run of a file and overrides (`key=value` words, or dotted key -> value); `defaults` is the mapping used where
-    there is no file.
+    there is no file, and `origin` what messages call it.
 
     Errors: `RunError` with key, value, what is allowed, file and line.
     """
-    text, origin = "", "the command line"
+    text = ""
     values: Any = dict(defaults or {})
     if path is not None:
         origin = str(path)
