@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +160,11 @@ def work(run: Run, world: World) -> int:
             end = "stopped"
             return STOPPED
         console.facts({"precision": precisions(run, strategy)})
-        scores: dict[str, dict[str, float]] = {}
-        tables: dict[str, dict[str, Any]] = {}
         with strategy.phases("evaluation"):
-            for split in ("validation", "test"):
-                if split in task.splits:
-                    scores[split], tables[split] = scored(run, world, task, strategy, task.splits[split])
-                    log(step, split, scores[split])
+            splits = [split for split in ("validation", "test") if split in task.splits]
+            found = {split: scored(run, world, task, strategy, task.splits[split]) for split in splits}
+            for split, (scores, _) in found.items():
+                log(step, split, scores)
             show(step, samples(task, strategy, world))
         journal.event("evaluation", step)
         journal.times(step, strategy.phases.take())
@@ -182,19 +180,25 @@ def work(run: Run, world: World) -> int:
     weights = strategy.export()
     strategy.close()
     if weights is not None:
-        write_export(run, task, weights, scores, feed.total)
-        weights_sha256 = digest_of(run.folder / "export")
-        best = {split: task.best_possible(split) for split in scores}
-        journal.event("finish", step, weights=weights_sha256, best_possible=best)
-        try:
-            (run.folder / "tables.json").write_text(json.dumps(tables), encoding="utf-8")
-            write_report(run.folder)
-        except (OSError, ValueError) as caught:  # the run is done, whatever becomes of a page about it
-            console.note(f"{run.folder}/report.html could not be written: {caught}")
-        closing(console, run, task, scores, counts, strategy.gives_bits(run), weights_sha256)
+        final: dict[str, dict[str, float]] = {split: scores for split, (scores, _) in found.items()}
+        write_export(run, task, weights, final, feed.total)
+        sha256 = digest_of(run.folder / "export")
+        best = {split: task.best_possible(split) for split in final}
+        journal.event("finish", step, weights=sha256, best_possible=best)
+        write_pages(run, {split: tables for split, (_, tables) in found.items()}, console)
+        closing(console, run, task, final, counts, strategy.gives_bits(run), sha256)
         # The upload is rank 0's alone and may take long: no other rank waits for it in a collective.
         return push_pending(run, console.say)
     return DONE
+
+
+def write_pages(run: Run, tables: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """OUTPUT/tables.json and report.html. The run is done, whatever becomes of a page about it: the user is told."""
+    try:
+        (run.folder / "tables.json").write_text(json.dumps(tables), encoding="utf-8")
+        write_report(run.folder)
+    except (OSError, ValueError) as caught:
+        console.note(f"{run.folder}/report.html could not be written: {caught}")
 
 
 def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed) -> None:
