@@ -120,6 +120,14 @@ def until_step(folder: Path, step: int, job: Job) -> None:
     until(lambda: max((line["step"] for line in lines(folder)), default=0) >= step, job)
 
 
+def together(first: Job, second: Job, *folders: Path) -> None:
+    """Both machines are in, whichever came first, and the job has come to step 8. It was held at step 0."""
+    until(lambda: second.when("machines   2") or first.when("another machine has come"), second)
+    hold(8, *folders)
+    second.says("machines   2")
+    until_step(folders[0], 8, first)
+
+
 def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     for host in range(2):
         write(two.folder(host))
@@ -194,11 +202,10 @@ def test_a_slow_and_lossy_network_changes_no_bit(two: Hosts, alone: str, note: C
 
 
 def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
-    hold(8, shared := write(tmp_path / "shared"))
+    hold(0, shared := write(tmp_path / "shared"))
     words = [*QUICK, HELD]
-    first, _ = (torchrun(two, host, *words, folder=shared, machines="1:2") for host in range(2))
-    until_step(shared, 8, first)
-    assert "rank 1 on host-1" in first.out
+    together(*(torchrun(two, host, *words, folder=shared, machines="1:2") for host in range(2)), shared)
+    first = two.started[0]
     killed = time.monotonic()
     two.kill(1)
     hold(12, shared)
@@ -217,8 +224,9 @@ def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, n
 def test_the_host_of_rank_0_is_lost_for_good(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     """Rank 0 is host 1 here, by its own wish; nothing of its folder is seen by host 0, which begins again."""
     hold(8, *(folders := own(two)))
-    first = torchrun(two, 0, *QUICK, HELD, "launch.node_rank=1", machines="1:2")
-    second = torchrun(two, 1, *QUICK, HELD, "launch.node_rank=0", machines="1:2")
+    words = [*QUICK, HELD, "launch.more_s=40"]
+    first = torchrun(two, 0, *words, "launch.node_rank=1", machines="1:2")
+    second = torchrun(two, 1, *words, "launch.node_rank=0", machines="1:2")
     until_step(folders[1], 8, second)
     assert "rank 0 on host-1; rank 1 on host-0" in second.out
     killed = time.monotonic()
@@ -249,15 +257,16 @@ def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..
 
 
 def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
-    hold(8, shared := write(tmp_path / "shared"))
+    hold(0, shared := write(tmp_path / "shared"))
     first, second = (torchrun(two, host, *QUICK, HELD, folder=shared, machines="1:2") for host in range(2))
-    until_step(shared, 8, first)
-    assert "rank 1 on host-1" in first.out
+    together(first, second, shared)
+    again = first.out.count("machines   1 at")
     cut = time.monotonic()
     two.cut(1)
     release(shared)
     told = first.says("no sign of life from host-1 for 6 s")
-    formed = first.says("machines   1 at")
+    until(lambda: first.out.count("machines   1 at") > again, first)
+    formed = time.monotonic()
     other = second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
     assert second.ended() == 1
     assert not two.pids(1)  # no rank goes on by itself
@@ -308,10 +317,9 @@ def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callab
 def test_a_rendezvous_of_its_own_outlives_every_host(three: Hosts, alone: str, note: Callable[..., None]) -> None:
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
     store.says("holding")
-    hold(8, *(folders := own(three)))
+    hold(0, *(folders := own(three)))
     first, second = (torchrun(three, host, *QUICK, HELD, machines="1:2", at=2) for host in range(2))
-    until_step(folders[0], 8, first)
-    assert "rank 0 on host-0; rank 1 on host-1" in first.out
+    together(first, second, *folders)
     killed = time.monotonic()
     three.kill(0)
     release(*folders)

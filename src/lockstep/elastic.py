@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -33,6 +34,7 @@ from lockstep.meeting import Meeting
 from lockstep.run import Run
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
 GRACE_S, NO_GRACE_S = 30, 2
 
@@ -58,7 +60,10 @@ def run_agent(
         monitor_interval=0.1,
     )
     agent = Agent(spec, meeting, int(run.launch.timeout_s), say)
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    # torch elastic takes over when ranks are there, but for SIGUSR1, by which schedulers announce an end, only if asked
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    main = threading.current_thread() is threading.main_thread()  # no other may set a handler
+    before = {number: signal.signal(number, _stop) for number in STOPS} if main else {}
     status = FAILED
     try:
         status = _seen_to_end(agent, meeting)
@@ -77,7 +82,7 @@ def _seen_to_end(agent: Agent, meeting: Meeting) -> int:
     try:
         result = agent.run()
     except SignalException as stop:
-        asked = stop.sigval in (signal.SIGTERM, signal.SIGINT)
+        asked = stop.sigval in STOPS
         meeting.end(STOPPED if asked else FAILED, "stopped on request")
         meeting.leave_together(GRACE_S)
         return STOPPED if asked else FAILED

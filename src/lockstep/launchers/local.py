@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
-import tempfile
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from lockstep.console import error
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.run import Run, RunError
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
-
 
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send
 
@@ -61,7 +53,13 @@ class Local(Launcher):
             return worker.main(run, job=job)
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
-        return run_agent(str(run.folder / "run.yaml"), plan.processes, run, job)
+        from lockstep.elastic import run_agent
+        from lockstep.meeting import Limits, Machine, Meeting
+
+        prestart()
+        machine = Machine(socket.gethostname(), "localhost", plan.processes, holds=True)
+        meeting = Meeting("localhost", 0, 1, 1, machine, Limits())
+        return run_agent(run, plan.processes, meeting, entry, (str(run.folder / "run.yaml"), tuple(job)), print)
 
 
 def processes_of(run: Run) -> int:
@@ -102,86 +100,6 @@ def prestart() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-def run_agent(path: str, processes: int, run: Run, job: Sequence[str]) -> int:
-    """Start `processes` ranks of the run file at `path` under a torch elastic agent, and see them to their end."""
-    import logging
-
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-
-    for name in [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiproc"))]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent below speaks for them
-    prestart()
-    rendezvous = RendezvousParameters("c10d", "localhost:0", uuid.uuid4().hex, 1, 1, local_addr="localhost")
-    spec = WorkerSpec(
-        role="lockstep",
-        local_world_size=processes,
-        entrypoint=entry,
-        args=(path, tuple(job)),
-        rdzv_handler=registry.get_rendezvous_handler(rendezvous),
-        max_restarts=run.launch.max_restarts,
-        monitor_interval=0.1,
-        local_addr="localhost",
-    )
-    agent = _agent_class()(
-        spec, DefaultLogsSpecs(), start_method="forkserver", shutdown_timeout=int(run.launch.timeout_s)
-    )
-    try:
-        result = agent.run()
-    except SignalException as stop:
-        return 75 if stop.sigval in (signal.SIGTERM, signal.SIGINT) else 1
-    finally:
-        spec.rdzv_handler.shutdown()
-        for marker in Path(tempfile.gettempdir()).glob(f"lockstep-failure-{rendezvous.run_id}*"):
-            marker.unlink(missing_ok=True)
-    if result.is_failed():
-        return next((f.exitcode for f in result.failures.values() if f.exitcode == 2), 1)
-    return max((status or 0 for status in result.return_values.values()), default=0)
-
-
-def _agent_class() -> Any:
-    """The agent, made where torch is at hand."""
-    import socket
-
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
-    class Agent(LocalElasticAgent):
-        """Torch elastic's own, told what our exit statuses mean, and saying who died."""
-
-        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            result = super()._monitor_workers(worker_group)
-            if result.state != WorkerState.FAILED:
-                return result
-            statuses = {failure.exitcode for failure in result.failures.values()}
-            if statuses == {75}:  # stopped on request: not a failure, and no reason to start again
-                ranks = (worker.global_rank for worker in worker_group.workers)  # some may be ending still
-                return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, 75))
-            if 2 in statuses:  # starting again would meet the same bad input
-                self._remaining_restarts = 0
-            for rank, failure in result.failures.items():
-                how = (
-                    f"was killed by {_signal(-failure.exitcode)}"
-                    if failure.exitcode < 0
-                    else f"ended with status {failure.exitcode}"
-                )
-                left = self._remaining_restarts
-                then = f"restarting from the last checkpoint ({left} restart(s) left)" if left else "no restarts left"
-                if failure.exitcode < 0 or left:  # otherwise the rank's own traceback has said it all
-                    error(f"rank {rank} (pid {failure.pid}) on {socket.gethostname()} {how}; {then}")
-            return result
-
-    return Agent
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def entry(run: str | Run, job: Sequence[str], variables: Mapping[str, str] | None = None) -> None:

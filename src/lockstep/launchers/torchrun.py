@@ -19,7 +19,7 @@ from pydantic import Field
 from lockstep import network
 from lockstep.console import Console
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
-from lockstep.launchers.local import entry, processes_of
+from lockstep.launchers.local import entry, prestart, processes_of
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section, Steps
 
@@ -128,6 +128,7 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
     from lockstep.manifest import newest_first
     from lockstep.meeting import Limits, Machine, Meeting
 
+    prestart()
     host, port = network.endpoint(options.rendezvous or "localhost:29400")
     fewest, most = machines_of(options.machines)
     say = partial(Console(True).say)
