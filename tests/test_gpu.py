@@ -7,6 +7,7 @@ import torch
 from harness import tiny
 from test_strategies import steps_of
 
+from lockstep.phases import NAMES, Phases
 from lockstep.run import Run
 from lockstep.world import World
 
@@ -36,3 +37,20 @@ def test_steps_repeat_to_the_bit(precision: str) -> None:
 def test_cuda_and_cpu_agree_to_rounding() -> None:
     still = [f"model.config.{name}_pdrop=0" for name in ("resid", "embd", "attn")]
     assert on("cuda", *still)["loss"] == pytest.approx(on("cpu", *still)["loss"], rel=1e-4)
+
+
+def test_a_phase_is_the_devices_time_and_not_that_of_queueing() -> None:
+    """Work that the host only queues counts for the phase it was queued in, though the host is long past it."""
+    found = Phases(torch.device("cuda", 0))
+    matrix = torch.ones(4096, 4096, device="cuda")
+    matrix @ matrix
+    torch.cuda.synchronize()
+    found.take()
+    with found("forward"):
+        for _ in range(100):
+            matrix @ matrix
+    with found("optimizer"):
+        pass
+    seconds = dict(zip(NAMES, found.take(), strict=True))
+    assert found.clock == "device"
+    assert seconds["forward"] > 20 * seconds["optimizer"]
