@@ -98,6 +98,13 @@ def test_what_is_refused_before_anything_starts(name: str, overrides: list[str],
         launcher().plan(job(*overrides, name=name))
 
 
+@pytest.mark.parametrize("name", ["torchrun", "accelerate", "tcp"])
+def test_every_key_is_documented(name: str) -> None:
+    page = (Path(__file__).parents[1] / "docs/launchers.md").read_text()
+    keys = find("launchers", name).Options.model_fields  # type: ignore[attr-defined]
+    assert [key for key in keys if f"launch.{key}" not in page] == []
+
+
 def test_machines_in_a_run_file_are_no_number_to_base_60(tmp_path: Path) -> None:
     text = yaml.safe_dump(RUN).replace("launch:\n", f"launch:\n  name: torchrun\n  {MEET[7:].replace('=', ': ')}\n")
     (tmp_path / "run.yaml").write_text(text.replace("  name: torchrun\n", "  name: torchrun\n  machines: 1:4\n"))
