@@ -242,7 +242,7 @@ def test_a_run_pushes_at_its_end_and_again_where_it_failed(hub: Hub, tmp_path: P
     values = RUN | {"hub": {"push_to": "user/feelings"}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     hub.faults = {"commit": [403]}
-    assert run_on(1, train_in, str(tmp_path), values, hub.address, joined=False) == [1]
+    assert run_on(2, train_in, str(tmp_path), values, hub.address, joined=False) == [1, 0]  # rank 0 alone pushes
     assert (tmp_path / "out/export/model.safetensors").exists()
     assert not (tmp_path / "out/hub.json").exists()
     status, out, err = lockstep(tmp_path, "train", "run.yaml")
