@@ -373,19 +373,19 @@ def job(
         assert main(["train", "run.yaml", "--detach", *options]) == 0
         record = launched.read(tmp_path / "out")
         assert record is not None
-        cluster.until(lambda: step_of(tmp_path) >= at, f"step {at}", 300)
+        cluster.until(lambda: step_of(tmp_path) >= at, f"step {at}", 600)
         return str(record.job), tmp_path
 
     return submitted
 
 
 def done(cluster: slurm_cluster.Cluster, job: str, state: str = "COMPLETED") -> None:
-    cluster.until(lambda: cluster.field(job, "JobState") == state, f"job {job} to be {state}", 300)
+    cluster.until(lambda: cluster.field(job, "JobState") == state, f"job {job} to be {state}", 600)
 
 
 def requeued(cluster: slurm_cluster.Cluster, job: str, folder: Path) -> None:
     """It waits, with a checkpoint; then its turn comes, and it goes on to its end."""
-    cluster.until(lambda: cluster.field(job, "JobState") == "PENDING", f"job {job} to be queued again", 200)
+    cluster.until(lambda: cluster.field(job, "JobState") == "PENDING", f"job {job} to be queued again", 400)
     assert saved(folder) >= 20
     (folder / "go").touch()
     cluster.hurry(job)
@@ -440,7 +440,7 @@ def test_preemption(job: Callable, cluster: slurm_cluster.Cluster, untouched: Pa
 def test_a_node_that_is_lost(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
     number, folder = job()
     cluster.kill_node("n2")
-    cluster.until(lambda: cluster.field(number, "JobState") == "PENDING", "the job to be queued again", 200)
+    cluster.until(lambda: cluster.field(number, "JobState") == "PENDING", "the job to be queued again", 400)
     cluster.start_node("n2")
     requeued(cluster, number, folder)
     assert bits(folder) == bits(untouched)

@@ -22,16 +22,10 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> int:
     """`lockstep train`: to the end, or on from the newest checkpoint; under torchrun and its like, as one rank."""
-    if (task := srun.task_of(os.environ)) is not None and "RANK" not in os.environ:
-        ours = os.environ.get(launched.VARIABLE) == "slurm"  # the task of a job that the slurm launcher has written
-        if ours and run.launch.options.get("ranks") == "elastic":
-            from lockstep.launchers.slurm import agent_of
+    if (task := task_of_srun(run)) is not None and run.launch.options.get("ranks") == "elastic":
+        from lockstep.launchers.slurm import agent_of
 
-            return agent_of(run, task)
-        if ours or (task.size > 1 and run.launch.name in ("local", "slurm")):
-            os.environ.update(task.variables())
-        if not ours and "RANK" in os.environ:  # srun by hand
-            os.environ.update({launched.VARIABLE: "slurm", launched.JOB: task.job, launched.FACT: f"step={task.step}"})
+        return agent_of(run, task)
     if joining():
         return joined(run)
     launcher, plan = planned(run)
@@ -64,6 +58,22 @@ def train(run: Run) -> int:
     return status
 
 
+def task_of_srun(run: Run) -> srun.Task | None:
+    """The task of a job that the slurm launcher has written, if this process is one. A task of srun becomes a rank: it
+    gets the six variables, unless torch elastic is to start the ranks of its node."""
+    task = srun.task_of(os.environ)
+    if task is None or "RANK" in os.environ:
+        return None
+    ours = os.environ.get(launched.VARIABLE) == "slurm"
+    if ours and run.launch.options.get("ranks") == "elastic":
+        return task
+    if ours or (task.size > 1 and run.launch.name in ("local", "slurm")):
+        os.environ.update(task.variables())
+        if not ours:  # srun by hand
+            os.environ.update({launched.VARIABLE: "slurm", launched.JOB: task.job, launched.FACT: f"step={task.step}"})
+    return task if ours else None
+
+
 def joined(run: Run) -> int:
     """This process as one rank of a job that something else has started. Errors: `RunError` when that started another
     number of ranks than a launcher of ours wanted."""
@@ -94,7 +104,10 @@ def only_one(run: Run, launcher: Launcher) -> None:
     record = launched.read(run.folder)
     if record is None or (record.job is None and record.process == launched.Process.this()):
         return
-    known = launcher if record.launcher == run.launch.name else launcher_named(record.launcher)
+    try:
+        known = launcher if record.launcher == run.launch.name else launcher_named(record.launcher)
+    except RunError:  # a launcher that is not there any more
+        return
     state = known.state(run, record)
     if state.live:
         raise RunError(
@@ -106,6 +119,7 @@ def only_one(run: Run, launcher: Launcher) -> None:
 def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
     """`lockstep verify`: a few steps, and the same as one process. `verdict`: where it is written, as JSON."""
     launcher = None
+    task_of_srun(run)
     if not joining():
         launcher, plan = planned(run)
         checked(run, plan)

@@ -94,7 +94,7 @@ def _ranks(job: Job) -> list[str]:
         f"for restarts_left in $(seq {job.restarts} -1 0); do",
         f"  {line}",
         "  status=$?",
-        "  case $status in 0|2|75) break ;; esac",
+        "  case $status in 0|2|75|143) break ;; esac",
         '  echo "lockstep: the ranks ended with status $status, $restarts_left restart(s) left"',
         "done",
     ]
@@ -104,9 +104,9 @@ def _after(job: Job) -> list[str]:
     if not job.requeue:
         return ["exit $status"]
     return [
-        "# 75: stopped before the end, with a checkpoint. Back to the queue, unless the job is being cancelled, or",
-        "# `lockstep stop` has taken back its leave to requeue.",
-        'if [ $status -eq 75 ] && [ "$(squeue -h -j $SLURM_JOB_ID -o %T)" = RUNNING ]; then',
+        "# 75: stopped before the end, with a checkpoint; 143: told to stop while still starting. Back to the queue,",
+        "# unless the job is being cancelled, or `lockstep stop` has taken back its leave to requeue.",
+        'if [[ $status =~ ^(75|143)$ ]] && [ "$(squeue -h -j $SLURM_JOB_ID -o %T)" = RUNNING ]; then',
         "  scontrol requeue $SLURM_JOB_ID && sleep 60  # SLURM ends this script",
         "fi",
         "exit $status",
