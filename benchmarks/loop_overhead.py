@@ -23,17 +23,18 @@ from torch import Tensor
 
 from lockstep.batch import StepBatch, StepResult
 from lockstep.checkpoint import Checkpoints
-from lockstep.quick_start import QUICK_START
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.parts import Saved
 from lockstep.plugins import find
+from lockstep.quick_start import QUICK_START
 from lockstep.reduction import share
 from lockstep.run import Run, load
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.track.jsonl import Jsonl
+from lockstep.track.trackers import Trackers
 from lockstep.train import train
+from lockstep.usage import Usage
 from lockstep.world import World
 
 SLEEP_S = 0.02
@@ -82,14 +83,25 @@ def overhead_ms(world: World, run: Run) -> float:
     strategy = Waits(run, world)
     feed = Feed(run, task, strategy.leaves(), world.device)
     with tempfile.TemporaryDirectory() as folder:
-        jsonl = Jsonl(run.model_copy(update={"output": folder}), 0)
+        trackers = Trackers(run.model_copy(update={"output": folder}), 0, {}, print, print, world.is_main)
+        usage = Usage(world)
+
+        def log(step: int, split: str, numbers: dict[str, float]) -> None:
+            trackers.log(step, split, numbers)
+            if split == "train":
+                usage.ask(step)
+
+        def advance(step: int) -> None:
+            if (found := usage.found()) is not None:
+                log(found[0], "system", found[1])
+
         none = NoCheckpoints(run, world, prepared, feed.total)
         feed.make(0)  # what only the first batch costs is not the loop's
         world.barrier()
         start = time.perf_counter()
-        train(run, world, task, strategy, feed, none, jsonl.log, lambda step: None, 0)
+        train(run, world, task, strategy, feed, none, log, advance, 0)
         took = time.perf_counter() - start
-        jsonl.close()
+        trackers.close("done")
     return (took - strategy.waited) / feed.total * 1e3
 
 

@@ -272,10 +272,17 @@ def test_a_tracker_that_fails_is_named_once_and_training_goes_on(how: str, tmp_p
     assert list((tmp_path / "out" / "tensorboard").iterdir()), "the others go on"
 
 
-def without_key(world: World, folder: Path) -> tuple[list[str], list[str]]:
+def online(world: World, folder: Path, key: str | None) -> tuple[list[str], list[str]]:
+    """A run that is to be online where nothing answers."""
     os.environ.update(HOME=str(folder), NETRC=str(folder / "netrc"), WANDB_MODE="online")
+    os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         os.environ.pop(name, None)
+    if key is not None:
+        os.environ["WANDB_API_KEY"] = key
+    from lockstep.track import wandb
+
+    wandb.SECONDS_TO_CONNECT = 3.0
     run = tiny(f"output={folder / 'out'}", "track.to=[wandb]", "track.wait_s=250")
     run.folder.mkdir()
     said: list[str] = []
@@ -286,11 +293,16 @@ def without_key(world: World, folder: Path) -> tuple[list[str], list[str]]:
     return said, warned
 
 
-def test_wandb_without_a_key_keeps_the_run_for_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "reason"), [(None, "WANDB_API_KEY"), ("0" * 40, "connection refused")])
+def test_wandb_without_a_key_or_a_network_keeps_the_run_for_later(
+    key: str | None, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     there("wandb")
-    ((said, warned),) = run_on(1, without_key, tmp_path)
+    ((said, warned),) = run_on(1, online, tmp_path, key)
     assert warned == []
-    assert "WANDB_API_KEY" in said[0]
+    assert reason in said[0]
+    assert "0" * 40 not in said[0]
+    assert "wandb" not in "".join(capfd.readouterr()), "the terminal is the console's"
     (folder,) = re.findall(r"wandb sync (\S+)", said[0])
     (path,) = Path(folder).glob("run-*.wandb")
     assert [r for r in records(path) if r.WhichOneof("record_type") == "history"]

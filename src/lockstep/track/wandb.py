@@ -19,7 +19,7 @@ from pydantic import Field
 from lockstep.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
-SECONDS_TO_CONNECT = 60.0
+SECONDS_TO_CONNECT = 30.0
 
 
 class WandB(Tracker):
@@ -42,7 +42,7 @@ class WandB(Tracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # errors stay here, too
         import wandb
 
-        wandb.setup(wandb.Settings(silent=True))  # the terminal is the console's
+        wandb.setup(wandb.Settings(silent=True))  # the terminal is the console's, here and below
         self.run_id = self.run_id or secrets.token_hex(4)
         self._rows: list[list[Any]] = []
         mode = self.options.mode or os.environ.get("WANDB_MODE") or "online"
@@ -52,6 +52,7 @@ class WandB(Tracker):
         try:
             self._start(wandb, mode)
         except wandb.errors.CommError as caught:
+            wandb.teardown()  # its background process would not give the run's id free
             self._start(wandb, "offline")
             return f"{' '.join(str(caught).split())[:200]}; {self._kept()}"
         return self._wandb.url or self._kept()
@@ -76,6 +77,7 @@ class WandB(Tracker):
             mode=mode,
             settings=wandb.Settings(
                 console="off",
+                silent=True,
                 init_timeout=SECONDS_TO_CONNECT,
                 finish_timeout=self.run.track.wait_s,
                 disable_git=True,  # no diff of the working tree is sent
