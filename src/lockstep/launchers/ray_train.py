@@ -123,9 +123,11 @@ def connect(address: str | None) -> bool:
         ray.init(address=address or "local", logging_level=logging.ERROR)
     except Exception as caught:  # ConnectionError, RuntimeError, what gRPC raises
         said = " ".join(str(caught).split())[:300]
+        if address is None:
+            raise RunError(f"launch.name: ray: Ray did not start on this machine: {said}") from None
         raise RunError(
-            f"launch.address: no Ray cluster answers at {address or 'this machine'}: {said}. Start one with "
-            "`ray start --head`; where it uses tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN here too"
+            f"launch.address: no Ray cluster answers at {address}: {said}. Start one with `ray start --head`; where it "
+            "uses tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN here too"
         ) from None
     return True
 
