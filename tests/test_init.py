@@ -152,6 +152,12 @@ def test_a_machine_with_gpus_and_a_network(here: Path, monkeypatch: pytest.Monke
     assert run.model.source == starter.PRETRAINED["classification"]
 
 
+def test_t5_is_asked_in_its_own_words(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starter.Here, "look", staticmethod(lambda: SERVER))
+    jsonl(here / "data", COLUMNS["two languages"][0])
+    assert written("--data", "data").task.options["prefix"] == "translate English to German: "
+
+
 def answering(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
     asked: list[str] = []
     left = list(answers)

@@ -32,6 +32,7 @@ PRETRAINED = {
     "translation": "google-t5/t5-small",
     "language_modeling": "openai-community/gpt2",
 }
+_T5 = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # what it was trained to be asked
 _SMALL_GPT2 = {"n_layer": 3, "n_head": 4, "n_embd": 128}
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 _SMALL_MARIAN = {
@@ -181,7 +182,8 @@ def values(path: Path, data: DataSection, task: dict[str, Any], model: str, foun
     filled: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]", "-", called).lstrip("._-") or "run"}
     filled["task"] = task | ({"block_size": length} if lm and "block_size" not in task else {})
     if model.startswith("google-t5/") and task["name"] == "translation":
-        filled["task"] |= {"prefix": f"translate {task['source']} to {task['target']}: "}
+        source, target = (_T5.get(str(task[side]), task[side]) for side in ("source", "target"))
+        filled["task"] |= {"prefix": f"translate {source} to {target}: "}
     filled["data"] = {k: v for k, v in data.model_dump(exclude_unset=True).items() if v is not None}
     if not lm:
         filled["data"].setdefault("max_length", length)
