@@ -528,7 +528,7 @@ def test_an_array_of_runs(
 @marked()
 @pytest.mark.parametrize(
     ("launch", "words"),
-    [({"partition": "nowhere"}, "nowhere"), ({"machines": 5}, "nodes"), ({"cpus": 64}, "CPU")],
+    [({"partition": "nowhere"}, "nowhere"), ({"machines": 5}, "node config"), ({"cpus": 64}, "node config")],
 )
 def test_the_real_sbatch_refuses(
     launch: dict,

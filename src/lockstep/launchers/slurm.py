@@ -260,9 +260,9 @@ def agent_of(run: Run, task: Task) -> int:
     from lockstep.launchers.torchrun import Torchrun
 
     prestart()
-    common = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}
+    common: dict[str, Any] = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}
     common |= {"name": "torchrun", "processes": processes_of(run, Slurm.options(run))}
-    where = {"machines": task.size, "rendezvous": f"{task.host}:{task.port}", "node_rank": task.rank}
+    where: dict[str, Any] = {"machines": task.size, "rendezvous": f"{task.host}:{task.port}", "node_rank": task.rank}
     inner = run.model_copy(update={"launch": LaunchSection(**common, **where)})
     if task.rank:  # the first node opens the port
         network.reach(task.host, task.port, run.launch.timeout_s, Console(True).say)
