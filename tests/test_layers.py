@@ -71,6 +71,7 @@ FLOORS = {
     "timing": 9,
     "bench_results": 10,
     "slots": 10,
+    "job_array": 10,
     "bench": 11,
     "sweep": 11,
     "history": 0,

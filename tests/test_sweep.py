@@ -186,6 +186,38 @@ def test_trials_at_once_share_the_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert Slots(read(None, values, [], options | {"parallel": None})).keys({"seed": 1}) == {}
 
 
+def test_under_slurm_it_is_one_array_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = {
+        "sbatch": 'for word; do file=$word; done; [ "$file" = --test-only ] && cat > /dev/null && exit 0; echo 4711',
+        "scontrol": 'echo "JobId=4711 JobState=PENDING Reason=Resources"',
+    }
+    for name, text in programs.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, launch={"name": "slurm", "processes": 1, "device": "cpu", "threads": 1})
+    words = ["sweep", "run.yaml", "--over", "seed=1,2,3", "--parallel", "2"]
+    assert main(words) == 0
+    assert "array job 4711 is queued: 3 trial(s)" in capsys.readouterr().out
+    (script,) = (tmp_path / "out-sweep").glob("*.sbatch")
+    text = script.read_text()
+    assert "#SBATCH --array=0-2%2" in text
+    assert text.index("seed-1/run.yaml") < text.index("seed-3/run.yaml")
+    records = [json.loads((tmp_path / f"out-sweep/seed-{i}/launch.json").read_text()) for i in (1, 2, 3)]
+    assert [record["job"] for record in records] == ["4711_0", "4711_1", "4711_2"]
+    script.unlink()
+    assert main(words) == 0  # they wait, and are not queued twice
+    assert not script.exists()
+    assert capsys.readouterr().out.count("waiting") == 3
+    assert main([*words, "--over", "launch.threads=1,2"]) == 2
+    assert "it cannot be varied" in capsys.readouterr().err
+
+
 def test_a_search_depends_on_its_seed_and_on_what_was_found() -> None:
     pytest.importorskip("optuna")
     over = {"rate": Range(low=1e-5, high=1e-1, log=True), "size": [16, 32], "depth": Range(low=1, high=4)}

@@ -88,9 +88,11 @@ def series(asked: Bench, keys: grid.Overrides) -> str:
 def check(run: Run) -> None:
     """Everything that can be checked before a job starts; its data is prepared. Errors: `RunError`."""
     launcher = start.launcher_of(run)
-    if launcher.joins or launcher.submits:
+    elsewhere = launcher.joins and str(getattr(launcher.options(run), "machines", "?")) != "1"
+    if launcher.submits or elsewhere:
         raise RunError(
-            f"launch.name: {run.launch.name} does not see its processes to their end here; use bench inside the job"
+            f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; call it inside "
+            "the job, with a launcher of one machine"
         )
     start.checked(run, launcher.plan(run))
 

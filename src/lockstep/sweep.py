@@ -6,6 +6,7 @@ the trial), `sweep.json`, `comparison.html`, and a table on the terminal.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import signal
@@ -36,7 +37,7 @@ class Trial:
     name: str
     keys: Mapping[str, Any]
     run: Run
-    state: str = "to do"  # to do, begun, running, done, submitted, stopped, failed
+    state: str = "to do"  # to do, begun, waiting, running, done, submitted, stopped, failed
     reason: str = ""  # why it failed
     seconds: float = 0.0  # that this sweep has spent on it
     scores: dict[str, float] = field(default_factory=dict)  # the last of the sweep's split
@@ -176,7 +177,10 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
     hub = run.hub.model_copy(update={"push_to": None})  # not every trial: `lockstep push` sends the best
     run = run.model_copy(update={"name": f"{run.name}-{name}", "output": str(folder), "hub": hub})
     try:
-        start.check(run, start.launcher_of(run).plan(run))
+        launcher = start.launcher_of(run)
+        plan = launcher.plan(run)
+        if not launcher.submits or importlib.util.find_spec("torch") is not None:  # else the ranks check
+            start.check(run, plan)
     except RunError as caught:
         raise RunError(f"trial {name}: {caught}") from None
     return run
@@ -229,10 +233,13 @@ def sweep(asked: Sweep) -> int:
     already = f", {there} of them finished already" if there else ""
     console.say(f"{count} trial(s){already} -> {asked.folder}; {asked.parallel} at once, sorted by {asked.metric}")
     board.write()
-    try:
-        stopped = _run_all(board, count)
-    finally:
-        board.write()
+    if asked.base.launch.name == "slurm" and asked.search is None:
+        stopped = _array(board)
+    else:
+        try:
+            stopped = _run_all(board, count)
+        finally:
+            board.write()
     console.table(f"{asked.base.name}: {asked.split}, best first", *board.table())
     folders = [t.run.folder for t in board.ranked() if (t.run.folder / "metrics.jsonl").exists()]
     if folders:
@@ -243,6 +250,28 @@ def sweep(asked: Sweep) -> int:
         console.say("stopped: the same command goes on from there")
         return STOPPED
     return int(any(trial.state == "failed" for trial in board.trials))
+
+
+def _array(board: Board) -> bool:
+    """Queue what is not finished, as one array job, and do not wait for it. Errors: `RunError`."""
+    from lockstep import job_array
+
+    asked = board.sweep
+    job_array.check([key for trial in board.trials for key in trial.keys])
+    for trial in board.trials:
+        if trial.state != "done" and (word := job_array.live(trial.run.folder)) is not None:
+            trial.state = word
+    left = [trial for trial in board.trials if trial.state in ("begun", "to do")]
+    for trial in left:
+        keep(trial.run)
+    if left:
+        at_most = asked.parallel if asked.parallel > 1 else None
+        job = job_array.submit(asked.base, [trial.run for trial in left], asked.folder, at_most)
+        for trial in left:
+            trial.state = "submitted"
+        board.console.say(f"array job {job} is queued: {len(left)} trial(s). The same command, later, collects them")
+    board.write()
+    return False
 
 
 def _run_all(board: Board, count: int) -> bool:
