@@ -76,15 +76,17 @@ class Job:
     def err(self) -> str:
         return self.text("err")
 
-    def when(self, words: str) -> float | None:
-        """When it first said that, by the monotonic clock."""
-        return next((when for when, _, line in list(self.lines) if words in line), None)
+    def when(self, words: str, since: float = 0.0) -> float | None:
+        """When it first said that, after some time, by the monotonic clock."""
+        return next((when for when, _, line in list(self.lines) if words in line and when >= since), None)
 
-    def says(self, words: str, seconds: float = 400) -> float:
+    def says(self, words: str, seconds: float = 400, since: float = 0.0) -> float:
         """Wait for it to say that. Returns when it did."""
         limit = time.monotonic() + seconds
-        while (when := self.when(words)) is None:
-            assert self.process.poll() is None or self.when(words), f"ended without {words!r}:\n{self.out}\n{self.err}"
+        while (when := self.when(words, since)) is None:
+            assert self.process.poll() is None or self.when(words, since), (
+                f"ended without {words!r}:\n{self.out}\n{self.err}"
+            )
             assert time.monotonic() < limit, f"waited in vain for {words!r}:\n{self.out}\n{self.err}"
             time.sleep(0.02)
         return when
