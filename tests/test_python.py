@@ -17,7 +17,10 @@ from lockstep.child import Child
 ROOT = Path(__file__).resolve().parents[1]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 LONG = RUN | {"steps": 5000, "output": "out"}
-TRAIN = f"import lockstep; lockstep.train(lockstep.Run.load({LONG!r}), show=None)"
+TRAIN = (
+    "import lockstep, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # nohup would have it ignored
+    f"lockstep.train(lockstep.Run.load({LONG!r}), show=None)"
+)
 
 
 def blocks(page: Path) -> list[str]:
