@@ -21,6 +21,7 @@ SlurmUser=root
 AuthType=auth/none
 CredType=cred/none
 MpiDefault=none
+FirstJobId={ports[0]}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none

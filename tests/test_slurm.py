@@ -419,8 +419,11 @@ def test_a_signal_saves_and_queues_again(
 
 
 @marked(pytest.mark.slow)
-def test_the_warning_before_the_time_limit(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
-    number, folder = job(time="3m", warn="1m")
+def test_the_warning_before_the_time_limit(
+    job: Callable, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HELD_S", "600")
+    number, folder = job(time="4m", warn="1m")
     requeued(cluster, number, folder)
     assert bits(folder) == bits(untouched)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import LOCKSTEP, TORCHRUN, bits, ended, finish, saved, start, step_of, until, write
+from command import LOCKSTEP, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
 from harness import lockstep_environment
 
 from lockstep import launched
@@ -65,7 +65,8 @@ def test_a_run_in_another_terminal(
     assert "does not run" in capsys.readouterr().out
 
     (tmp_path / "go").touch()
-    finish(tmp_path, cache)
+    status, _, err = train(tmp_path, cache, PYTHONPATH=HERE)
+    assert status == 0, err
     assert bits(tmp_path) == bits(untouched)
     found = status_of(tmp_path, capsys)
     assert (found["state"], found["finished"], found["resumable_from"]) == ("done", True, None)
