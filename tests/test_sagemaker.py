@@ -27,9 +27,6 @@ from lockstep.launchers.sagemaker_job import STOPPED, fetch, new_lines, state_fr
 from lockstep.launchers.sagemaker_request import check_request, name_of
 from lockstep.run import Run, RunError, load
 
-boto3 = pytest.importorskip("boto3")
-moto = pytest.importorskip("moto")
-
 LAUNCH = {
     "name": "sagemaker",
     "processes": 1,
@@ -43,6 +40,19 @@ LAUNCH = {
     "wait": False,
 }
 RUN = TINY | {"name": "tiny", "output": "out", "launch": LAUNCH}
+
+
+def needs(module: str) -> Any:
+    """A module of the extras sagemaker and clouds; without it the test ends here."""
+    return pytest.importorskip(module, reason="needs the extras sagemaker and clouds")
+
+
+def interface() -> Any:
+    """AWS's own model of `create_training_job`, and a client that has it."""
+    client = needs("boto3").client(
+        "sagemaker", region_name="eu-west-1", aws_access_key_id="a", aws_secret_access_key="b"
+    )
+    return client, client.meta.service_model.operation_model("CreateTrainingJob").input_shape
 
 
 @pytest.fixture
@@ -59,6 +69,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def cloud(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """AWS as moto plays it: a bucket, and whoever asks is somebody."""
+    boto3, moto = needs("boto3"), needs("moto")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("SAGEMAKER_VALIDATE_ROLE", "false")
@@ -106,9 +117,9 @@ def request(run: Run) -> dict[str, Any]:
 def test_the_request_is_as_written_down_and_as_aws_wants_it(name: str, launch: dict[str, Any], here: Path) -> None:
     found = request(run_of(**launch))
     compare(f"{name}.json", json.dumps(found, indent=1) + "\n")
-    client = boto3.client("sagemaker", region_name="eu-west-1", aws_access_key_id="a", aws_secret_access_key="b")
+    client, shape = interface()
     check_request(client, found)
-    matches_patterns(found, client.meta.service_model.operation_model("CreateTrainingJob").input_shape)
+    matches_patterns(found, shape)
 
 
 def matches_patterns(value: Any, shape: Any, where: str = "") -> None:
@@ -134,8 +145,7 @@ def matches_patterns(value: Any, shape: Any, where: str = "") -> None:
 
 
 def test_patterns_are_really_compared(here: Path) -> None:
-    client = boto3.client("sagemaker", region_name="eu-west-1", aws_access_key_id="a", aws_secret_access_key="b")
-    shape = client.meta.service_model.operation_model("CreateTrainingJob").input_shape
+    _, shape = interface()
     with pytest.raises(AssertionError, match="TrainingJobName"):
         matches_patterns(request(run_of()) | {"TrainingJobName": "not a name"}, shape)
 
@@ -214,6 +224,7 @@ def test_an_instance_that_does_not_exist(cloud: Any, capsys: pytest.CaptureFixtu
 
 
 def test_no_credentials(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs("boto3")
     assert main(["train", "run.yaml"]) == 2
     assert "sagemaker needs credentials of AWS" in capsys.readouterr().err
 

@@ -214,7 +214,7 @@ def work(config: dict[str, Any]) -> None:
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
-    from lockstep import network
+    from lockstep import launched, network
 
     context, board = ray.train.get_context(), config["board"]
     rank = context.get_world_rank()
@@ -228,7 +228,7 @@ def work(config: dict[str, Any]) -> None:
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
     }
-    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    environment = os.environ | {name: str(value) for name, value in variables.items()} | {launched.VARIABLE: "ray"}
     interface = network.interface_to(host, several=context.get_world_size() > context.get_local_world_size())
     if interface is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
