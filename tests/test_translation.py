@@ -197,7 +197,7 @@ def test_training_and_what_is_exported(kind: str, tokenizers: str, tmp_path: Pat
     assert {"perplexity", "bleu", "chrf"} <= set(last)
     samples = json.loads((tmp_path / "out" / "samples.jsonl").read_text().splitlines()[-1])["samples"]
     assert len(samples) == 3
-    assert all("reference: " in text for text in samples)
+    assert all(list(sample) == ["source", "written", "reference"] for sample in samples)
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     export = tmp_path / "out" / "export"
