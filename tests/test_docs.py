@@ -46,6 +46,9 @@ def test_every_command_is_in_the_readme(capsys: pytest.CaptureFixture[str]) -> N
     for name in (
         "train",
         "plan",
+        "status",
+        "logs",
+        "stop",
         "evaluate",
         "predict",
         "report",
