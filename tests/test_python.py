@@ -121,13 +121,20 @@ def test_a_notebook_cell_shows_what_training_says(tmp_path: Path, cache: Path, m
         "print(result.status, 'torch' in __import__('sys').modules)",
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    kernel = client.NotebookClient(book, timeout=200, resources={"metadata": {"path": str(tmp_path)}})
+    kernel = client.NotebookClient(book, timeout=None, resources={"metadata": {"path": str(tmp_path)}})
     kernel.create_kernel_manager()
     kernel.km.kernel_spec.argv[0] = sys.executable  # this Python, whatever kernels are installed
     kernel.execute()
     said = ["".join(output.get("text", "") for output in cell.outputs) for cell in book.cells]
     assert "processes  2 (ddp, exact)" in said[0]
     assert said[1].split() == ["done", "False"]
+
+
+def test_a_child_writes_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a notebook's kernel does
+    child = Child("lockstep.cli.main", ["plan", "launch.processes=1", "launch.device=cpu"], tmp_path, "job")
+    assert child.wait(100)
+    assert any(line.startswith("processes  1") for line in child.lines())
 
 
 def test_a_child_says_why_it_failed(tmp_path: Path) -> None:

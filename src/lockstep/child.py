@@ -20,6 +20,8 @@ from lockstep.console import error
 from lockstep.run import RunError
 
 STOPPED = 75
+# A notebook's kernel sets some of these; a child writes to a file, where a progress bar is noise.
+_TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 
 class Child:
@@ -34,13 +36,14 @@ class Child:
         self._erred = _size(self.err)
         self._asked = False
         command = [sys.executable, "-m", "lockstep.child", function, *words]
+        inherited = {name: value for name, value in os.environ.items() if name not in _TERMINAL}
         with open(self.out, "ab") as out, open(self.err, "ab") as err:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,  # never written to: its end is this process's end
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": import_path(), **(variables or {})},
+                env={**inherited, "PYTHONPATH": import_path(), **(variables or {})},
                 start_new_session=True,  # Ctrl-C reaches this process only, which then asks
             )
 
