@@ -213,7 +213,7 @@ def test_who_comes_first() -> None:
 
 
 def met(port: int, holds: bool, host: str = "a", most: int = 1) -> Meeting:
-    return Meeting("127.0.0.1", port, 1, most, Machine(host, "127.0.0.1", 1, holds=holds), Limits(20, 1, 3))
+    return Meeting("127.0.0.1", port, 1, most, Machine(host, "127.0.0.1", 1, holds=holds), Limits(20, 1, 60))
 
 
 def test_one_that_trains_something_else_is_not_let_in() -> None:
@@ -237,7 +237,7 @@ def test_one_that_trains_something_else_is_not_let_in() -> None:
 
 
 def test_two_machines_meet_in_an_order_and_leave_together() -> None:
-    limits = Limits(20, 1, 6)
+    limits = Limits(20, 1, 60)
     first = Meeting("127.0.0.1", 0, 2, 2, Machine("a", "127.0.0.1", 1, holds=True), limits)
     second = Meeting("127.0.0.1", first.port, 2, 2, Machine("b", "127.0.0.1", 2, place=0), limits)
     with ThreadPoolExecutor(2) as pool:
