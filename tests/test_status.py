@@ -34,7 +34,7 @@ def test_a_run_in_another_terminal(
     write(tmp_path, strategy={"name": "held.Held"})
     command = [*TORCHRUN, "train", "run.yaml"] if how == "torchrun" else [*LOCKSTEP, "train", "run.yaml"]
     command += [f"launch.processes={how[-1]}"] if how != "torchrun" else []
-    process = start(command, tmp_path, cache, PYTHONPATH=HERE)
+    process = start(command, tmp_path, cache, PYTHONPATH=HERE, HELD_S="600")
     until(lambda: step_of(tmp_path) >= 25, "step 25", process)
 
     found = status_of(tmp_path, capsys)

@@ -76,7 +76,10 @@ class Launcher(ABC):
 
     def state(self, run: Run, record: Launched) -> State:
         """What the run is doing now; asks whoever runs it. Errors: `RunError`, if nobody can be asked."""
-        return launched.state_of_process(record)
+        state = launched.state_of_process(record)
+        if state.word == "gone":  # it may have left its status since the record was read
+            state = launched.state_of_process(launched.read(run.folder) or record)
+        return state
 
     def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
         """Lines of its log, oldest first; with `follow` on until it has ended. Errors: `RunError`."""
