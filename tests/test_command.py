@@ -29,8 +29,8 @@ from command import (
     write,
 )
 
+from lockstep.failure import tell_failure
 from lockstep.run import load
-from lockstep.worker import tell_failure
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),

@@ -88,6 +88,8 @@ FLOORS = {
     "watch": 2,
     "evaluate": 8,
     "verify": 9,
+    "summary": 7,
+    "failure": 2,
     "worker": 8,
     "launchers": 9,
     "start": 10,

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep import optim, plugins
-from lockstep.batch import StepBatch
 from lockstep.agreement import agree
+from lockstep.batch import StepBatch
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.memory import Held, measured, tensor_bytes

@@ -6,16 +6,13 @@ on rank 0 OUTPUT/.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +22,11 @@ import transformers.modeling_utils  # what every model needs: workers fork from 
 from lockstep import launched, plugins
 from lockstep.agreement import agree
 from lockstep.checkpoint import CheckpointError, Checkpoints, check_resumable, finished
-from lockstep.console import LOG, Console, append, clock, error
+from lockstep.console import LOG, Console, append, error
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
+from lockstep.failure import lost_contact, tell_failure
 from lockstep.hub import push_pending, require, write_export
 from lockstep.journal import Journal, launched_by
 from lockstep.journal import facts as start_facts
@@ -37,6 +35,7 @@ from lockstep.report import write_report
 from lockstep.run import Run, RunError, keep, load
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
+from lockstep.summary import closing, digest_of, facts, precisions
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
@@ -96,6 +95,52 @@ def main_of_file(path: str, job: Sequence[str] = TRAIN) -> None:
     sys.exit(status)
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a rank has built, until it is through."""
+
+    run: Run
+    world: World
+    console: Console
+    task: Task
+    strategy: Strategy
+    feed: Feed
+    checkpoints: Checkpoints
+    journal: Journal
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a run that reached its last step."""
+
+    counts: Counts
+    scores: dict[str, dict[str, float]]  # split -> metrics
+    tables: dict[str, dict[str, Any]]  # split -> name -> table
+
+
+class Sinks:
+    """Where numbers and texts go while a run trains: the terminal and the trackers, on rank 0. `advance` is
+    collective."""
+
+    def __init__(self, console: Console, trackers: Trackers, usage: Usage) -> None:
+        self._console, self._trackers, self._usage = console, trackers, usage
+
+    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        self._console.log(step, split, numbers)
+        self._trackers.log(step, split, numbers)
+        if split == "train":
+            self._usage.ask(step)
+
+    def advance(self, step: int) -> None:
+        self._console.advance(step)
+        if (found := self._usage.found()) is not None:
+            self.log(found[0], "system", found[1])
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        self._console.show(step, samples)
+        self._trackers.show(step, samples)
+
+
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
     strategy = strategies.checked(run, world.size)(run, world)
@@ -113,92 +158,108 @@ def work(run: Run, world: World) -> int:
     task: Task = task_class(run, prepared)
     strategy.build(task)
     feed = Feed(run, task, strategy.leaves(), world.device)
-    opening = facts(run, world, task, strategy, feed)
-    console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
     checkpoints = Checkpoints(run, world, prepared, feed.total, console.note)
-    rehearse(run, world, strategy, feed)
+    job = Job(run, world, console, task, strategy, feed, checkpoints, Journal(world, run.folder))
+    found = through(job, resumed(job))
+    if found is None:
+        return STOPPED
+    weights = strategy.export()
+    strategy.close()
+    return DONE if weights is None else deliver(job, found, weights)
+
+
+def resumed(job: Job) -> int:
+    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the updates that are done.
+    Collective."""
+    run, world, console, strategy = job.run, job.world, job.console, job.strategy
+    opening = facts(run, world, job.task, strategy, job.feed)
+    console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
+    rehearse(run, world, strategy, job.feed)
     if world.is_main:
-        launched.arrived(run.folder, world.size, feed.total)
-    step, notes = checkpoints.resume(strategy)
+        launched.arrived(run.folder, world.size, job.feed.total)
+    step, notes = job.checkpoints.resume(strategy)
     for text in notes:
         console.note(text)
     if step:
-        console.say(f"resuming after step {step} of {feed.total}")
-    journal = Journal(world, run.folder)
-    told = start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside)
-    journal.event("start", step, **told)
-    trackers = Trackers(run, step, checkpoints.trackers, console.tracker, console.note, world.is_main)
-    usage = Usage(world)
-    end: End = "failed"
+        console.say(f"resuming after step {step} of {job.feed.total}")
+    job.journal.event("start", step, **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside))
+    return step
 
-    def log(step: int, split: str, numbers: dict[str, float]) -> None:
-        console.log(step, split, numbers)
-        trackers.log(step, split, numbers)
-        if split == "train":
-            usage.ask(step)
 
-    def advance(step: int) -> None:
-        console.advance(step)
-        if (found := usage.found()) is not None:
-            log(found[0], "system", found[1])
-
-    def show(step: int, samples: Sequence[Sample]) -> None:
-        console.show(step, samples)
-        trackers.show(step, samples)
-
+def through(job: Job, step: int) -> Trained | None:
+    """Train from `step` to the end and score the model; None when the run was asked to stop before. Collective."""
+    run, world, console, task, strategy = job.run, job.world, job.console, job.task, job.strategy
+    trackers = Trackers(run, step, job.checkpoints.trackers, console.tracker, console.note, world.is_main)
+    sinks = Sinks(console, trackers, Usage(world))
     watch = Watch(world, run.launch.hang_s).start()
+    end: End = "failed"
     try:
-        console.start(feed.total, step, lambda: world.place)
-        step, counts = train(run, world, task, strategy, feed, checkpoints, log, advance, step, show, journal)
-        advance(step)
+        console.start(job.feed.total, step, lambda: world.place)
+        step, counts = train(
+            run,
+            world,
+            task,
+            strategy,
+            job.feed,
+            job.checkpoints,
+            sinks.log,
+            sinks.advance,
+            step,
+            sinks.show,
+            job.journal,
+        )
+        sinks.advance(step)
         console.stop()
-        if step < feed.total:
-            there = "there" if checkpoints.newest == step else f"step {checkpoints.newest or 0}"
-            console.say(f"stopped on request after step {step} of {feed.total}; the same command goes on from {there}")
+        if step < job.feed.total:
+            newest = job.checkpoints.newest
+            there = "there" if newest == step else f"step {newest or 0}"
+            console.say(
+                f"stopped on request after step {step} of {job.feed.total}; the same command goes on from {there}"
+            )
             strategy.close()
-            journal.event("stop", step)
+            job.journal.event("stop", step)
             end = "stopped"
-            return STOPPED
+            return None
         console.facts({"precision": precisions(run, strategy)})
         with strategy.phases("evaluation"):
             splits = [split for split in ("validation", "test") if split in task.splits]
             found = {split: scored(run, world, task, strategy, task.splits[split]) for split in splits}
             for split, (scores, _) in found.items():
-                log(step, split, scores)
-            show(step, samples(task, strategy, world))
-        journal.event("evaluation", step)
-        journal.times(step, strategy.phases.take())
-        journal.answer()
+                sinks.log(step, split, scores)
+            sinks.show(step, samples(task, strategy, world))
+        job.journal.event("evaluation", step)
+        job.journal.times(step, strategy.phases.take())
+        job.journal.answer()
         end = "done"
+        return Trained(
+            counts,
+            {split: scores for split, (scores, _) in found.items()},
+            {split: tables for split, (_, tables) in found.items()},
+        )
     except BaseException as caught:
-        journal.failed(caught, world.place)
+        job.journal.failed(caught, world.place)
         raise
     finally:
         watch.stop()
         console.stop()
         trackers.close(end)
-    weights = strategy.export()
-    strategy.close()
-    if weights is not None:
-        final: dict[str, dict[str, float]] = {split: scores for split, (scores, _) in found.items()}
-        write_export(run, task, weights, final, feed.total)
-        sha256 = digest_of(run.folder / "export")
-        best = {split: task.best_possible(split) for split in final}
-        journal.event("finish", step, weights=sha256, best_possible=best)
-        write_pages(run, {split: tables for split, (_, tables) in found.items()}, console)
-        closing(console, run, task, final, counts, strategy.gives_bits(run), sha256)
-        # The upload is rank 0's alone and may take long: no other rank waits for it in a collective.
-        return push_pending(run, console.say)
-    return DONE
 
 
-def write_pages(run: Run, tables: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    """OUTPUT/tables.json and report.html. The run is done, whatever becomes of a page about it: the user is told."""
+def deliver(job: Job, found: Trained, weights: Mapping[str, torch.Tensor]) -> int:
+    """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
+    collective. Rank 0 only. Returns the exit status."""
+    run, task, steps = job.run, job.task, job.feed.total
+    write_export(run, task, weights, found.scores, steps)
+    sha256 = digest_of(run.folder / "export")
+    best = {split: task.best_possible(split) for split in found.scores}
+    job.journal.event("finish", steps, weights=sha256, best_possible=best)
     try:
-        (run.folder / "tables.json").write_text(json.dumps(tables), encoding="utf-8")
+        (run.folder / "tables.json").write_text(json.dumps(found.tables), encoding="utf-8")
         write_report(run.folder)
-    except (OSError, ValueError) as caught:
-        console.note(f"{run.folder}/report.html could not be written: {caught}")
+    except (OSError, ValueError) as caught:  # the run is done, whatever becomes of a page about it
+        job.console.note(f"{run.folder}/report.html could not be written: {caught}")
+    closing(job.console, run, task, found.scores, found.counts, job.strategy.gives_bits(run), sha256)
+    return push_pending(run, job.console.say)
 
 
 def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed) -> None:
@@ -235,114 +296,5 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
         raise RunError(found)
     return found
 
-
-def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) -> dict[str, str]:
-    """The opening lines."""
-    sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
-    cuda = world.device.type == "cuda"
-    device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
-    return {
-        "run": f"{run.name} -> {run.folder}",
-        "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} "
-        "tokens",
-        "model": f"{run.model.source or f'{run.model.type} from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
-        f"parameters; {precisions(run, strategy)}",
-        "processes": f"{world.size} ({run.strategy.name}, "
-        f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
-        "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
-        "steps",
-    }
-
-
-def precisions(run: Run, strategy: Strategy) -> str:
-    """What numbers are computed and kept in, as it is and not as it was asked for; moments are there after a step."""
-    optimizer: Any = getattr(strategy, "optimizer", None)
-    states = optimizer.state.values() if optimizer is not None else ()
-    moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
-    kept: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
-    told = [f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in kept.items() if held]
-    return f"computed in {run.precision}, kept in {', '.join(told)}"
-
-
-def closing(
-    console: Console,
-    run: Run,
-    task: Task,
-    scores: dict[str, dict[str, float]],
-    counts: Counts,
-    exact: bool,
-    weights: str,
-) -> None:
-    """The closing table, where the results are, and what to try next."""
-    best = {split: task.best_possible(split) for split in scores}
-    rows = []
-    for name in next(iter(scores.values())):
-        row = [name]
-        for split in scores:
-            value = scores[split][name]
-            limit = f" (best possible {best[split][name]:.4f})" if name in best[split] else ""
-            row.append(f"{value:,.0f}" if name == "examples" else f"{value:.4f}{limit}")
-        rows.append(row)
-    console.table("results", ["", *scores], rows)
-    if counts.steps:
-        console.facts(
-            {
-                "speed": f"{counts.examples / counts.seconds:.0f} examples/s, {counts.tokens / counts.seconds:,.0f} "
-                "tokens/s; "
-                f"{counts.steps} steps in {clock(counts.seconds)}",
-                "padding": f"{counts.padded / counts.tokens:.2f} tokens computed per real token; "
-                f"cut at random it would have been {counts.padded_by_chance / counts.tokens:.2f}",
-            }
-        )
-    folder = run.folder
-    again = f"lockstep train launch.processes=1 output={folder}-1" if run.name == "quickstart" else "launch.processes=1"
-    console.facts(
-        {
-            "weights": f"sha256 {weights}",
-            "results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl",
-            "next": f"{again}: the same weights on another number of processes"
-            if exact
-            else "lockstep verify: whether this is the same training as on one process",
-        }
-    )
-
-
-def digest_of(folder: Path) -> str:
-    """SHA-256 over the exported weights: an adapter's, or all parts of a large model's."""
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            while block := file.read(2**20):
-                found.update(block)
-    return found.hexdigest()
-
-
-def tell_failure(caught: Exception, world: World | None, log: Path | None = None) -> None:
-    """The traceback, from the first rank of this machine that fails; the others only lost contact with it.
-
-    The first one creates a file that no other can create. A restart has a number of its own.
-    """
-    # torchrun's run id is "none" unless given: its workers' parent tells one job from the next
-    job = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    attempt = f"{job}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    try:
-        with open(Path(tempfile.gettempdir()) / f"lockstep-failure-{attempt}", "x", encoding="utf-8"):
-            pass
-    except OSError:
-        return
-    who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
-    if lost_contact(caught):
-        error(f"{who} lost contact with another rank: {' '.join(str(caught).split())[:200]}", log)
-    else:
-        error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{''.join(traceback.format_exception(caught))}", log)
-
-
-def lost_contact(caught: Exception) -> bool:
-    """Whether this rank failed because another one did."""
-    return any(sign in str(caught) for sign in _LOST)
-
-
-# What gloo says on the ranks that are left when one is gone.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")
 
 transformers.logging.set_verbosity_error()

@@ -1,0 +1,103 @@
+"""What a run says of itself: the opening lines, and the closing table.
+
+In: what a rank has built, and what came of it. Out: facts and tables for the console.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.console import Console, clock
+from lockstep.data.feed import Feed
+from lockstep.run import Run
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.task import Task
+from lockstep.world import World
+
+if TYPE_CHECKING:
+    from lockstep.train import Counts
+
+
+def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) -> dict[str, str]:
+    """The opening lines."""
+    sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
+    cuda = world.device.type == "cuda"
+    device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
+    return {
+        "run": f"{run.name} -> {run.folder}",
+        "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} "
+        "tokens",
+        "model": f"{run.model.source or f'{run.model.type} from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
+        f"parameters; {precisions(run, strategy)}",
+        "processes": f"{world.size} ({run.strategy.name}, "
+        f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
+        "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
+        "steps",
+    }
+
+
+def precisions(run: Run, strategy: Strategy) -> str:
+    """What numbers are computed and kept in, as it is and not as it was asked for; moments are there after a step."""
+    optimizer: Any = getattr(strategy, "optimizer", None)
+    states = optimizer.state.values() if optimizer is not None else ()
+    moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
+    kept: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
+    told = [f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in kept.items() if held]
+    return f"computed in {run.precision}, kept in {', '.join(told)}"
+
+
+def closing(
+    console: Console,
+    run: Run,
+    task: Task,
+    scores: dict[str, dict[str, float]],
+    counts: Counts,
+    exact: bool,
+    weights: str,
+) -> None:
+    """The closing table, where the results are, and what to try next."""
+    best = {split: task.best_possible(split) for split in scores}
+    rows = []
+    for name in next(iter(scores.values())):
+        row = [name]
+        for split in scores:
+            value = scores[split][name]
+            limit = f" (best possible {best[split][name]:.4f})" if name in best[split] else ""
+            row.append(f"{value:,.0f}" if name == "examples" else f"{value:.4f}{limit}")
+        rows.append(row)
+    console.table("results", ["", *scores], rows)
+    if counts.steps:
+        console.facts(
+            {
+                "speed": f"{counts.examples / counts.seconds:.0f} examples/s, {counts.tokens / counts.seconds:,.0f} "
+                "tokens/s; "
+                f"{counts.steps} steps in {clock(counts.seconds)}",
+                "padding": f"{counts.padded / counts.tokens:.2f} tokens computed per real token; "
+                f"cut at random it would have been {counts.padded_by_chance / counts.tokens:.2f}",
+            }
+        )
+    folder = run.folder
+    again = f"lockstep train launch.processes=1 output={folder}-1" if run.name == "quickstart" else "launch.processes=1"
+    console.facts(
+        {
+            "weights": f"sha256 {weights}",
+            "results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl",
+            "next": f"{again}: the same weights on another number of processes"
+            if exact
+            else "lockstep verify: whether this is the same training as on one process",
+        }
+    )
+
+
+def digest_of(folder: Path) -> str:
+    """SHA-256 over the exported weights: an adapter's, or all parts of a large model's."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                found.update(block)
+    return found.hexdigest()
