@@ -22,9 +22,9 @@ import torch
 from harness import build, run_on
 from run import processor
 
-from lockstep.checkpoint import Checkpoints
-from lockstep.quick_start import QUICK_START
+from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data.feed import Feed
+from lockstep.quick_start import QUICK_START
 from lockstep.run import Run, load
 from lockstep.world import World
 

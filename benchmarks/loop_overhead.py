@@ -22,10 +22,11 @@ from harness import run_on
 from torch import Tensor
 
 from lockstep.batch import StepBatch, StepResult
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.checkpoint.parts import Saved
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
-from lockstep.parts import Saved
+from lockstep.measure.usage import Usage
 from lockstep.plugins import find
 from lockstep.quick_start import QUICK_START
 from lockstep.reduction import share
@@ -34,7 +35,6 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.trackers import Trackers
 from lockstep.train import train
-from lockstep.usage import Usage
 from lockstep.world import World
 
 SLEEP_S = 0.02

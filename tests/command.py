@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from harness import TINY, lockstep_environment
 
-from lockstep.checkpoint import digest
+from lockstep.checkpoint.checkpoint import digest
 
 STEPS = 60
 RUN = TINY | {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from harness import build, digest, tiny
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data.feed import Feed
 from lockstep.run import Run
 from lockstep.world import World

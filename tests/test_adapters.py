@@ -150,7 +150,7 @@ def test_bad_adapters_are_refused_with_one_message(case: str, folder: Path) -> N
 
 
 def test_without_peft_it_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep import adapters
+    from lockstep.models import adapters
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RunError, match="lockstep-train\\[peft\\]"):

@@ -8,11 +8,11 @@ import pytest
 from harness import build, digest, tiny
 from safetensors.torch import load_file
 
-from lockstep.checkpoint import Checkpoints, check_resumable, finished, newest_first
+from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finished, newest_first
+from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
-from lockstep.manifest import Manifest, read_manifest
 from lockstep.run import Run, RunError
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.classification import Classification

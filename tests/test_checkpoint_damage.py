@@ -12,9 +12,9 @@ import pytest
 from harness import digest
 from saving import SHARD, Job, run_in
 
-from lockstep.checkpoint import check_resumable
+from lockstep.checkpoint.checkpoint import check_resumable
+from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.data.prepare import prepare
-from lockstep.manifest import Manifest, read_manifest
 from lockstep.run import RunError
 from lockstep.tasks.classification import Classification
 

@@ -16,9 +16,9 @@ from command import LOCKSTEP, bits, ended, finish, processes_in, saved, start, s
 from harness import build, digest, run_on, tiny
 from saving import SHARD, Job, here, run_in
 
-from lockstep import storage
-from lockstep.checkpoint import CheckpointError, Checkpoints
-from lockstep.checkpoint import digest as digest_of
+from lockstep.checkpoint import storage
+from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
+from lockstep.checkpoint.checkpoint import digest as digest_of
 from lockstep.data.feed import Feed
 from lockstep.run import Run, RunError
 from lockstep.world import World
@@ -299,7 +299,7 @@ SLOW = """
 import os
 import time
 
-from lockstep import storage
+from lockstep.checkpoint import storage
 from lockstep.tasks.classification import Classification
 
 real = storage.write

@@ -29,7 +29,7 @@ from command import (
     write,
 )
 
-from lockstep.failure import tell_failure
+from lockstep.processes.failure import tell_failure
 from lockstep.run import load
 
 pytestmark = [

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from harness import lockstep_environment, run_on
 
-from lockstep import between_ranks, doctor, machine
 from lockstep.cli import main
+from lockstep.doctor import between_ranks, doctor, machine
 from lockstep.world import World
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -105,7 +105,7 @@ def test_every_rank_holds_its_part_only(single: dict) -> None:
 
 def grown(world: World, run: Run) -> tuple[int, int]:
     """By how much building raised the most memory that this process ever held, and the model's size, in bytes."""
-    from lockstep.memory import peak_resident
+    from lockstep.measure.memory import peak_resident
 
     build(tiny("strategy.name=fsdp2"), world)[1].close()  # what every build loads once is not counted
     before = peak_resident()

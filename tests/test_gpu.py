@@ -7,7 +7,7 @@ import torch
 from harness import tiny
 from test_strategies import steps_of
 
-from lockstep.phases import NAMES, Phases
+from lockstep.measure.phases import NAMES, Phases
 from lockstep.run import Run
 from lockstep.world import World
 

@@ -17,7 +17,7 @@ from command import LOCKSTEP, ended, start
 from harness import TINY
 from hosts import Hosts, Job
 
-from lockstep.checkpoint import digest
+from lockstep.checkpoint.checkpoint import digest
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
 STEPS, PORT = 24, 29400

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from lockstep import worker
 from lockstep.cli import main
 from lockstep.data.prepare import prepare
-from lockstep.hub import Patience, PushFailed, push
+from lockstep.hub.hub import Patience, PushFailed, push
 from lockstep.plugins import find
 from lockstep.run import RunError, load
 from lockstep.world import World

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from harness import lockstep_environment
 
-from lockstep import starter
 from lockstep.cli import main
 from lockstep.run import Run, load
+from lockstep.starter import starter
 
 LAPTOP = starter.Here(cores=2, gpus=0, bf16=False, hub=False)
 SERVER = starter.Here(cores=64, gpus=16, bf16=True, hub=True)

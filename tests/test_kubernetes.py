@@ -13,10 +13,10 @@ import yaml
 from golden import compare
 from harness import TINY
 
-from lockstep import launched
 from lockstep.cli import main
 from lockstep.launchers.kubernetes import Kubernetes, state_from
 from lockstep.launchers.kubernetes_manifests import name_of, output_of
+from lockstep.processes import launched
 from lockstep.run import Run, load
 
 LAUNCH = {

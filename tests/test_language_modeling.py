@@ -19,7 +19,7 @@ from lockstep.batch import IGNORED
 from lockstep.cli import main
 from lockstep.data.packing import Document, blocks, example, measured
 from lockstep.data.prepare import prepare
-from lockstep.decoding import Decoding, by_forward
+from lockstep.models.decoding import Decoding, by_forward
 from lockstep.run import Run, RunError, load
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.train import evaluate
@@ -171,7 +171,7 @@ def test_training_lowers_the_loss_and_shows_samples(tmp_path: Path, capfd: pytes
 
 def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
     """Rows of unequal lengths; the engines' other way pads on the left and keeps what it computed."""
-    from lockstep.decoding import by_transformers
+    from lockstep.models.decoding import by_transformers
 
     task = task_of(make(tmp_path, "documents"))
     model = task.model().eval()

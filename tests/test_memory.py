@@ -8,7 +8,7 @@ from harness import build, run_on, tiny
 
 from lockstep import plugins
 from lockstep.data.feed import Feed
-from lockstep.memory import measured, tensor_bytes
+from lockstep.measure.memory import measured, tensor_bytes
 from lockstep.run import Run
 from lockstep.world import World
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from harness import build, run_on, tiny
 
-from lockstep import phases, plugins
+from lockstep import plugins
 from lockstep.data.feed import Feed
-from lockstep.phases import NAMES, Phases
+from lockstep.measure import phases
+from lockstep.measure.phases import NAMES, Phases
 from lockstep.run import Run
 from lockstep.strategies.strategy import of
 from lockstep.world import World

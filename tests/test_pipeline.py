@@ -9,10 +9,10 @@ from harness import build, digest, run_on, tiny
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lockstep import models
 from lockstep.batch import IGNORED, MicroBatch
 from lockstep.data.feed import Feed
 from lockstep.data.tokens import Columns
+from lockstep.models import models
 from lockstep.optim import learning_rate
 from lockstep.run import Run, RunError
 from lockstep.strategies.pipeline import Pipeline

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from harness import build, digest, run_on, tiny
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data.feed import Feed
-from lockstep.profiling import Profiler
-from lockstep.report import write_report
+from lockstep.measure.profiling import Profiler
+from lockstep.report.report import write_report
 from lockstep.run import Run, RunError
 from lockstep.train import train
 from lockstep.world import World

@@ -12,12 +12,13 @@ from browser import CHROMIUM, browser
 from command import LOCKSTEP, STEPS, each_step_once, ended, finish, start, write
 from harness import run_on, tiny
 
-from lockstep import charts, journal
 from lockstep.cli import main
-from lockstep.history import lines_of, read
-from lockstep.journal import Journal
-from lockstep.phases import NAMES
-from lockstep.report import write_comparison, write_report
+from lockstep.measure import journal
+from lockstep.measure.journal import Journal
+from lockstep.measure.phases import NAMES
+from lockstep.report import charts
+from lockstep.report.history import lines_of, read
+from lockstep.report.report import write_comparison, write_report
 from lockstep.world import World
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")

@@ -17,7 +17,7 @@ import yaml
 from golden import compare
 from harness import TINY
 
-from lockstep import launched, start
+from lockstep import start
 from lockstep.cli import main
 from lockstep.commands import logs as logs_command
 from lockstep.launchers import aws
@@ -25,6 +25,7 @@ from lockstep.launchers.sagemaker import Sagemaker
 from lockstep.launchers.sagemaker_entry import Hosts, overrides, set_secrets
 from lockstep.launchers.sagemaker_job import STOPPED, fetch, new_lines, state_from
 from lockstep.launchers.sagemaker_request import check_request, name_of
+from lockstep.processes import launched
 from lockstep.run import Run, RunError, load
 
 LAUNCH = {

@@ -13,10 +13,11 @@ import slurm_cluster
 from command import LOCKSTEP, bits, each_step_once, ended, saved, start, step_of, write
 from harness import tiny
 
-from lockstep import __version__, launched, srun
+from lockstep import __version__
 from lockstep.cli import main
 from lockstep.launchers import sbatch
 from lockstep.launchers.slurm import Slurm, array_plan, state_of, submit
+from lockstep.processes import launched, srun
 from lockstep.run import RunError, load
 
 GOLDEN = Path(__file__).parent / "golden"

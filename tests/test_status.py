@@ -11,9 +11,9 @@ import pytest
 from command import LOCKSTEP, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
 from harness import lockstep_environment
 
-from lockstep import launched
 from lockstep.cli import main
-from lockstep.launched import Launched, Process, State
+from lockstep.processes import launched
+from lockstep.processes.launched import Launched, Process, State
 
 HERE = str(Path(__file__).parent)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")

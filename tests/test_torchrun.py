@@ -15,13 +15,13 @@ import yaml
 from command import LOCKSTEP, RUN, bits, ended, start, step_of, until, write
 from harness import run_on, tiny
 
-from lockstep import network
-from lockstep.agreement import agree, disagreement, facts, fingerprint
 from lockstep.data.prepare import prepare
 from lockstep.launchers.accelerate import Accelerate
 from lockstep.launchers.torchrun import Torchrun, machines_of
-from lockstep.meeting import Limits, Machine, Meeting
 from lockstep.plugins import find
+from lockstep.processes import network
+from lockstep.processes.agreement import agree, disagreement, facts, fingerprint
+from lockstep.processes.meeting import Limits, Machine, Meeting
 from lockstep.run import Run, RunError, load
 from lockstep.start import joined, joining
 from lockstep.world import World

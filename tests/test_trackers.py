@@ -19,11 +19,11 @@ from harness import run_on, tiny
 from wandb_file import records
 
 from lockstep import plugins
-from lockstep.manifest import read_manifest
+from lockstep.checkpoint.manifest import read_manifest
+from lockstep.measure.usage import Usage
 from lockstep.run import RunError
 from lockstep.track import tracker as interface
 from lockstep.track.trackers import Trackers
-from lockstep.usage import Usage
 from lockstep.world import World
 
 ALL = ["tensorboard", "wandb", "mlflow", "trackio"]

@@ -16,10 +16,10 @@ from test_tasks import trained
 
 from lockstep import plugins
 from lockstep.batch import IGNORED
-from lockstep.bleu import SIZES, Overlap
 from lockstep.cli import main
 from lockstep.data.prepare import prepare
-from lockstep.decoding import Decoding, by_forward, by_transformers
+from lockstep.models.bleu import SIZES, Overlap
+from lockstep.models.decoding import Decoding, by_forward, by_transformers
 from lockstep.run import Run, RunError
 from lockstep.strategies.strategy import checked
 from lockstep.tasks.translation import Translation

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from command import LOCKSTEP, STEPS, bits, ended, ranks_of, start, step_of, until, write
 
+from lockstep.processes.watch import verdict
 from lockstep.strategies.allreduce import AllReduce
-from lockstep.watch import verdict
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from common import Meter, parse_arguments, report
 
 from lockstep import plugins
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.run import Run, load

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep import history, start
+from lockstep import start
 from lockstep.child import STOPPED, Child
+from lockstep.report import history
 from lockstep.run import Run, RunError, overrides_of
 
 

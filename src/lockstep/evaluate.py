@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import adapters, plugins
+from lockstep import plugins
 from lockstep.console import Console
 from lockstep.data.prepare import prepare
+from lockstep.models import adapters
 from lockstep.run import Run, RunError, load
 from lockstep.strategies import strategy as strategies
 from lockstep.train import evaluate as evaluated

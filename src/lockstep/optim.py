@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from lockstep.parts import local
+from lockstep.checkpoint.parts import local
 from lockstep.sections import OptimSection
 
 

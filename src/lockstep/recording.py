@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep import optim, plugins
-from lockstep.agreement import agree
 from lockstep.batch import StepBatch
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
-from lockstep.memory import Held, measured, tensor_bytes
+from lockstep.measure.memory import Held, measured, tensor_bytes
+from lockstep.processes.agreement import agree
 from lockstep.run import Run
 from lockstep.strategies.strategy import Strategy, checked
 from lockstep.train import evaluate

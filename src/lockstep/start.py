@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import launched, plugins, srun
+from lockstep import plugins
 from lockstep.console import Console
+from lockstep.processes import launched, srun
 from lockstep.run import Run, RunError, keep
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ def train(run: Run) -> int:
     launcher.check(run, plan)
     # a machine that only submits may have no torch: the ranks make the same checks
     if not launcher.submits or (launcher.shares_files and importlib.util.find_spec("torch") is not None):
-        from lockstep import hub
+        from lockstep.hub import hub
 
         for note in hub.check(run):
             Console(True).say(f"note: {note}")
         prepared = checked(run, plan)
-        from lockstep.manifest import check_resumable, finished
+        from lockstep.checkpoint.manifest import check_resumable, finished
 
         manifest = check_resumable(run, prepared)
         if finished(run, manifest) and not launcher.joins:

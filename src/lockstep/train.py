@@ -18,12 +18,12 @@ from torch import Tensor
 
 from lockstep import optim
 from lockstep.batch import StepBatch, StepResult, Sums
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data import pieces
 from lockstep.data.feed import Feed
 from lockstep.data.tokens import Columns
-from lockstep.journal import Journal
-from lockstep.profiling import Profiler
+from lockstep.measure.journal import Journal
+from lockstep.measure.profiling import Profiler
 from lockstep.run import Run
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.task import Task

@@ -19,19 +19,22 @@ import torch
 import transformers
 import transformers.modeling_utils  # what every model needs: workers fork from a process that has imported it
 
-from lockstep import launched, plugins
-from lockstep.agreement import agree
-from lockstep.checkpoint import CheckpointError, Checkpoints, check_resumable, finished
+from lockstep import plugins
+from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints, check_resumable, finished
 from lockstep.console import LOG, Console, append, error
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
-from lockstep.failure import lost_contact, tell_failure
-from lockstep.hub import push_pending, require, write_export
-from lockstep.journal import Journal, launched_by
-from lockstep.journal import facts as start_facts
+from lockstep.hub.hub import push_pending, require, write_export
 from lockstep.launchers.launcher import TRAIN
-from lockstep.report import write_report
+from lockstep.measure.journal import Journal, launched_by
+from lockstep.measure.journal import facts as start_facts
+from lockstep.measure.usage import Usage
+from lockstep.processes import launched
+from lockstep.processes.agreement import agree
+from lockstep.processes.failure import lost_contact, tell_failure
+from lockstep.processes.watch import Watch
+from lockstep.report.report import write_report
 from lockstep.run import Run, RunError, keep, load
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
@@ -40,8 +43,6 @@ from lockstep.tasks.task import Task
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.train import Counts, TrainingFailed, samples, scored, train
-from lockstep.usage import Usage
-from lockstep.watch import Watch
 from lockstep.world import Unreached, World
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75

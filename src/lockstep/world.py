@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import network
 from lockstep.console import LOG
+from lockstep.processes import network
 from lockstep.run import Run, RunError
 
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lockstep import grid
 from lockstep.commands import run_file
 from lockstep.quick_start import QUICK_START
 from lockstep.run import Run, RunError, load, overrides_of
+from lockstep.sweep import grid
 
 HELP = "measure throughput and memory of a job over processes, strategies and micro-batches"
 
@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep.bench import Bench, bench
+    from lockstep.bench.bench import Bench, bench
 
     path, words = run_file.split(known)
     overrides = overrides_of(words)

@@ -19,7 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep.doctor import doctor, into
+    from lockstep.doctor.doctor import doctor, into
 
     if known.processes is not None and known.processes < 1:
         raise RunError(f"--processes: {known.processes} is not a positive number of processes")

@@ -20,7 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep import starter
+    from lockstep.starter import starter
 
     paths = [word for word in known.words if "=" not in word]
     if len(paths) > 1:

@@ -19,7 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep.hub import PushFailed, push
+    from lockstep.hub.hub import PushFailed, push
 
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", known.repository):
         raise RunError(f"{known.repository!r} is not a repository of the Hub: wanted is USER/REPO")

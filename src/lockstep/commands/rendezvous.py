@@ -6,8 +6,8 @@ import argparse
 import signal
 import threading
 
-from lockstep import network
 from lockstep.console import Console
+from lockstep.processes import network
 from lockstep.run import RunError
 
 HELP = "hold the place where the machines of torchrun jobs meet, so that no training machine has to"
@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep.meeting import serve
+    from lockstep.processes.meeting import serve
 
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

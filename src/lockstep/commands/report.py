@@ -19,7 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep.report import write_comparison, write_report
+    from lockstep.report.report import write_comparison, write_report
 
     folders = [Path(output) for output in known.output]
     if known.to is not None and len(folders) == 1:

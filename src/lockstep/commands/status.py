@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import launched, start
+from lockstep import start
 from lockstep.console import Console
-from lockstep.launched import Launched, State
+from lockstep.processes import launched
+from lockstep.processes.launched import Launched, State
 from lockstep.run import Run, RunError, load
 
 if TYPE_CHECKING:
-    from lockstep.manifest import Manifest
+    from lockstep.checkpoint.manifest import Manifest
 
 HELP = "what the run of OUTPUT is doing, how far it is, and whether it can be resumed"
 
@@ -116,7 +117,7 @@ def last_metrics(folder: Path) -> dict[str, dict[str, Any]]:
 def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str, str]]:
     """Those that can be resumed from, by step, and what is wrong with the others, by name. Contents of files are
     compared with their hashes only if `thorough`."""
-    from lockstep.manifest import broken, candidates, misfit
+    from lockstep.checkpoint.manifest import broken, candidates, misfit
 
     sound: dict[int, Manifest] = {}
     damaged: dict[str, str] = {}

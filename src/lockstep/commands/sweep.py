@@ -6,7 +6,7 @@ import argparse
 
 from lockstep.commands import run_file
 from lockstep.quick_start import QUICK_START
-from lockstep.sweep_file import read
+from lockstep.sweep.sweep_file import read
 
 HELP = "train a run under several values of its keys, and compare"
 
@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep.sweep import prepare, sweep
+    from lockstep.sweep.sweep import prepare, sweep
 
     path, words = run_file.split(known)
     names = ("over", "metric", "split", "parallel", "search", "out")

@@ -220,7 +220,7 @@ def _builtin(seed: int) -> Source:
 def _from_hub(data: DataSection) -> Source:
     import datasets
 
-    from lockstep.hub_errors import told
+    from lockstep.hub.hub_errors import told
 
     assert data.source is not None
     try:

@@ -74,16 +74,14 @@ def pair(source: Path, target: Path) -> Path:
 def _load_source(run: Run, source: str) -> Any:
     from transformers import AutoTokenizer
 
-    from lockstep.hub_errors import told
+    from lockstep.hub.hub_errors import told
 
     key = "tokenizer.source" if run.tokenizer.source else "model.source"
     if Path(source).expanduser().is_dir():
         source = str(Path(source).expanduser())
     revision = (None if run.tokenizer.source else run.model.revision) or "main"
     try:
-        return AutoTokenizer.from_pretrained(
-            source, revision=revision, trust_remote_code=run.model.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=run.model.trust_remote_code)
     except (
         Exception
     ) as error:  # a missing file, a Hub that cannot be reached, an unknown type: all are the user's to mend

@@ -21,10 +21,10 @@ from types import FrameType
 
 from pydantic import Field
 
-from lockstep import launched, network
 from lockstep.console import error
 from lockstep.launchers.launcher import JOB, STATUS, TRAIN, WANTED, Launcher, Plan
 from lockstep.launchers.local import gpus_of, processes_of
+from lockstep.processes import launched, network
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section, Steps
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lockstep import launched
 from lockstep.console import LOG
-from lockstep.launched import Launched, State
+from lockstep.processes import launched
+from lockstep.processes.launched import Launched, State
 from lockstep.run import Run
 from lockstep.sections import Section
 

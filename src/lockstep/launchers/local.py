@@ -53,8 +53,8 @@ class Local(Launcher):
             return worker.main(run, job=job)
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
-        from lockstep.elastic import run_agent
-        from lockstep.meeting import Limits, Machine, Meeting
+        from lockstep.processes.elastic import run_agent
+        from lockstep.processes.meeting import Limits, Machine, Meeting
 
         prestart()
         machine = Machine(socket.gethostname(), "localhost", plan.processes, holds=True)

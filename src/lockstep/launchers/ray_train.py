@@ -214,7 +214,7 @@ def work(config: dict[str, Any]) -> None:
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
-    from lockstep import launched, network
+    from lockstep.processes import launched, network
 
     context, board = ray.train.get_context(), config["board"]
     rank = context.get_world_rank()

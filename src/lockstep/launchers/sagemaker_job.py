@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep import launched
-from lockstep.launched import State
 from lockstep.launchers import aws
+from lockstep.processes import launched
+from lockstep.processes.launched import State
 from lockstep.run import RunError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"

@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from lockstep import launched
 from lockstep.console import Console
-from lockstep.launched import Launched, State
 from lockstep.launchers import sbatch
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.processes import launched
+from lockstep.processes.launched import Launched, State
+from lockstep.processes.srun import Task
 from lockstep.run import Run, RunError
 from lockstep.sections import LaunchSection, Positive, Section
-from lockstep.srun import Task
 
 _POLL_S = 3.0  # between questions to SLURM
 _LIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -255,9 +255,9 @@ def processes_of(run: Run, asked: Any) -> int:
 def agent_of(run: Run, task: Task) -> int:
     """This process as the torch elastic agent of one node of a job; the nodes meet as those of `torchrun` do. Returns
     the exit status, the same on every node."""
-    from lockstep import network
     from lockstep.launchers.local import prestart
     from lockstep.launchers.torchrun import Torchrun
+    from lockstep.processes import network
 
     prestart()
     common: dict[str, Any] = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}

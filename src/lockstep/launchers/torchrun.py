@@ -16,10 +16,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lockstep import network
 from lockstep.console import Console
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.local import entry, prestart, processes_of
+from lockstep.processes import network
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section, Steps
 
@@ -122,11 +122,11 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
     from lockstep import plugins
-    from lockstep.agreement import facts
+    from lockstep.checkpoint.manifest import newest_first
     from lockstep.data.prepare import prepare
-    from lockstep.elastic import run_agent
-    from lockstep.manifest import newest_first
-    from lockstep.meeting import Limits, Machine, Meeting
+    from lockstep.processes.agreement import facts
+    from lockstep.processes.elastic import run_agent
+    from lockstep.processes.meeting import Limits, Machine, Meeting
 
     prestart()
     host, port = network.endpoint(options.rendezvous or "localhost:29400")

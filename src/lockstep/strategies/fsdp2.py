@@ -19,10 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from lockstep import decoding, models, optim
+from lockstep import optim
 from lockstep.batch import StepBatch, StepResult
-from lockstep.decoding import Decoding
-from lockstep.parts import Saved, fill, local, moments, whole
+from lockstep.checkpoint.parts import Saved, fill, local, moments, whole
+from lockstep.models import decoding, models
+from lockstep.models.decoding import Decoding
 from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
 from lockstep.run import Run, RunError
 from lockstep.strategies.strategy import Share, Strategy

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lockstep import models
 from lockstep.batch import MicroBatch
+from lockstep.models import models
 from lockstep.run import Run, RunError
 from lockstep.strategies import zero_config
 from lockstep.strategies.fsdp2 import FSDP2

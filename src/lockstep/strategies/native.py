@@ -11,10 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lockstep import decoding, models, optim
+from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
-from lockstep.decoding import Decoding
-from lockstep.parts import Saved, moments
+from lockstep.checkpoint.parts import Saved, moments
+from lockstep.models import decoding, models
+from lockstep.models.decoding import Decoding
 from lockstep.reduction import Node, ReductionTree, clip_, gradient_norm
 from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.strategy import Strategy

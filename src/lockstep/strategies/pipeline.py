@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lockstep import models, optim
+from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
-from lockstep.cuts import Cut, layer_count
-from lockstep.parts import Saved, gather, moments
+from lockstep.checkpoint.parts import Saved, gather, moments
+from lockstep.models import models
+from lockstep.models.cuts import Cut, layer_count
 from lockstep.reduction import Exchange, buckets, clip_, share
 from lockstep.run import Run, RunError
 from lockstep.strategies.stages import Held, Links, Piece, Stage, random_state

@@ -19,7 +19,7 @@ from torch.distributed.pipelining._utils import _TensorMeta
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lockstep.batch import MicroBatch
-from lockstep.cuts import Cut, Part
+from lockstep.models.cuts import Cut, Part
 from lockstep.reduction import ReductionTree
 
 

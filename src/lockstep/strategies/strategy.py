@@ -17,11 +17,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lockstep import decoding, plugins
+from lockstep import plugins
 from lockstep.batch import StepBatch, StepResult
-from lockstep.decoding import Decoding
-from lockstep.parts import Given, Saved, gather
-from lockstep.phases import Phases
+from lockstep.checkpoint.parts import Given, Saved, gather
+from lockstep.measure.phases import Phases
+from lockstep.models import decoding
+from lockstep.models.decoding import Decoding
 from lockstep.reduction import share
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
-from lockstep.parts import Saved
+from lockstep.checkpoint.parts import Saved
 from lockstep.run import Run
 from lockstep.strategies import zero_config
 from lockstep.strategies.strategy import Strategy

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.batch import MicroBatch, Sums
-    from lockstep.decoding import Decoding
+    from lockstep.models.decoding import Decoding
 
 
 MOST_CLASSES = 100  # of which a table of true against predicted labels is counted
@@ -96,7 +96,7 @@ class Classification(Task):
         self.token_types = "token_type_ids" in self.splits["train"].names
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep import models
+        from lockstep.models import models
 
         return models.sequence_classifier(self.run, self.tokenizer, self.labels, empty)
 
@@ -182,7 +182,7 @@ class Classification(Task):
     def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
         import torch
 
-        from lockstep import models
+        from lockstep.models import models
 
         model, tok = models.exported("classification", folder, run)
         found = []
@@ -195,7 +195,7 @@ class Classification(Task):
         return found
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep import models
+        from lockstep.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
 
@@ -317,7 +317,7 @@ def _cut(train: Dataset, codes: np.ndarray, run: Run) -> dict[str, Dataset]:
 
 
 def _check_model(run: Run) -> None:
-    from lockstep import models
+    from lockstep.models import models
 
     models.check(run)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from lockstep.batch import MicroBatch, Sums
     from lockstep.data.packing import Document
-    from lockstep.decoding import Decoding
+    from lockstep.models.decoding import Decoding
 
 _DOUBTFUL = 700.0  # math.exp of more overflows
 
@@ -128,7 +128,7 @@ class LanguageModeling(PerToken):
         self.tokenizer = tokenizer.load(prepared.tokenizer)
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep import models
+        from lockstep.models import models
 
         return models.build(self.run, "causal", self.tokenizer, empty, **_entries(self.run))
 
@@ -203,7 +203,7 @@ class LanguageModeling(PerToken):
         return options.temperature == 0 or options.samples == 0
 
     def _decoding(self, tokens: int) -> Decoding:
-        from lockstep.decoding import Decoding
+        from lockstep.models.decoding import Decoding
 
         end = documents.end_of(self.tokenizer)
         pad = int(self.tokenizer.pad_token_id)
@@ -213,8 +213,8 @@ class LanguageModeling(PerToken):
     def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
         import torch
 
-        from lockstep import models
-        from lockstep.decoding import Decoding, by_transformers
+        from lockstep.models import models
+        from lockstep.models.decoding import Decoding, by_transformers
 
         options = LanguageModelingOptions.model_validate(run.task.options)
         model, tok = models.exported("causal", folder, run)
@@ -234,7 +234,7 @@ class LanguageModeling(PerToken):
         return found
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep import models
+        from lockstep.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
 
@@ -287,7 +287,7 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions) -> 
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
-    from lockstep import models
+    from lockstep.models import models
 
     models.check(run, "causal", options.block_size, "task.block_size", **_entries(run))
 
@@ -296,7 +296,7 @@ def _entries(run: Run) -> dict[str, Any]:
     """Entries of the config: no cache in training, and an encoder's family looks back only."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    from lockstep import models
+    from lockstep.models import models
 
     encoder = models.load_config(run).model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return {"use_cache": False} | ({"is_decoder": True} if encoder else {})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.batch import MicroBatch, Sums
-    from lockstep.decoding import Decoding
+    from lockstep.models.decoding import Decoding
 
 
 class Task(ABC):

@@ -64,7 +64,7 @@ class TokenClassification(PerToken):
                 yield [" ".join(words) for words in splits["train"][start : start + 1000]["words"]]
 
         folder = tokenizer.prepare(run, batches(), hashes["train"])
-        from lockstep import models
+        from lockstep.models import models
 
         models.check(run, "token_classification")
         files = {}
@@ -82,7 +82,7 @@ class TokenClassification(PerToken):
         self.labels: list[str] = prepared.facts["labels"]
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep import models
+        from lockstep.models import models
 
         return models.build(self.run, "token_classification", self.tokenizer, empty, **models.named(self.labels))
 
@@ -114,7 +114,7 @@ class TokenClassification(PerToken):
     def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
         import torch
 
-        from lockstep import models
+        from lockstep.models import models
 
         model, tok = models.exported("token_classification", folder, run)
         found = []
@@ -129,7 +129,7 @@ class TokenClassification(PerToken):
         return found
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep import models
+        from lockstep.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from lockstep import bleu
 from lockstep.data import documents, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.models import bleu
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.batch import MicroBatch, Sums
-    from lockstep.decoding import Decoding
+    from lockstep.models.decoding import Decoding
 
 PAIR = "translation"  # the Hub's column of {language: text}
 
@@ -85,7 +85,7 @@ class Translation(Task):
         self.overlap = bleu.Overlap(self.options.bleu_tokenizer) if self.options.bleu else None
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep import models
+        from lockstep.models import models
 
         return models.build(self.run, "seq2seq", self.tokenizer, empty, **self.entries)
 
@@ -185,7 +185,7 @@ class Translation(Task):
         return options.beams == 1 or not (options.bleu or options.samples)
 
     def _decoding(self) -> Decoding:
-        from lockstep.decoding import Decoding
+        from lockstep.models.decoding import Decoding
 
         pad, end = int(self.target_tokenizer.pad_token_id), documents.end_of(self.target_tokenizer)
         start = int(self.entries["decoder_start_token_id"])
@@ -199,8 +199,8 @@ class Translation(Task):
     def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
         import torch
 
-        from lockstep import models
-        from lockstep.decoding import Decoding, by_transformers
+        from lockstep.models import models
+        from lockstep.models.decoding import Decoding, by_transformers
 
         options = TranslationOptions.model_validate(run.task.options)
         model, sources = models.exported("seq2seq", folder, run)
@@ -216,7 +216,7 @@ class Translation(Task):
         return found
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep import models
+        from lockstep.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
         if self.target_tokenizer is not self.tokenizer:
@@ -279,7 +279,7 @@ def _target_tokenizer(folder: Path, shared: Any) -> Any:
 
 def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     """Entries of the config: where a decoder starts, and the vocabularies of a model from scratch."""
-    from lockstep import models
+    from lockstep.models import models
 
     config = models.load_config(run)
     known = config.to_dict()
@@ -297,7 +297,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
 
 
 def _check_model(run: Run, options: TranslationOptions) -> None:
-    from lockstep import models
+    from lockstep.models import models
 
     models.check(run, "seq2seq", use_cache=False)
     known = models.load_config(run).to_dict()

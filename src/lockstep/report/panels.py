@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep import charts
-from lockstep.history import History
+from lockstep.report import charts
+from lockstep.report.history import History
 
 # what is drawn -> (name of a line: split, key of metrics.jsonl)
 _CURVES: dict[str, dict[str, tuple[str, str]]] = {

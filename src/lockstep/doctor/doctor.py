@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lockstep import machine
 from lockstep.console import Console
-from lockstep.machine import Facts
+from lockstep.doctor import machine
+from lockstep.doctor.machine import Facts
 from lockstep.quick_start import QUICK_START
 from lockstep.run import RunError, load
 
@@ -49,7 +49,7 @@ def doctor(folder: Path, processes: int | None, as_json: bool, device: str = "au
 
 def between(folder: Path, device: str) -> Facts:
     """What lies between the ranks of this job, or `{"failed": why}`. Collective."""
-    from lockstep import between_ranks
+    from lockstep.doctor import between_ranks
     from lockstep.world import World
 
     overrides = [f"launch.timeout_s={MEET_S:g}", f"launch.device={device}"]

@@ -19,15 +19,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import manifest as manifests
+from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.manifest import (
+    Manifest,
+    broken,
+    candidates,
+    check_resumable,
+    finished,
+    folder_of,
+    name_of,
+    newest_first,
+)
 from lockstep.data.tokens import Prepared
-from lockstep.journal import launched_by
-from lockstep.manifest import Manifest, broken, candidates, check_resumable, finished, folder_of, name_of, newest_first
+from lockstep.measure.journal import launched_by
 from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
-    from lockstep.parts import Saved
-    from lockstep.storage import Background, Shard, Written
+    from lockstep.checkpoint.parts import Saved
+    from lockstep.checkpoint.storage import Background, Shard, Written
     from lockstep.strategies.strategy import Strategy
     from lockstep.world import World
 
@@ -69,7 +78,7 @@ class Checkpoints:
     def save(self, step: int, strategy: Strategy, scores: Mapping[str, float] | None = None) -> None:
         """Begin to write the state after `step` updates; waits for the save before. `scores` are those of the
         evaluation after this step. Collective. Errors: `CheckpointError`, if the run is to stop at a failure."""
-        from lockstep.storage import Background, Shard
+        from lockstep.checkpoint.storage import Background, Shard
 
         self.settle()
         parts = strategy.parts()
@@ -134,7 +143,7 @@ class Checkpoints:
 
     def _written(self, saving: _Saving) -> None:
         """Every rank is done with its file, or has failed."""
-        from lockstep.storage import Background
+        from lockstep.checkpoint.storage import Background
 
         outcomes = self.world.everyone((saving.work.result, _reason(saving.work.error), self.world.host))
         faults = [f"rank {i} on {host}: {reason}" for i, (_, reason, host) in enumerate(outcomes) if reason]
@@ -173,7 +182,7 @@ class Checkpoints:
 
     def _commit(self, manifest: Manifest, aside: Path, files: list[Written]) -> None:
         """Rank 0, in the background: all or nothing. Errors: `OSError`."""
-        from lockstep.storage import sync, write
+        from lockstep.checkpoint.storage import sync, write
 
         for file in files:
             if (size := (aside / file.name).stat().st_size) != file.bytes:
@@ -255,7 +264,7 @@ class Checkpoints:
         return 0, notes
 
     def _open(self, path: Path) -> Saved:
-        from lockstep.storage import Files, FromMain
+        from lockstep.checkpoint.storage import Files, FromMain
 
         if all(self.world.everyone(self._writes())):
             return Files(path)
@@ -330,7 +339,7 @@ def digest(folder: Path) -> str:
 
     import torch
 
-    from lockstep.storage import Files
+    from lockstep.checkpoint.storage import Files
 
     manifest = manifests.read_manifest(folder)
     fault = manifest if isinstance(manifest, str) else broken(folder, manifest)

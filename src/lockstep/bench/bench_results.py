@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep import charts, grid
+from lockstep.bench.timing import Timing
 from lockstep.console import clock
-from lockstep.report import write_page
+from lockstep.report import charts
+from lockstep.report.report import write_page
 from lockstep.run import Run, RunError
-from lockstep.timing import Timing
+from lockstep.sweep import grid
 
 
 @dataclass(frozen=True)

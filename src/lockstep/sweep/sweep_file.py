@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep import grid, messages
+from lockstep import messages
 from lockstep.run import Run, RunError, load, overrides_of
 from lockstep.sections import Positive, Section
+from lockstep.sweep import grid
 
 _RANGE = re.compile(r"(?P<low>[-+.\de]+?)\.\.(?P<high>[-+.\de]+?)(?P<log>:log)?", re.IGNORECASE)
 

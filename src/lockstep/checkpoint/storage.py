@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from lockstep.parts import Given, Saved, local
+from lockstep.checkpoint.parts import Given, Saved, local
 from lockstep.world import World
 
 BLOCK_BYTES = 8 * 2**20  # hashed and written at a time

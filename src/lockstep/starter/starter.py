@@ -17,12 +17,14 @@ from typing import Any
 
 import yaml
 
-from lockstep import columns, machine, plugins
-from lockstep.columns import Look
+from lockstep import plugins
 from lockstep.console import Console
 from lockstep.data.source import BUILTIN
+from lockstep.doctor import machine
 from lockstep.run import Run, RunError, load
 from lockstep.sections import DataSection
+from lockstep.starter import columns
+from lockstep.starter.columns import Look
 
 SCRATCH = "scratch"  # instead of a model's name: a small one, trained from nothing
 # What a task is fine-tuned from, unless a person names another.

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lockstep import phases
+from lockstep.measure import phases
 from lockstep.run import Run
 from lockstep.world import World
 

@@ -24,8 +24,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from lockstep import network
-from lockstep.agreement import disagreement
+from lockstep.processes import network
+from lockstep.processes.agreement import disagreement
 from lockstep.run import RunError
 
 

@@ -10,9 +10,9 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep import grid
 from lockstep.run import RunError
-from lockstep.sweep_file import Range
+from lockstep.sweep import grid
+from lockstep.sweep.sweep_file import Range
 
 Found = tuple[Mapping[str, Any], float | None]  # keys of a trial -> its metric, None while it runs
 

@@ -20,9 +20,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import card
 from lockstep.console import error as tell
-from lockstep.hub_errors import one_line, status_of, told, transient
+from lockstep.hub import card
+from lockstep.hub.hub_errors import one_line, status_of, told, transient
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
 
@@ -181,7 +181,8 @@ def push(
             if attempt == patience.tries:
                 raise PushFailed(
                     f"pushing {folder} to {repository} failed {attempt} times, at last because {told(error)}\n"
-                    f"The export is there; go on with: lockstep push {output} {repository}{'' if private else ' --public'}"
+                    f"The export is there; go on with: lockstep push {output} {repository}"
+                    f"{'' if private else ' --public'}"
                 ) from error
             wait = patience.wait_s * 2 ** (attempt - 1)
             say(

@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep import grid, start, timing
-from lockstep.bench_results import Bench, Row, reasons, table, write
+from lockstep import start
+from lockstep.bench import timing
+from lockstep.bench.bench_results import Bench, Row, reasons, table, write
 from lockstep.child import STOPPED, Child
 from lockstep.console import Console
 from lockstep.run import Run, RunError, keep, load
+from lockstep.sweep import grid
 
-MEASURE = "lockstep.timing.measure"  # the job that every rank does
+MEASURE = "lockstep.bench.timing.measure"  # the job that every rank does
 
 
 def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
@@ -104,7 +106,7 @@ def one(asked: Bench, row: Row, number: int, folder: Path) -> None:
     keep(run)
     (folder / timing.FILE).unlink(missing_ok=True)
     words = [str(folder / "run.yaml"), str(asked.steps), str(asked.skip)]
-    child = Child("lockstep.bench.job", words, folder, "job")
+    child = Child("lockstep.bench.bench.job", words, folder, "job")
     try:
         child.wait()
     except BaseException:  # Ctrl-C: what was found is written down already

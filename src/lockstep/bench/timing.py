@@ -16,17 +16,18 @@ from typing import Any
 import torch
 import transformers
 
-from lockstep import memory, plugins
-from lockstep.checkpoint import Checkpoints
+from lockstep import plugins
+from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
+from lockstep.measure import memory
+from lockstep.processes.watch import Watch
 from lockstep.run import Run
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.train import Counts, train
-from lockstep.watch import Watch
 from lockstep.worker import STOPPED, rehearse
 from lockstep.world import World
 

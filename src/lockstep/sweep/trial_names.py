@@ -11,7 +11,7 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
-from lockstep.grid import told
+from lockstep.sweep.grid import told
 
 LONGEST = 80
 

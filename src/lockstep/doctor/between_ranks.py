@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep import machine
+from lockstep.doctor import machine
 from lockstep.world import World, available_cores
 
 # What has to be the same on every rank for the same bits, and why a person should care.

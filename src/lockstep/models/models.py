@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from lockstep import adapters
-from lockstep.hub_errors import told
+from lockstep.hub.hub_errors import told
+from lockstep.models import adapters
 from lockstep.run import Run, RunError
 from lockstep.world import seed_libraries
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.memory import resident
+from lockstep.measure.memory import resident
 from lockstep.world import World
 
 # In this order over the wire; NaN where a rank has none.

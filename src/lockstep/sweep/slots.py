@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.launchers.local import processes_of
 from lockstep.run import Run, RunError
-from lockstep.sweep_file import Sweep
+from lockstep.sweep.sweep_file import Sweep
 
 
 class Slots:

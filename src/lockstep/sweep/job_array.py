@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep import launched
 from lockstep.launchers import slurm
+from lockstep.processes import launched
 from lockstep.run import Run, RunError
 
 

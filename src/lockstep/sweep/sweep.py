@@ -17,15 +17,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep import history, start
+from lockstep import start
+from lockstep.checkpoint.manifest import finished, newest_first
 from lockstep.child import STOPPED, Child
 from lockstep.console import Console, clock
-from lockstep.manifest import finished, newest_first
-from lockstep.report import write_comparison
+from lockstep.report import history
+from lockstep.report.report import write_comparison
 from lockstep.run import Run, RunError, keep
-from lockstep.slots import Slots
-from lockstep.sweep_file import Sweep
-from lockstep.trial_names import name_of
+from lockstep.sweep.slots import Slots
+from lockstep.sweep.sweep_file import Sweep
+from lockstep.sweep.trial_names import name_of
 
 FILE = "sweep.json"
 
@@ -94,7 +95,7 @@ class Board:
         search = self.sweep.search
         if search is None or len(self.trials) >= search.trials:
             return None
-        from lockstep.search import propose
+        from lockstep.sweep.search import propose
 
         found = [(t.keys, self.metric(t)) for t in self.trials if t.state in ("done", "running")]
         for seed in range(search.seed, search.seed + 100 * search.trials, search.trials):
@@ -153,7 +154,7 @@ class Board:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells, the best trial first."""
-        from lockstep.grid import told
+        from lockstep.sweep.grid import told
 
         keys = list(dict.fromkeys(key for trial in self.trials for key in trial.keys))
         first = self.sweep.metric.removeprefix("-")
@@ -189,7 +190,7 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
 def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
     """The trials that a search has begun with before, after trying whether all it may propose makes a run file. Errors:
     `RunError`."""
-    from lockstep import search
+    from lockstep.sweep import search
 
     search.check()
     for keys in search.corners(sweep.over):
@@ -254,7 +255,7 @@ def sweep(asked: Sweep) -> int:
 
 def _array(board: Board) -> bool:
     """Queue what is not finished, as one array job, and do not wait for it. Errors: `RunError`."""
-    from lockstep import job_array
+    from lockstep.sweep import job_array
 
     asked = board.sweep
     job_array.check([key for trial in board.trials for key in trial.keys])

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import charts, messages, panels
-from lockstep.history import History, read
+from lockstep import messages
+from lockstep.report import charts, panels
+from lockstep.report.history import History, read
 
 _NO_METRICS = ("step", "examples")
 
@@ -43,7 +44,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     pages = Environment(
-        loader=PackageLoader("lockstep", "pages"),
+        loader=PackageLoader("lockstep.report", "pages"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -1,0 +1,1 @@
+"""Checkpoints: what is saved, where it is kept, and whether it may be trusted."""

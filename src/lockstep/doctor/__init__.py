@@ -1,0 +1,1 @@
+"""`lockstep doctor`: what this machine can run, and what differs between ranks."""

@@ -1,0 +1,1 @@
+"""The export's model card, and pushing it to the Hub."""

@@ -1,0 +1,1 @@
+"""What ranks measure of themselves: phases, memory, profiles, the journal of events."""

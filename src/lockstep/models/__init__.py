@@ -1,0 +1,1 @@
+"""Models of transformers: building them, adapters, cutting them up, what they write."""

@@ -1,0 +1,1 @@
+"""How ranks find each other, agree, are watched, and how a job is looked after from outside."""

@@ -1,0 +1,1 @@
+"""The page of a run, or of several: what OUTPUT remembers, drawn."""

@@ -1,0 +1,1 @@
+"""`lockstep init`: a run file from what the data holds."""

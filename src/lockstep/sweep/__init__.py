@@ -1,0 +1,1 @@
+"""`lockstep sweep`: trials over values of a run file's keys."""
