@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +41,15 @@ def train(run: Run) -> int:
 
         for note in hub.check(run):
             Console(True).say(f"note: {note}")
-        prepared = checked(run, plan)
+        console = Console(True, voice=run.track.console)
+        prepared = checked(run, plan, lambda text: console.facts({"tokens": text}))
         from lockstep.checkpoint.manifest import check_resumable, finished
 
         manifest = check_resumable(run, prepared)
         if finished(run, manifest) and not launcher.joins:
             assert manifest is not None
-            say = Console(True, voice=run.track.console).say
-            say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
-            return hub.push_pending(run, say)
+            console.say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
+            return hub.push_pending(run, console.say)
     if main:
         keep(run)
     if launcher.submits or not main:
@@ -164,12 +165,13 @@ def planned(run: Run) -> tuple[Launcher, Plan]:
     return launcher, plan
 
 
-def checked(run: Run, plan: Plan) -> Prepared:
-    """Data, tokens, and every check that needs no process group. Errors: `RunError`."""
+def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> Prepared:
+    """Data, tokens, and every check that needs no process group; `tell` hears where the tokens came from. Errors:
+    `RunError`."""
     from lockstep.data.prepare import prepare
 
     check(run, plan)
-    return prepare(run, plugins.find("tasks", run.task.name), fresh=True)
+    return prepare(run, plugins.find("tasks", run.task.name), fresh=True, tell=tell)
 
 
 def check(run: Run, plan: Plan) -> None:

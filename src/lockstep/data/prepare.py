@@ -5,6 +5,8 @@ In: a run. Out: a `Prepared`. A worker that finds it needs neither the raw data 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +19,12 @@ if TYPE_CHECKING:
     from lockstep.tasks.task import Task
 
 
-def prepare(run: Run, task: type[Task], fresh: bool = False) -> Prepared:
+def prepare(run: Run, task: type[Task], fresh: bool = False, tell: Callable[[str], None] | None = None) -> Prepared:
     """What `task.prepare` makes of this run, from the cache where nothing it depends on has changed.
 
     `fresh` asks the Hub again for data that is not local: the launching process does, its workers do not.
-    Errors: `RunError`. Safe to call from every process of a machine at once; one works, the others wait.
+    `tell` hears where the tokens came from. Errors: `RunError`. Safe to call from every process of a machine at once;
+    one works, the others wait.
     """
     key = digest(
         VERSION,
@@ -33,10 +36,14 @@ def prepare(run: Run, task: type[Task], fresh: bool = False) -> Prepared:
     path = cache_folder() / "prepared" / f"{key}.json"
     with locked(key):
         local = run.data.source == source.BUILTIN or bool(source.files_of(run.data))
-        found = Prepared.read(path) if local or not fresh else None
+        began, found = time.monotonic(), Prepared.read(path) if local or not fresh else None
+        if tell is not None and found is not None:
+            tell(f"from the cache in {cache_folder()}")
         if found is None:
             found = task.prepare(run)
             found.write(path)
+            if tell is not None:
+                tell(f"made in {time.monotonic() - began:.1f} s, kept in {cache_folder()}")
     return found
 
 
