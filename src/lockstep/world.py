@@ -262,15 +262,14 @@ def end_at_second_interrupt() -> None:
     send.setblocking(False)
     signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
 
-    def count() -> None:
+    def count(receive: socket.socket, send: socket.socket) -> None:  # both stay open as long as this thread
         interrupts = 0
         while data := receive.recv(64):
             interrupts += data.count(signal.SIGINT)
             if interrupts > 1:
                 os._exit(130)
-        send.close()  # never: it only keeps the socket alive as long as this thread
 
-    threading.Thread(target=count, name="lockstep-signals", daemon=True).start()
+    threading.Thread(target=count, args=(receive, send), name="lockstep-signals", daemon=True).start()
 
 
 def pick_device(run: Run, local_rank: int) -> torch.device:

@@ -112,14 +112,7 @@ class Kubernetes(Launcher):
         if not options.wait:
             Console(True).say(f"lockstep status {run.folder}, logs and stop look after it")
             return 0
-        try:
-            for line in self.logs(run, record, follow=True):
-                Console(True).say(line)
-        except KeyboardInterrupt:
-            Console(True).say(
-                f"the job goes on. lockstep logs {run.folder} shows it, lockstep stop {run.folder} ends it"
-            )
-            raise
+        self.follow(run, record)
         return self._ended(run, record, options)
 
     def _ended(self, run: Run, record: Launched, options: Any) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lockstep.console import LOG
+from lockstep.console import LOG, Console
 from lockstep.processes import launched
 from lockstep.processes.launched import Launched, State
 from lockstep.run import Run
@@ -84,6 +84,17 @@ class Launcher(ABC):
     def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
         """Lines of its log, oldest first; with `follow` on until it has ended. Errors: `RunError`."""
         return launched.lines_of(run.folder / LOG, follow, lambda: self.state(run, record).live)
+
+    def follow(self, run: Run, record: Launched) -> None:
+        """Show the log until the job has ended. An interrupt ends the showing, and not the job."""
+        try:
+            for line in self.logs(run, record, follow=True):
+                Console(True).say(line)
+        except KeyboardInterrupt:
+            Console(True).say(
+                f"the job goes on. lockstep logs {run.folder} shows it, lockstep stop {run.folder} ends it"
+            )
+            raise
 
     def stop(self, run: Run, record: Launched) -> str:
         """Ask it to save a checkpoint and end with status 75, and not to be started again by its scheduler. Returns at

@@ -119,14 +119,7 @@ class Sagemaker(Launcher):
         if not options.wait:
             Console(True).say(f"lockstep status {run.folder}, logs, stop; the same command again fetches the model")
             return 0
-        try:
-            for line in self.logs(run, record, follow=True):
-                Console(True).say(line)
-        except KeyboardInterrupt:
-            Console(True).say(
-                f"the job goes on. lockstep logs {run.folder} shows it, lockstep stop {run.folder} ends it"
-            )
-            raise
+        self.follow(run, record)
         return self._ended(run, session, name)
 
     def _former(self, client: Any, request: dict[str, Any]) -> str | None:
