@@ -11,11 +11,13 @@ STEP = 25
 
 
 class Held(AllReduce):
-    """Step 25 does not begin before this rank is asked to stop, or a file `go` is there; not longer than two minutes a
+    """Step 25 does not begin before a rank is asked to stop, or a file `go` is there; not longer than two minutes a
     step, so that nothing hangs for ever."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         limit = time.monotonic() + float(os.environ.get("HELD_S", "120"))
-        while batch.step == STEP and not Path("go").exists() and not self.world._stop and time.monotonic() < limit:
+        while batch.step == STEP and not Path("go").exists() and time.monotonic() < limit:
+            if self.world._stop:
+                Path("go").touch()  # the other ranks may not have been told
             time.sleep(0.05)
         return super().train_step(batch, learning_rate)

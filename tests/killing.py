@@ -35,6 +35,7 @@ from command import (
 
 STRATEGIES = ("allreduce", "ddp", "fsdp2", "hf_accelerate", "hf_trainer")  # and single where there is one process
 MOMENTS = ("starting", "training", "saving", "ending")
+WEIGHTS = (3, 4, 3, 1)  # of the moments
 VICTIMS = ("a rank", "the launcher", "all")
 
 
@@ -76,13 +77,13 @@ def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed
         while len(record.kills) < kills and not (job / "out/export").exists():
             processes = chance.randint(1, 4)
             strategy = "single" if processes == 1 else chance.choice(STRATEGIES)
-            moment, victim = chance.choice(MOMENTS), chance.choice(VICTIMS)
+            (moment,), victim = chance.choices(MOMENTS, WEIGHTS), chance.choice(VICTIMS)
             delay, ahead = chance.random(), chance.randint(1, 25)
             before = saved(job)
             options = [f"launch.processes={processes}", f"strategy.name={strategy}"]
             began = time.monotonic()
             process = start([*LOCKSTEP, "train", "run.yaml", *options], job, cache)
-            true = _moments(job, moment, began + delay * start_s, min(before + ahead, STEPS))
+            true = _moments(job, moment, began + delay * start_s, min(before + ahead, STEPS), _starts(job))
             came = _wait(true, process)
             if moment == "training" and came:
                 start_s = min(20.0, time.monotonic() - began)
@@ -105,15 +106,23 @@ def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed
     return record
 
 
-def _moments(job: Path, moment: str, instant: float, step: int) -> Callable[[], bool]:
-    """Whether the moment to kill has come."""
+def _moments(job: Path, moment: str, instant: float, step: int, starts: int) -> Callable[[], bool]:
+    """Whether the moment to kill has come; but for `starting`, not before this start has followed `starts` others."""
     checkpoints = job / "out/checkpoints"
-    return {
-        "starting": lambda: time.monotonic() > instant,
+    come = {
         "training": lambda: step_of(job) >= step,
         "saving": lambda: any(checkpoints.glob(".step-*.partial")),
         "ending": lambda: step_of(job) >= STEPS,
-    }[moment]
+    }
+    if moment == "starting":
+        return lambda: time.monotonic() > instant
+    return lambda: _starts(job) > starts and come[moment]()
+
+
+def _starts(job: Path) -> int:
+    """How often the job has come to where it trains."""
+    events = job / "out/events.jsonl"
+    return events.read_text().count('"event": "start"') if events.exists() else 0
 
 
 def _wait(true: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
