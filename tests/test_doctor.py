@@ -185,7 +185,7 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
     (tmp_path / "rank.py").write_text(
-        "import os, sys\nfrom lockstep import machine\nfrom lockstep.cli import main\n"
+        "import os, sys\nfrom lockstep.doctor import machine\nfrom lockstep.cli import main\n"
         "machine._TORCH = \"print('{}')\"\n"
         "if os.environ['RANK'] == '1': sys.path.insert(0, 'fake')\n"
         "status = main(['doctor', '--json', '--device', 'cpu'])\n"
