@@ -120,7 +120,9 @@ class Cluster:
         return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
 
     def hurry(self, job: str) -> None:
-        """A job that was queued again waits for two minutes otherwise."""
+        """A job that was queued again waits for two minutes otherwise. Not at once: a node refuses credentials of the
+        second in which it ended the job before."""
+        time.sleep(2)
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def until(self, true: Callable[[], bool], what: str, seconds: float = 120) -> None:
