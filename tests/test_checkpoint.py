@@ -205,6 +205,7 @@ def test_other_data_is_refused(trained: tuple) -> None:
         ["strategy.name=allreduce"],
         ["track.to=[tensorboard]", "track.every=1"],
         ["checkpoint.every=1", "checkpoint.keep=9", "evaluate.every=3"],
+        ["task.samples=0"],
         ["name=other"],
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import messages, plugins
+from lockstep import commands, messages, plugins
 from lockstep.cli import main
 from lockstep.run import Run, load
 
@@ -43,22 +43,6 @@ def test_every_command_is_in_the_readme(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = capsys.readouterr().out.partition("COMMAND")[2]
-    for name in (
-        "train",
-        "plan",
-        "status",
-        "logs",
-        "stop",
-        "evaluate",
-        "predict",
-        "report",
-        "push",
-        "list",
-        "schema",
-        "init",
-        "doctor",
-        "bench",
-        "sweep",
-    ):
+    for name in commands.NAMES:
         assert name in listed
         assert f"lockstep {name}" in text

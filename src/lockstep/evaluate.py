@@ -86,6 +86,7 @@ def predictions(output: Path, texts: list[str], overrides: Sequence[str] | Mappi
 
 def predict(output: Path, texts: list[str], overrides: list[str]) -> int:
     """Print a line for each text; without texts, for each line of standard input. Returns the exit status."""
+    finished(output, overrides)  # told before anything is read
     texts = texts or [line.rstrip("\n") for line in sys.stdin]
     if not texts:
         raise RunError('predict: give a text: lockstep predict OUTPUT "some text", or lines on standard input')

@@ -127,6 +127,11 @@ class Yaml(yaml.SafeLoader):
     """YAML without the numbers to base 60 of its version 1.1, which read `1:4` as 64."""
 
 
+def read_yaml(text: str) -> Any:
+    """The value of a YAML text, as run files are read. Errors: `yaml.YAMLError`."""
+    return yaml.load(text, Loader=Yaml)
+
+
 _INT = "tag:yaml.org,2002:int"
 Yaml.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in found if tag != _INT]

@@ -137,6 +137,8 @@ class Run(Section):
         for key in ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "hub"):
             del values[key]
         values["model"].pop("trust_remote_code")
+        for key in plugins.find("tasks", self.task.name).shown:  # type: ignore[attr-defined]
+            values["task"].pop(key, None)
         if self.strategy.exact:
             values["strategy"] = {"exact": True}
         return messages.flat(values)
@@ -159,7 +161,7 @@ def load(
         origin = str(path)
         try:
             text = Path(path).read_text(encoding="utf-8")
-            values = yaml.load(text, Loader=messages.Yaml)
+            values = messages.read_yaml(text)
         except OSError as error:
             raise RunError(f"cannot read the run file {path}: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -256,6 +258,15 @@ class _Source:
             raise RunError(text) from None
 
 
+def check_output(run: Run) -> None:
+    """OUTPUT is there or can be made. Errors: `RunError`."""
+    there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
+    if not there.is_dir():
+        raise RunError(f"output: cannot write to {run.folder}: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise RunError(f"output: cannot write to {run.folder}: {there} may not be written by this user")
+
+
 def keep(run: Run) -> None:
     """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
     try:
@@ -291,7 +302,7 @@ def _override(text: str) -> tuple[str, Any]:
     if not equals or not _KEY.fullmatch(key):
         raise RunError(f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
     try:
-        return key, yaml.load(value, Loader=messages.Yaml)
+        return key, messages.read_yaml(value)
     except yaml.YAMLError as error:
         raise RunError(f"the value of {key} is not valid YAML: {' '.join(str(error).split())}") from None
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import plugins
 from lockstep.console import Console
 from lockstep.processes import launched, srun
-from lockstep.run import Run, RunError, keep
+from lockstep.run import Run, RunError, check_output, keep
 
 if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
@@ -41,6 +41,7 @@ def train(run: Run) -> int:
 
         for note in hub.check(run):
             Console(True).say(f"note: {note}")
+        check_output(run)
         console = Console(True, voice=run.track.console)
         prepared = checked(run, plan, lambda text: console.facts({"tokens": text}))
         from lockstep.checkpoint.manifest import check_resumable, finished

@@ -190,8 +190,7 @@ def train(
     journal.saved(checkpoints.newest)
     with phases("profile"):
         profiler.close()
-    journal.times(step, phases.take())
-    journal.answer()
+    journal.last_times(step, phases.take())
     return step, meter.total
 
 

@@ -229,8 +229,7 @@ def through(job: Job, step: int) -> Trained | None:
                 sinks.log(step, split, scores)
             sinks.show(step, samples(task, strategy, world))
         job.journal.event("evaluation", step)
-        job.journal.times(step, strategy.phases.take())
-        job.journal.answer()
+        job.journal.last_times(step, strategy.phases.take())
         end = "done"
         return Trained(
             counts,

@@ -70,6 +70,11 @@ class Journal:
         line = {"time": round(when, 3), "step": step, "steps": steps, "ranks": len(ranks), "seconds": columns}
         self._write("ranks", line)
 
+    def last_times(self, step: int, seconds: Sequence[float]) -> None:
+        """The same, and waits for the answer: no step follows that would. Collective."""
+        self.times(step, seconds)
+        self.answer()
+
     def _write(self, name: str, line: dict[str, Any]) -> None:
         if self._folder is None:
             return

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from lockstep.console import error
-from lockstep.processes.meeting import Meeting
+from lockstep.processes.meeting import End, Meeting
 from lockstep.run import Run
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
@@ -123,8 +123,6 @@ class Agent(LocalElasticAgent):
 
     def follow(self, end: object) -> int:
         """End as another machine did; says so. Returns the exit status."""
-        from lockstep.processes.meeting import End
-
         if not isinstance(end, End):
             error(f"the job at {self.meeting.at}:{self.meeting.port} has ended without {socket.gethostname()}")
             return FAILED

@@ -21,7 +21,7 @@ from lockstep import plugins
 from lockstep.console import Console
 from lockstep.data.source import BUILTIN
 from lockstep.doctor import machine
-from lockstep.run import Run, RunError, load
+from lockstep.run import Run, RunError, load, overrides_of
 from lockstep.sections import DataSection
 from lockstep.starter import columns
 from lockstep.starter.columns import Look
@@ -92,7 +92,7 @@ def init(path: Path, flags: dict[str, str | None], overrides: list[str], force: 
     if not path.absolute().parent.is_dir():
         raise RunError(f"{path}: there is no folder {path.absolute().parent}")
     console, here = Console(True), Here.look()
-    given = _overridden(overrides)
+    given = overrides_of(overrides)
     data = _data(flags.get("data") or given.get("data.source"), given, ask)
     found = columns.look(data)
     console.say(f"{found.source}: {_sizes(found)}; columns {found.described()}")
@@ -226,17 +226,6 @@ def _batch(size: int) -> int:
 
 def _sizes(found: Look) -> str:
     return ", ".join(f"{count:,} {split}" for split, count in found.sizes.items()) + " examples"
-
-
-def _overridden(overrides: list[str]) -> dict[str, Any]:
-    """`key=value` words as a mapping of dotted keys. Errors: `RunError`."""
-    found = {}
-    for word in overrides:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise RunError(f"{word!r} is not key=value, for example epochs=5")
-        found[key.lstrip("-")] = yaml.safe_load(value)
-    return found
 
 
 def _set(filled: dict[str, Any], key: str, value: Any) -> None:

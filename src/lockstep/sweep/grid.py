@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from lockstep import messages
 from lockstep.run import RunError
 
 Overrides = dict[str, Any]  # dotted key of the run file -> value
@@ -27,7 +28,7 @@ def parse(words: Sequence[str]) -> dict[str, list[Any]]:
         if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
             raise RunError(f"--over: {word!r} is not key=value,value, for example optim.learning_rate=1e-5,3e-5")
         try:
-            values = yaml.safe_load(f"[{text}]")
+            values = messages.read_yaml(f"[{text}]")
         except yaml.YAMLError as error:
             raise RunError(f"--over: the values of {key} are not valid YAML: {' '.join(str(error).split())}") from None
         if not values:

@@ -125,7 +125,7 @@ def _sweep_file(path: str) -> SweepFile | None:
     """The sweep file, or None where it is a run file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
+        values = messages.read_yaml(text)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -146,7 +146,7 @@ def _range(key: str, values: Any) -> Any:
     if match is None:
         return values
     try:
-        low, high = (yaml.safe_load(match[end]) for end in ("low", "high"))
+        low, high = (messages.read_yaml(match[end]) for end in ("low", "high"))
         low, high = (end if isinstance(end, int) else float(end) for end in (low, high))
         return Range(low=low, high=high, log=match["log"] is not None)
     except (ValueError, TypeError) as error:

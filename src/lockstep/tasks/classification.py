@@ -47,6 +47,7 @@ class Classification(Task):
 
     Options = ClassificationOptions
     pipeline = "text-classification"
+    shown = ("samples",)
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class Classification(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = np.unique(np.linspace(0, len(columns) - 1, self.options.samples).astype(np.int64))
+        rows = self.shown_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)

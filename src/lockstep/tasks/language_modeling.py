@@ -81,6 +81,7 @@ class LanguageModeling(PerToken):
 
     Options = LanguageModelingOptions
     pipeline = "text-generation"
+    shown = ("samples", "sample_prompt", "sample_tokens", "temperature")
 
     # -- before any process ------------------------------------------------------------------------------------------
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from pydantic import BaseModel
 
 from lockstep.data.tokens import Columns, Prepared
 from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor, nn
 
     from lockstep.batch import MicroBatch, Sums
@@ -30,6 +30,7 @@ class Task(ABC):
 
     plugin: ClassVar[str] = "tasks"
     Options: ClassVar[type[BaseModel]]
+    shown: ClassVar[tuple[str, ...]] = ()  # its keys that decide what evaluations write and score, and no weight
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
     @property
@@ -90,6 +91,10 @@ class Task(ABC):
     def writes_greedily(cls, run: Run) -> bool:
         """Whether all that evaluations write is the likeliest token each time: nothing is searched, nothing drawn."""
         return True
+
+    def shown_rows(self, columns: Columns, count: int) -> np.ndarray:
+        """At most `count` rows of a split, evenly spread, each once: int64."""
+        return np.unique(np.linspace(0, len(columns) - 1, count).astype(np.int64))
 
     def samples(
         self,

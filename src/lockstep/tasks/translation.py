@@ -52,6 +52,7 @@ class Translation(Task):
 
     Options = TranslationOptions
     pipeline = "translation"
+    shown = ("bleu", "bleu_tokenizer", "beams", "samples")
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class Translation(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = np.unique(np.linspace(0, len(columns) - 1, self.options.samples).astype(np.int64))
+        rows = self.shown_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)
