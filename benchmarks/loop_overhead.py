@@ -33,7 +33,7 @@ from lockstep.reduction import share
 from lockstep.run import Run, load
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.track.trackers import Trackers
+from lockstep.track.parts.trackers import Trackers
 from lockstep.train import train
 from lockstep.world import World
 

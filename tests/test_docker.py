@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launchers.kubernetes import Kubernetes
-from lockstep.launchers.kubernetes_manifests import pod
+from lockstep.launchers.parts.kubernetes_manifests import pod
 from lockstep.run import load
 
 ROOT = Path(__file__).resolve().parents[1]

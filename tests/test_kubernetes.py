@@ -15,7 +15,7 @@ from harness import TINY
 
 from lockstep.cli import main
 from lockstep.launchers.kubernetes import Kubernetes, state_from
-from lockstep.launchers.kubernetes_manifests import name_of, output_of
+from lockstep.launchers.parts.kubernetes_manifests import name_of, output_of
 from lockstep.processes import launched
 from lockstep.run import Run, load
 

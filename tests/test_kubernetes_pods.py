@@ -16,7 +16,7 @@ from hosts import Hosts, cluster, hosts
 from test_kubernetes import LAUNCH
 
 from lockstep.launchers.kubernetes import Kubernetes
-from lockstep.launchers.kubernetes_manifests import name_of, output_of
+from lockstep.launchers.parts.kubernetes_manifests import name_of, output_of
 from lockstep.run import Run, load
 
 pytestmark = [*cluster, pytest.mark.timeout(1200)]

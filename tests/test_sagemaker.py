@@ -20,11 +20,11 @@ from harness import TINY
 from lockstep import start
 from lockstep.cli import main
 from lockstep.commands import logs as logs_command
-from lockstep.launchers import aws
+from lockstep.launchers.parts import aws
+from lockstep.launchers.parts.sagemaker_entry import Hosts, overrides, set_secrets
+from lockstep.launchers.parts.sagemaker_job import STOPPED, fetch, new_lines, state_from
+from lockstep.launchers.parts.sagemaker_request import check_request, name_of
 from lockstep.launchers.sagemaker import Sagemaker
-from lockstep.launchers.sagemaker_entry import Hosts, overrides, set_secrets
-from lockstep.launchers.sagemaker_job import STOPPED, fetch, new_lines, state_from
-from lockstep.launchers.sagemaker_request import check_request, name_of
 from lockstep.processes import launched
 from lockstep.run import Run, RunError, load
 
@@ -263,7 +263,9 @@ def test_submit_then_fetch(cloud: Any, here: Path, capsys: pytest.CaptureFixture
     body = s3.get_object(Bucket="lockstep-tests", Key=f"runs/{name}/source/source.tar.gz")["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(body)) as tar:
         names = tar.getnames()
-    assert {"lockstep/__init__.py", "lockstep/launchers/sagemaker_entry.py", "run.yaml", "requirements.txt"} <= {*names}
+    assert {"lockstep/__init__.py", "lockstep/launchers/parts/sagemaker_entry.py", "run.yaml", "requirements.txt"} <= {
+        *names
+    }
 
     held = found["ModelArtifacts"]["S3ModelArtifacts"]
     bucket, key = aws.split_s3(held)
@@ -431,7 +433,7 @@ def test_secrets_are_read_by_name(cloud: Any, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_tail_passes_on_and_remembers() -> None:
     code = (
-        "import os, sys; from lockstep.launchers.sagemaker_entry import Tail; t = Tail(10); "
+        "import os, sys; from lockstep.launchers.parts.sagemaker_entry import Tail; t = Tail(10); "
         "os.system('echo child went wrong >&2'); text = t.text(); print(repr(text)); print('after', file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -441,5 +443,5 @@ def test_the_tail_passes_on_and_remembers() -> None:
 
 def test_the_entry_needs_nothing_that_is_not_installed_yet() -> None:
     lacking = "import sys; sys.modules |= dict.fromkeys(('pydantic', 'yaml', 'torch', 'rich')); "
-    code = f"{lacking}import lockstep.launchers.sagemaker_entry"
+    code = f"{lacking}import lockstep.launchers.parts.sagemaker_entry"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

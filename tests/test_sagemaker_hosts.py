@@ -15,9 +15,9 @@ from harness import TINY
 from hosts import Hosts, cluster, hosts
 from test_sagemaker import LAUNCH
 
-from lockstep.launchers.parcel import archive
+from lockstep.launchers.parts.parcel import archive
+from lockstep.launchers.parts.sagemaker_request import COMMAND
 from lockstep.launchers.sagemaker import Sagemaker
-from lockstep.launchers.sagemaker_request import COMMAND
 from lockstep.run import load
 
 pytestmark = [*cluster, pytest.mark.timeout(1200)]

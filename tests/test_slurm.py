@@ -15,7 +15,7 @@ from harness import tiny
 
 from lockstep import __version__
 from lockstep.cli import main
-from lockstep.launchers import sbatch
+from lockstep.launchers.parts import sbatch
 from lockstep.launchers.slurm import Slurm, array_plan, state_of, submit
 from lockstep.processes import launched, srun
 from lockstep.run import RunError, load

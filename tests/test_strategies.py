@@ -11,7 +11,7 @@ from lockstep.batch import StepBatch
 from lockstep.data.feed import Feed
 from lockstep.optim import learning_rate
 from lockstep.run import Run
-from lockstep.strategies.native import Native
+from lockstep.strategies.parts.native import Native
 from lockstep.train import evaluate
 from lockstep.world import World
 
@@ -224,7 +224,7 @@ def test_all_ranks_score_the_same_and_the_first_exports(name: str) -> None:
 
 def densely(world: World, run: Run) -> dict[str, Any]:
     """The same steps with every gradient dense."""
-    from lockstep.strategies import native
+    from lockstep.strategies.parts import native
 
     native.row_sparse = lambda model, device: set()
     return steps_of(world, run)

@@ -13,7 +13,7 @@ from task_runs import TASKS, make
 from lockstep import plugins
 from lockstep.data.feed import Feed
 from lockstep.run import Run
-from lockstep.strategies.native import Native
+from lockstep.strategies.parts.native import Native
 from lockstep.train import evaluate
 from lockstep.world import World
 

@@ -23,7 +23,7 @@ from lockstep.checkpoint.manifest import read_manifest
 from lockstep.measure.usage import Usage
 from lockstep.run import RunError
 from lockstep.track import tracker as interface
-from lockstep.track.trackers import Trackers
+from lockstep.track.parts.trackers import Trackers
 from lockstep.world import World
 
 ALL = ["tensorboard", "wandb", "mlflow", "trackio"]

@@ -13,8 +13,8 @@ from harness import build, digest, run_on, tiny
 from lockstep.data.feed import Feed
 from lockstep.optim import learning_rate
 from lockstep.run import Run, RunError
+from lockstep.strategies.parts.zero import Zero
 from lockstep.strategies.strategy import of as class_of
-from lockstep.strategies.zero import Zero
 from lockstep.train import evaluate
 from lockstep.world import World
 

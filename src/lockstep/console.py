@@ -144,12 +144,14 @@ class Console:
             self._bar = None
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-        """A small table."""
+        """A small table: columns with a number in them are set right, the first one and those of words left."""
         table = Table(title=title, title_justify="left", title_style="bold")
+        cells = [[_plain(cell) for cell in row] for row in rows]
         for i, column in enumerate(columns):
-            table.add_column(column, justify="left" if i == 0 else "right")
-        for row in rows:
-            table.add_row(*(_plain(cell) for cell in row))
+            numbers = any(row[i].lstrip("+-")[:1].isdigit() for row in cells)
+            table.add_column(column, justify="right" if numbers and i > 0 else "left")
+        for row in cells:
+            table.add_row(*row)
         if self._voice != "quiet":
             self.rich.print(table)
         plain = RichConsole(file=io.StringIO(), width=120, highlight=False)

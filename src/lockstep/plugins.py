@@ -1,7 +1,8 @@
 """A name in the run file -> the one class in that file.
 
 In: a kind (`tasks`, `strategies`, `launchers`, `track`) and a name, or a dotted path to a class of your own.
-Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere.
+Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere. Beside them lies the
+interface (`tasks/task.py`, ...); what plug-ins share is in the folder's `parts/`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,6 @@ import os
 import pkgutil
 import sys
 
-# Files of a plug-in folder that hold its interface or a shared body rather than a plug-in.
-_NOT_PLUGINS = {"task", "launcher", "tracker", "trackers"}
-_NOT_PLUGINS |= {"per_token", "strategy", "native", "hooked", "zero", "zero_config", "stages"}
-_NOT_PLUGINS |= {"sbatch", "aws", "parcel", "kubernetes_manifests"}
-_NOT_PLUGINS |= {"sagemaker_entry", "sagemaker_job", "sagemaker_request"}
 _FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 
@@ -30,7 +26,7 @@ def names(kind: str) -> list[str]:
     """All names of a kind that a run file can use, in alphabetical order."""
     package = importlib.import_module(f"lockstep.{kind}")
     names_of = {file: name for name, file in _FILES.items()}
-    found = (m.name for m in pkgutil.iter_modules(package.__path__) if m.name not in _NOT_PLUGINS)
+    found = (m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and m.name != _SINGULAR[kind])
     return sorted(names_of.get(file, file) for file in found)
 
 

@@ -40,8 +40,8 @@ from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.summary import closing, digest_of, facts, precisions
 from lockstep.tasks.task import Task
+from lockstep.track.parts.trackers import Trackers
 from lockstep.track.tracker import End, Sample
-from lockstep.track.trackers import Trackers
 from lockstep.train import Counts, TrainingFailed, samples, scored, train
 from lockstep.world import Unreached, World
 

@@ -21,8 +21,8 @@ from typing import Any
 from pydantic import Field
 
 from lockstep.console import Console, error
-from lockstep.launchers.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.parts.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
 from lockstep.processes import launched
 from lockstep.processes.launched import Launched, State
 from lockstep.run import Run, RunError

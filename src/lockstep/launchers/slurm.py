@@ -20,8 +20,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from lockstep.console import Console
-from lockstep.launchers import sbatch
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.parts import sbatch
 from lockstep.processes import launched
 from lockstep.processes.launched import Launched, State
 from lockstep.processes.srun import Task

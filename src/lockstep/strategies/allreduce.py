@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.reduction import Exchange, buckets
 from lockstep.run import Run, RunError
-from lockstep.strategies.native import Native
+from lockstep.strategies.parts.native import Native
 from lockstep.tasks.task import Task
 
 

@@ -1,6 +1,6 @@
 """PyTorch DistributedDataParallel: gradients travel in buckets while backward is still computing.
 
-In: this rank's micro-batches. Out: the same update on every rank. How the buckets are summed is in `hooked.py`.
+In: this rank's micro-batches. Out: the same update on every rank. How the buckets are summed is in `parts/hooked.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch import MicroBatch
 from lockstep.run import Run, RunError
-from lockstep.strategies.hooked import Hooked
+from lockstep.strategies.parts.hooked import Hooked
 
 _OURS = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
 

@@ -2,7 +2,7 @@
 
 In: this rank's micro-batches. Out: the same update on every rank. The difference from `ddp.py` is who wraps and who
 calls backward. Accelerate averages over processes and divides by accumulation steps behind one's back; here it does
-neither, because the loss is divided once, by the targets of the whole step, and `hooked.py` sums.
+neither, because the loss is divided once, by the targets of the whole step, and `parts/hooked.py` sums.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from lockstep.batch import MicroBatch
 from lockstep.models import models
 from lockstep.run import Run, RunError
-from lockstep.strategies import zero_config
 from lockstep.strategies.fsdp2 import FSDP2
-from lockstep.strategies.hooked import Hooked
+from lockstep.strategies.parts import zero_config
+from lockstep.strategies.parts.hooked import Hooked
+from lockstep.strategies.parts.zero import Sharded
 from lockstep.strategies.strategy import Strategy
-from lockstep.strategies.zero import Sharded
 from lockstep.world import World
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.batch import MicroBatch
 from lockstep.run import Run, RunError
 from lockstep.strategies.hf_accelerate import prepared, release
-from lockstep.strategies.hooked import Hooked
+from lockstep.strategies.parts.hooked import Hooked
 
 # TrainingArguments that say how a step is computed and that no key of the run file says already.
 _KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "gradient_checkpointing"}

@@ -5,7 +5,7 @@ Out: the same update as `single.py`. The differences: a piece's forward and back
 of the engine's schedule; each stage puts its own part of a leaf into its own tree. Several pipelines side by side share
 the pieces out and sum their trees as `allreduce.py` does.
 
-How a model is cut is in `cuts.py`, what one stage does with a piece in `stages.py`.
+How a model is cut is in `cuts.py`, what one stage does with a piece in `parts/stages.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.models import models
 from lockstep.models.cuts import Cut, layer_count
 from lockstep.reduction import Exchange, buckets, clip_, share
 from lockstep.run import Run, RunError
-from lockstep.strategies.stages import Held, Links, Piece, Stage, random_state
+from lockstep.strategies.parts.stages import Held, Links, Piece, Stage, random_state
 from lockstep.strategies.strategy import Share, Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import World, seed_everything

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lockstep.data import documents, packing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
 from lockstep.run import Run, RunError
-from lockstep.tasks.per_token import PerToken
+from lockstep.tasks.parts.per_token import PerToken
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lockstep.data import documents, source, tokenizer
 from lockstep.data.tokens import VERSION, Prepared, content, digest, encode
 from lockstep.run import Run, RunError
-from lockstep.tasks.per_token import PerToken
+from lockstep.tasks.parts.per_token import PerToken
 
 if TYPE_CHECKING:
     from datasets import Dataset

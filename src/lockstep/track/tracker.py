@@ -1,7 +1,7 @@
 """The interface of a tracker: a sink for numbers and samples, on rank 0 only.
 
 In: `log(step, split, numbers)`. Out: a file, a service. A tracker never changes what is trained, and never stops it:
-`trackers.py` calls each one in a thread of its own and goes on without one that fails.
+`parts/trackers.py` calls each one in a thread of its own and goes on without one that fails.
 """
 
 from __future__ import annotations

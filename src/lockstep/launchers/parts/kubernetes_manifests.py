@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from lockstep import messages
-from lockstep.launchers.parcel import inside, modules_of, pairs
+from lockstep.launchers.parts.parcel import inside, modules_of, pairs
 from lockstep.run import Run, RunError
 
 OUTPUTS, RUN_FOLDER, CACHE = "/lockstep", "/etc/lockstep", "/cache"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.launchers import aws
+from lockstep.launchers.parts import aws
 from lockstep.processes import launched
 from lockstep.processes.launched import State
 from lockstep.run import RunError

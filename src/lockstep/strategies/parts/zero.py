@@ -20,7 +20,7 @@ from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.checkpoint.parts import Saved
 from lockstep.run import Run
-from lockstep.strategies import zero_config
+from lockstep.strategies.parts import zero_config
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything

@@ -13,14 +13,14 @@ import re
 from typing import Any
 
 from lockstep import messages
-from lockstep.launchers import aws
-from lockstep.launchers.parcel import Parcel, pairs
+from lockstep.launchers.parts import aws
+from lockstep.launchers.parts.parcel import Parcel, pairs
 from lockstep.run import Run, RunError
 
 CODE, DATA, CHECKPOINTS = "/opt/ml/code", "/opt/ml/input/data/data", "/opt/ml/checkpoints"
 COMMAND = (
     f"mkdir -p {CODE} && cd {CODE} && tar -xzf /opt/ml/input/data/source/source.tar.gz && "
-    "exec python3 -m lockstep.launchers.sagemaker_entry"
+    "exec python3 -m lockstep.launchers.parts.sagemaker_entry"
 )
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.reduction import Exchange, Node, ReductionTree
-from lockstep.strategies.native import Native
+from lockstep.strategies.parts.native import Native
 from lockstep.tasks.task import Task
 
 

@@ -1,0 +1,1 @@
+"""Bodies that several strategies share."""

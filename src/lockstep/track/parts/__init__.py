@@ -1,0 +1,1 @@
+"""All trackers of a run behind one."""
