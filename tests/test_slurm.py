@@ -1,26 +1,23 @@
-"""SLURM: the file and the plan, what is refused, tasks of srun; and on a real cluster what becomes of the weights."""
+"""SLURM: the file and the plan, what is refused, tasks of srun."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import golden
 import pytest
-import slurm_cluster
-from command import LOCKSTEP, bits, each_step_once, ended, saved, start, step_of, write
+from command import LOCKSTEP, bits, ended, start, write
 from harness import tiny
 
 from lockstep import __version__
 from lockstep.cli import main
 from lockstep.launchers.parts import sbatch
-from lockstep.launchers.slurm import Slurm, array_plan, state_of, submit
+from lockstep.launchers.slurm import Slurm, array_plan, state_of
 from lockstep.processes import launched, srun
-from lockstep.run import RunError, load
+from lockstep.run import RunError
 
-GOLDEN = Path(__file__).parent / "golden"
 HERE = str(Path(__file__).parent)
 PLAIN = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
 
@@ -53,14 +50,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compare(name: str, text: str, folder: Path) -> None:
-    """With a golden file; LOCKSTEP_GOLDEN=1 writes it anew."""
+    """With a golden file, in which no path and no version of this machine stands."""
     for here, there in ((str(folder), "/home/me/project"), (sys.executable, "/opt/venv/bin/python")):
         text = text.replace(here, there)
-    text = text.replace(f"lockstep {__version__};", "lockstep VERSION;")
-    if os.environ.get("LOCKSTEP_GOLDEN"):
-        GOLDEN.mkdir(exist_ok=True)
-        (GOLDEN / name).write_text(text)
-    assert text == (GOLDEN / name).read_text()
+    golden.compare(name, text.replace(f"lockstep {__version__};", "lockstep VERSION;"))
 
 
 @pytest.mark.parametrize(
@@ -333,221 +326,3 @@ def test_tasks_of_srun_meet_without_a_wrapper(tmp_path: Path, cache: Path, untou
     assert record is not None
     assert (record.launcher, record.job, record.status) == ("slurm", str(os.getpid()), 0)
     assert record.facts == {"step": f"{os.getpid()}.0"}
-
-
-# -- on a real cluster -----------------------------------------------------------------------------------------------
-
-reason = slurm_cluster.missing()
-real = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason)), pytest.mark.timeout(900)]
-
-
-def marked(*further: pytest.MarkDecorator) -> Callable:
-    """The marks of a test that needs the cluster."""
-
-    def mark(function: Callable) -> Callable:
-        for each in (*real, *further):
-            function = each(function)
-        return function
-
-    return mark
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.Cluster]:
-    running = slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm"))
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def job(
-    tmp_path: Path, cluster: slurm_cluster.Cluster, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[str, Path]]:
-    """Submits a job that waits at step 25; returns its id and folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    monkeypatch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)  # of the strategy that waits
-
-    def submitted(*options: str, at: int = 25, **launch: object) -> tuple[str, Path]:
-        if not (tmp_path / "run.yaml").exists():
-            write(tmp_path, launch=PLAIN | launch, strategy={"name": "held.Held"})
-        assert main(["train", "run.yaml", "--detach", *options]) == 0
-        record = launched.read(tmp_path / "out")
-        assert record is not None
-        cluster.until(lambda: step_of(tmp_path) >= at, f"step {at}", 600)
-        return str(record.job), tmp_path
-
-    return submitted
-
-
-def done(cluster: slurm_cluster.Cluster, job: str, state: str = "COMPLETED") -> None:
-    cluster.until(lambda: cluster.field(job, "JobState") == state, f"job {job} to be {state}", 600)
-
-
-def requeued(cluster: slurm_cluster.Cluster, job: str, folder: Path) -> None:
-    """It waits, with a checkpoint; then its turn comes, and it goes on to its end."""
-    cluster.until(lambda: cluster.field(job, "JobState") == "PENDING", f"job {job} to be queued again", 400)
-    assert saved(folder) >= 20
-    (folder / "go").touch()
-    cluster.hurry(job)
-    done(cluster, job)
-    assert cluster.field(job, "Restarts") == "1"
-    assert "resuming after step" in (folder / f"out/slurm-{job}.out").read_text()
-
-
-@marked()
-def test_two_nodes_have_the_bits_of_one_machine(
-    tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path
-) -> None:
-    write(tmp_path, launch=PLAIN)
-    status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **cluster.variables))
-    assert status == 0, out + err
-    assert "2 (ddp, exact)" in out  # the job's log was followed
-    assert "running on n[1-2]" in out
-    assert bits(tmp_path) == bits(untouched)
-
-
-@marked()
-@pytest.mark.parametrize("ranks", ["srun", "elastic"])
-def test_a_signal_saves_and_queues_again(
-    ranks: str, job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
-) -> None:
-    number, folder = job(ranks=ranks)
-    cluster.ask("scancel", "--signal=TERM", number)
-    requeued(cluster, number, folder)
-    assert bits(folder) == bits(untouched)
-    each_step_once(folder, untouched)
-
-
-@marked(pytest.mark.slow)
-def test_the_warning_before_the_time_limit(
-    job: Callable, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HELD_S", "600")
-    number, folder = job(time="4m", warn="1m")
-    requeued(cluster, number, folder)
-    assert bits(folder) == bits(untouched)
-
-
-@marked()
-def test_preemption(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
-    number, folder = job()
-    other = cluster.ask(
-        "sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"
-    )
-    requeued(cluster, number, folder)
-    done(cluster, other.strip())
-    assert bits(folder) == bits(untouched)
-
-
-@marked()
-def test_a_node_that_is_lost(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
-    number, folder = job()
-    cluster.kill_node("n2")
-    cluster.until(lambda: cluster.field(number, "JobState") == "PENDING", "the job to be queued again", 400)
-    cluster.start_node("n2")
-    requeued(cluster, number, folder)
-    assert bits(folder) == bits(untouched)
-
-
-@marked()
-def test_a_rank_that_is_killed_starts_again_in_the_same_allocation(
-    job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
-) -> None:
-    number, folder = job(max_restarts=1)
-    record = launched.read(folder / "out")
-    assert record is not None
-    assert record.main is not None
-    (folder / "go").touch()
-    os.kill(record.main.pid, signal.SIGKILL)
-    done(cluster, number)
-    assert cluster.field(number, "Restarts") == "0"
-    assert bits(folder) == bits(untouched)
-
-
-@marked()
-def test_stop_and_go_on_by_hand_on_one_node(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
-    number, folder = job()
-    assert main(["stop", "out"]) == 0
-    assert cluster.field(number, "JobState") == "FAILED"
-    assert cluster.field(number, "ExitCode") == "75:0"
-    (folder / "go").touch()
-    again = cluster.ask("sbatch", "--parsable", "--nodes=1", "out/job.sbatch").strip()
-    done(cluster, again)
-    assert bits(folder) == bits(untouched)
-    record = launched.read(folder / "out")
-    assert record is not None
-    assert (record.job, record.processes, record.status) == (again, 1, 0)
-
-
-@marked()
-def test_cancelled_is_not_queued_again(job: Callable, cluster: slurm_cluster.Cluster) -> None:
-    number, folder = job()
-    cluster.ask("scancel", number)
-    done(cluster, number, "CANCELLED")
-    assert saved(folder) >= 25
-    assert main(["status", "out"]) == 0
-
-
-@marked()
-def test_srun_without_a_launcher(tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
-    write(tmp_path, launch={"device": "cpu", "threads": 1})
-    command = ["srun", "-N2", "-n3", *LOCKSTEP, "train", "run.yaml"]
-    status, out, err = ended(start(command, tmp_path, cache, **cluster.variables))
-    assert status == 0, err
-    assert "3 (ddp, exact)" in out
-    assert bits(tmp_path) == bits(untouched)
-
-
-@marked()
-def test_torchrun_inside_srun(tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
-    write(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:13377", "--rdzv-id=7", "-m", "lockstep"]
-    command = ["srun", "-N2", "--ntasks-per-node=1", *torchrun, "train", "run.yaml"]
-    status, out, err = ended(start(command, tmp_path, cache, **cluster.variables))
-    assert status == 0, err
-    assert "2 (ddp, exact)" in out
-    assert bits(tmp_path) == bits(untouched)
-
-
-@marked()
-def test_an_array_of_runs(
-    tmp_path: Path, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    for trial in ("a", "b"):
-        write(tmp_path / trial, launch=PLAIN | {"machines": 1}, output=f"{trial}/out")
-    files = [Path("a/run.yaml"), Path("b/run.yaml")]
-    number = submit(array_plan(load("a/run.yaml", []), files, Path("trials"), at_most=1))
-    for index, trial in enumerate(("a", "b")):
-        done(cluster, f"{number}_{index}")
-        assert bits(tmp_path / trial) == bits(untouched)
-        record = launched.read(tmp_path / trial / "out")
-        assert record is not None
-        assert record.facts == {"log": str(tmp_path / f"trials/slurm-{number}_{index}.out")}
-
-
-@marked()
-@pytest.mark.parametrize(
-    ("launch", "words"),
-    [({"partition": "nowhere"}, "nowhere"), ({"machines": 5}, "node config"), ({"cpus": 64}, "node config")],
-)
-def test_the_real_sbatch_refuses(
-    launch: dict,
-    words: str,
-    here: Path,
-    cluster: slurm_cluster.Cluster,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    write(here, launch=PLAIN | launch)
-    before = cluster.ask("squeue", "-h", "--states=all", "-o", "%i")
-    assert main(["train", "run.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert "nothing was queued" in said
-    assert words.lower() in said.lower()
-    assert cluster.ask("squeue", "-h", "--states=all", "-o", "%i") == before
-    assert not (here / "out").exists()
