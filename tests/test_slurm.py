@@ -18,7 +18,6 @@ from lockstep.launchers.slurm import Slurm, array_plan, state_of
 from lockstep.processes import launched, srun
 from lockstep.run import RunError
 
-HERE = str(Path(__file__).parent)
 PLAIN = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
 
 
