@@ -1,6 +1,7 @@
 """Checkpoints on full and read-only disks, in folders that vanish, and killed while saving. And that saving goes on
 beside training, shown by the order of events and not by a clock."""
 
+import errno
 import os
 import shutil
 import signal
@@ -177,6 +178,22 @@ def test_a_read_only_disk(small_disk: Path) -> None:
     assert "Read-only file system" in job.said[0]
     assert here(small_disk / "out") == ["latest", "step-000001"]
     assert job.opened(job.run).resume(job.strategy) == (1, [])
+    assert digest(job.strategy.state()) == state
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only `latest` is missing, which is for people; what is too much goes, and a run resumes."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    job = Job(run_in(tmp_path / "out", "checkpoint.keep=1"))
+    job.saved()
+    state = job.saved()
+    assert job.said == []
+    assert here(tmp_path / "out") == ["step-000002"]
+    assert job.opened(job.run).resume(job.strategy) == (2, [])
     assert digest(job.strategy.state()) == state
 
 

@@ -325,6 +325,32 @@ def test_accelerate_s_own_command(tmp_path: Path, cache: Path, untouched: Path) 
     assert not (tmp_path / "two/metrics.jsonl").exists()
 
 
+@linux
+@pytest.mark.usefixtures("nobody_is_left")
+def test_the_task_for_skypilot_in_the_documents(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """Its `run` lines, on two nodes that are this machine, with the variables that SkyPilot sets."""
+    page = (Path(__file__).parents[1] / "docs/clouds.md").read_text().partition("## SkyPilot")[2]
+    task = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    write(tmp_path)
+    lines = task["run"].replace("~/venv/bin/lockstep", shlex.join(LOCKSTEP)).replace("/outputs/run", "out")
+    lines = lines.replace("29400", str(free_port()))
+    nodes = [
+        start(
+            ["bash", "-c", lines],
+            tmp_path,
+            cache,
+            SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.1",
+            SKYPILOT_NUM_NODES=str(task["num_nodes"]),
+            SKYPILOT_NODE_RANK=rank,
+            SKYPILOT_NUM_GPUS_PER_NODE="1",
+        )
+        for rank in "01"
+    ]
+    for status, _, err in map(ended, nodes):
+        assert status == 0, err
+    assert bits(tmp_path) == bits(untouched)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -193,11 +193,12 @@ class Checkpoints:
         if final.exists():
             self._remove(final)  # damaged, or it would have been resumed from
         os.rename(aside, final)
-        link = self.folder / ".latest.partial"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        os.replace(link, self.folder / "latest")
         sync(self.folder)
+        with suppress(OSError):  # for people only, and some file systems (of buckets, of Windows shares) have no links
+            link = self.folder / ".latest.partial"
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            os.replace(link, self.folder / "latest")
         with suppress(OSError):  # what is too much may stay
             for path in self._superfluous(final):
                 self._remove(path)
