@@ -109,9 +109,19 @@ def rehearsed(world: World, run: Run) -> tuple[str, str]:
     return digests[0], digests[1]
 
 
-@pytest.mark.parametrize("name", plugins.names("strategies"))
-def test_a_rehearsal_leaves_no_trace(name: str) -> None:
-    run = tiny(f"strategy.name={name}")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, "{}") for name in plugins.names("strategies")),
+        ("hf_accelerate", "{deepspeed: {zero_stage: 2}}"),
+        ("hf_accelerate", "{fsdp: {}}"),
+        ("zero1", "{bf16: {enabled: true}}"),
+        ("zero3", "{bf16: {enabled: true}}"),
+    ],
+)
+def test_a_rehearsal_leaves_no_trace(name: str, options: str) -> None:
+    precision = "bf16" if "bf16" in options else "fp32"
+    run = tiny(f"strategy.name={name}", f"strategy.options={options}", f"precision={precision}")
     for with_one, without in run_on(1 if name == "single" else 2, rehearsed, run, run=run):
         assert with_one == without
 

@@ -140,6 +140,12 @@ class Sharded(Strategy):
         self.usable(losses, norm)
         return StepResult(losses.sum() / batch.targets, norm)
 
+    def rehearse(self, batch: StepBatch) -> None:
+        self.train_step(batch, 0.0)  # at this rate weights stay what they are
+        self.optimizer.state.clear()
+        if self.stage < 3:
+            self.engine.optimizer._hp_optimizer_states_linked = False  # to the state that was
+
     def _levelled(self, batch: StepBatch) -> list[MicroBatch]:
         """This rank's pieces, and blank ones where others have more: gradients travel after every piece."""
         most = -(-batch.leaves // self.world.size)
