@@ -21,6 +21,7 @@ from command import (
     until,
     write,
 )
+from marks import slow
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
@@ -31,10 +32,10 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
-        ("allreduce", 3),
-        ("hf_accelerate", 2),
+        slow("allreduce", 3),
+        slow("hf_accelerate", 2),
         ("hf_trainer", 2),
-        ("fsdp2", 2),
+        slow("fsdp2", 2),
         ("fsdp2", 3),
         ("pipeline", 2),
         ("zero2", 2),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from harness import build, run_on, tiny
+from marks import slow
 
 from lockstep import plugins
 from lockstep.data.feed import Feed
@@ -72,7 +73,8 @@ AT_UPDATE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [(name, n) for name in AT_UPDATE for n in (1, 2, 4) if n == 1 or name != "single"]
+    ("name", "ranks"),
+    [slow(name, n) if n > 2 else (name, n) for name in AT_UPDATE for n in (1, 2, 4) if n == 1 or name != "single"],
 )
 def test_what_is_held_at_the_update(name: str, ranks: int) -> None:
     options: dict[str, Any] = {}
@@ -96,7 +98,7 @@ def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
     assert sum(rank["own"] for rank in found) == found[0]["all"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
     options = {"options": BUCKETS}
     for stage, formula in ((1, 4 + 4 + 12 / ranks), (2, 4 + 4 / ranks + 12 / ranks)):

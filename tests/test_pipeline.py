@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from harness import build, digest, run_on, tiny
+from marks import slow
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -177,8 +178,9 @@ def test_language_models_share_a_weight_between_first_and_last_stage(
         same(of(ranks, *model, *options, "strategy.name=pipeline", f"precision={precision}"), one)
 
 
-@pytest.mark.parametrize("encoder_layers", [1, 2])
-@pytest.mark.parametrize("kind", ["Bart", "Marian"])
+@pytest.mark.parametrize(
+    ("kind", "encoder_layers"), [("Bart", 1), slow("Bart", 2), slow("Marian", 1), slow("Marian", 2)]
+)
 def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int) -> None:
     """With one layer in the encoder, the first of two stages uses the embedding twice, the last one once."""
     job = (*HALVES, f"model.config.encoder_layers={encoder_layers}", f"task.name=test_pipeline.{kind}")
@@ -187,8 +189,9 @@ def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int)
         same(of(ranks, *job, *(f"strategy.options.{o}" for o in options), "strategy.name=pipeline"), one)
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
-@pytest.mark.parametrize("kind", ["Marian", "Bart"])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("Marian", "true"), slow("Marian", "false"), slow("Bart", "true"), slow("Bart", "false")]
+)
 def test_encoder_and_decoder_in_bf16(kind: str, tied: str) -> None:
     """Tied weights are used three times: each piece casts them anew, so that their gradients' terms have one order."""
     words = (*HALVES, f"model.config.tie_word_embeddings={tied}", f"task.name=test_pipeline.{kind}", "precision=bf16")

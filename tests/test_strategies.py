@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from harness import build, digest, run_on, tiny
+from marks import slow
 
 from lockstep import plugins
 from lockstep.batch import StepBatch
@@ -86,7 +87,9 @@ def test_precisions_are_what_they_say(name: str, single: dict) -> None:
     assert found["loss"][steps] != pytest.approx(single["fp32"]["loss"][steps], rel=near)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [(n, r) for n in NAMES for r in worlds(n) if r > 1])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [slow(n, r) if r > 2 else (n, r) for n in NAMES for r in worlds(n) if r > 1]
+)
 def test_the_engine_s_own_reduction_is_equal_to_rounding(name: str, ranks: int) -> None:
     sgd = ("optim.name=sgd", "optim.learning_rate=0.1")
     exact, engine = of("single", 1, *sgd), of(name, ranks, "strategy.exact=false", *sgd)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import build, digest, run_on, tiny
+from marks import slow
 
 from lockstep.data.feed import Feed
 from lockstep.optim import learning_rate
@@ -214,7 +215,8 @@ def travel(start: tuple[str, int], end: tuple[str, int], *overrides: str) -> tup
 
 
 @pytest.mark.parametrize(
-    ("stage", "overrides"), [(1, ()), (2, ()), (3, ()), (3, SGD), (1, BF16_WEIGHTS), (3, BF16_WEIGHTS)]
+    ("stage", "overrides"),
+    [slow(1, ()), (2, ()), (3, ()), slow(3, SGD), slow(1, BF16_WEIGHTS), (3, BF16_WEIGHTS)],
 )
 def test_going_on_has_the_bits_of_not_stopping(stage: int, overrides: tuple[str, ...]) -> None:
     same, *_ = travel((f"zero{stage}", 2), (f"zero{stage}", 2), *overrides)
@@ -225,9 +227,9 @@ def test_going_on_has_the_bits_of_not_stopping(stage: int, overrides: tuple[str,
     ("start", "end"),
     [
         (("single", 1), ("zero3", 3)),
-        (("zero3", 3), ("single", 1)),
+        slow(("zero3", 3), ("single", 1)),
         (("zero3", 2), ("zero1", 3)),
-        (("zero1", 3), ("zero2", 1)),
+        slow(("zero1", 3), ("zero2", 1)),
         (("zero2", 2), ("ddp", 2)),
     ],
 )

@@ -1,0 +1,10 @@
+"""Marks for single cases of parametrized tests."""
+
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> Any:
+    """Values of a parametrized test that are left to the slow tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
