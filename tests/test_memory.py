@@ -1,5 +1,7 @@
 """What every rank holds, measured on live tensors against the formulas of the ZeRO paper (arXiv:1910.02054)."""
 
+import ctypes
+import resource
 from typing import Any
 
 import pytest
@@ -117,6 +119,22 @@ def test_with_bf16_weights_the_factors_are_those_of_the_paper(stage: int, formul
     for rank in of(f"zero{stage}", 2, precision="bf16", options=options):
         assert near(rank["between"], formula(2) * rank["all"]), f"{rank['between'] / rank['all']:.2f} bytes a parameter"
         assert 16 / formula(2) == pytest.approx(factor)
+
+
+def faults(world: World) -> int:
+    """Page faults of making the same 48 MiB ten times, when it has been made often before."""
+
+    def made(times: int) -> int:
+        for _ in range(times):
+            torch.ones(12 << 20)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    return -made(20) + made(10)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="is about glibc's malloc")
+def test_memory_that_is_freed_is_used_again() -> None:
+    assert run_on(1, faults)[0] < 2000  # 12,288 pages each time
 
 
 def test_the_measure_counts_a_storage_once() -> None:
