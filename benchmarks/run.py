@@ -20,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).parent / "peers"
 CONTENDERS = {
     "lockstep": ["lockstep_train.py"],
+    "lockstep, by length": ["lockstep_train.py", "--group", "50"],  # as Trainer's group_by_length: 50 batches at once
     "lockstep, inexact": ["lockstep_train.py", "--inexact"],
     "lockstep, allreduce": ["lockstep_train.py", "--strategy", "allreduce"],
     "lockstep, hf_trainer": ["lockstep_train.py", "--strategy", "hf_trainer"],

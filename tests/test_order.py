@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import Order, permute
+from lockstep.data.order import ByLength, Order, permute
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 10))
@@ -21,6 +21,33 @@ def test_an_epoch_uses_every_example_once_and_its_last_step_is_short(examples: i
     assert sorted(np.concatenate(steps)) == list(range(examples))
     assert [len(s) for s in steps[:-1]] == [batch] * (len(steps) - 1)
     assert len(steps[-1]) == examples - batch * (len(steps) - 1)
+
+
+@given(st.integers(1, 400), st.integers(1, 32), st.integers(2, 9), st.integers(0, 1000))
+def test_by_length_every_example_comes_once_and_from_any_starting_point(
+    examples: int, batch: int, window: int, seed: int
+) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 50, examples)
+    order = ByLength(lengths, batch, seed, window)
+    count = order.steps_per_epoch
+    steps = [order.step(t) for t in range(2 * count)]
+    for epoch in (steps[:count], steps[count:]):
+        assert sorted(np.concatenate(epoch)) == list(range(examples))
+        assert [len(s) for s in epoch] == [len(Order(examples, batch, seed).step(t)) for t in range(count)]
+    for t in np.random.default_rng(seed).permutation(2 * count):  # in another order, and each by one that is new
+        assert (order.step(int(t)) == steps[t]).all()
+        assert (ByLength(lengths, batch, seed, window).step(int(t)) == steps[t]).all()
+
+
+def test_by_length_a_window_has_the_examples_it_would_have_and_each_step_has_like_ones() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 1000)
+    order, plain = ByLength(lengths, 10, 3, 20), Order(1000, 10, 3)
+    for first in range(0, 100, 20):
+        window = [order.step(t) for t in range(first, first + 20)]
+        assert sorted(np.concatenate(window)) == sorted(np.concatenate([plain.step(first + i) for i in range(20)]))
+        assert max(np.ptp(lengths[rows]) for rows in window) < 20
+        means = [lengths[rows].mean() for rows in window]
+        assert means not in (sorted(means), sorted(means, reverse=True))  # not from long to short
 
 
 def test_epochs_and_seeds_differ() -> None:

@@ -1,5 +1,6 @@
 """lockstep on the peers' command line and meter: the product's own loop, strategy and feed, exact as it comes.
-In: common.py's arguments, `--micro-batches`, `--strategy`, `--inexact` and `--options`. Out: the same report."""
+In: common.py's arguments, `--micro-batches`, `--strategy`, `--inexact`, `--options` and `--group`.
+Out: the same report."""
 
 import argparse
 import json
@@ -26,7 +27,12 @@ def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> 
         "name": "benchmark",
         "output": folder,
         "seed": args.seed,
-        "data": {"train": str(args.train), "validation": str(args.validation), "max_length": args.max_length},
+        "data": {
+            "train": str(args.train),
+            "validation": str(args.validation),
+            "max_length": args.max_length,
+            "group_by_length": extra.group,
+        },
         "model": {"source": str(args.model)}
         if args.model
         else {"type": "gpt2", "config": without_type(args.gpt2_config)},
@@ -64,6 +70,7 @@ def main() -> None:
     own.add_argument("--strategy", default="ddp")
     own.add_argument("--inexact", action="store_true")
     own.add_argument("--options", type=json.loads, default={})
+    own.add_argument("--group", type=int, default=1, help="data.group_by_length")
     extra, rest = own.parse_known_args()
     sys.argv[1:] = rest
     args = parse_arguments(__doc__)

@@ -63,6 +63,9 @@ class DataSection(Section):
     )
     limit: Positive | None = Field(None, description="use at most this many examples of each split")
     max_length: Positive = Field(128, description="tokens an example is truncated to")
+    group_by_length: Positive = Field(
+        1, description="steps whose examples are sorted by length together, so that those of a step are alike; 1: none"
+    )
 
 
 class ModelSection(Section):

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.batch import StepBatch
 from lockstep.data import pieces
-from lockstep.data.order import Order
+from lockstep.data.order import ByLength, Order
 from lockstep.run import Run
 from lockstep.tasks.task import Task
 
@@ -37,6 +37,8 @@ class Feed:
         self.task, self.leaves, self.device = task, list(leaves), device
         self.columns = task.splits["train"]
         self.order = Order(len(self.columns), run.batch_size, run.seed)
+        if run.data.group_by_length > 1:
+            self.order = ByLength(self.columns.lengths, run.batch_size, run.seed, run.data.group_by_length)
         self.micro_batches = run.micro_batches
         self.total = run.steps or max(1, round(float(run.epochs or 0) * self.order.steps_per_epoch))
 

@@ -1,6 +1,7 @@
 """Which examples step t uses: a pure function of (seed, t), with nothing to store and nothing to skip.
 
 In: the number of examples, the batch size, the seed and a step. Out: positions in the training split.
+`ByLength` also takes the examples' lengths, and lets examples of like length meet in a step.
 A seeded permutation is evaluated at any position by a Feistel network with cycle walking (Black and Rogaway,
 "Ciphers with arbitrary finite domains", CT-RSA 2002), so that step 10^9 costs what step 0 costs.
 """
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 _ROUNDS = 6
+_OF_WINDOWS = 0x5DEECE66D  # sets the seed of the order within windows apart
 
 
-@dataclass(frozen=True)
+@dataclass
 class Order:
     """The order of a job's examples; every epoch is a permutation of its own and uses each example exactly once."""
 
@@ -33,6 +35,32 @@ class Order:
         start = within * self.batch_size
         positions = np.arange(start, min(start + self.batch_size, self.examples), dtype=np.uint64)
         return permute(positions, self.examples, self.seed, epoch)
+
+
+class ByLength(Order):
+    """The same, where the examples of a window of steps are sorted by length before they are cut into steps: each
+    step's examples are alike. The steps of a window come in an order drawn anew; an epoch's short step stays last."""
+
+    def __init__(self, lengths: np.ndarray, batch_size: int, seed: int, window: int) -> None:
+        super().__init__(len(lengths), batch_size, seed)
+        self.lengths, self.window = lengths, window
+        self._sorted: tuple[int, np.ndarray] = (-1, lengths[:0])  # the window that was sorted last, and its examples
+
+    def step(self, step: int) -> np.ndarray:
+        epoch, within = divmod(step, self.steps_per_epoch)
+        number, place = divmod(within, self.window)
+        first = number * self.window  # of the window's steps
+        name = step - place
+        if self._sorted[0] != name:
+            end = min((first + self.window) * self.batch_size, self.examples)
+            positions = np.arange(first * self.batch_size, end, dtype=np.uint64)
+            rows = permute(positions, self.examples, self.seed, epoch)
+            self._sorted = name, rows[np.argsort(-self.lengths[rows], kind="stable")]
+        rows = self._sorted[1]
+        whole = len(rows) // self.batch_size
+        if place < whole:
+            place = int(permute(np.array([place]), whole, self.seed ^ _OF_WINDOWS, name)[0])
+        return rows[place * self.batch_size : (place + 1) * self.batch_size]
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
