@@ -1,15 +1,17 @@
 """Checkpoints: what comes back, what is refused, and what damage does to them."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import build, digest, tiny
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finished, newest_first
-from lockstep.checkpoint.manifest import Manifest, read_manifest
+from lockstep.checkpoint.manifest import Manifest, changed, read_manifest
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
@@ -214,6 +216,27 @@ def test_what_cannot_change_the_weights_may_change(trained: tuple, changes: list
     manifest = check_resumable(run, prepare(run, Classification))
     assert manifest is not None
     assert manifest.step == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "then", "now"),
+    [
+        ("data.group_by_length", 1, 50),
+        ("optim.betas", [0.9, 0.999], [0.8, 0.999]),
+        ("task.text_pair", None, "other"),
+        ("on_nonfinite", "stop", "skip"),
+    ],
+)
+def test_a_checkpoint_older_than_a_key_had_its_default(trained: tuple, key: str, then: Any, now: Any) -> None:
+    run = run_in(trained[0])
+    prepared = prepare(run, Classification)
+    manifest = check_resumable(run, prepared)
+    assert manifest is not None
+    older = dataclasses.replace(manifest, arithmetic={k: v for k, v in manifest.arithmetic.items() if k != key})
+    assert changed(run, prepared, older) is None
+    told = changed(run_in(trained[0], f"{key}={json.dumps(now)}"), prepared, older)
+    assert told is not None
+    assert f"{key}: {then!r} in the checkpoint, {now!r} now" in told
 
 
 def test_the_same_data_in_another_cache_is_the_same_data(

@@ -143,6 +143,15 @@ class Run(Section):
             values["strategy"] = {"exact": True}
         return messages.flat(values)
 
+    def default(self, key: str) -> Any:
+        """What a key of `arithmetic` is where no run file gives it, as JSON has it; None where it must be given."""
+        name, _, inner = key.partition(".")
+        section: Any = getattr(self, name) if inner else self
+        model = plugins.find("tasks", section.name).Options if name == "task" else type(section)  # type: ignore[attr-defined]
+        field = model.model_fields.get(inner or name)
+        found = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+        return list(found) if isinstance(found, tuple) else found
+
 
 def load(
     path: str | Path | None,

@@ -128,7 +128,9 @@ def broken(path: Path, manifest: Manifest) -> str | None:
 
 def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
     """Why a run must not go on from a checkpoint whose files are as they should be, or None."""
-    now, then = run.arithmetic(), manifest.arithmetic
+    now = run.arithmetic()
+    # a checkpoint that is older than a key was trained with the key's default
+    then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
     differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
     if differing:
         rows = "\n".join(f"  {k}: {then.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in differing)
