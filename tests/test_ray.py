@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import LOCKSTEP, STEPS, bits, ended, finish, lines, saved, start, step_of, train, until, write
+from command import LOCKSTEP, STEPS, bits, finish, lines, saved, start, step_of, train, until, write
 from harness import TINY
 
 from lockstep import plugins
@@ -49,6 +49,15 @@ def test_one_bad_rank_is_bad_and_a_stop_is_a_stop() -> None:
     board.tell("bad")
     board.tell("stop")
     assert board.asked() == "bad"
+
+
+def test_no_cluster_at_the_address(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path, launch=LAUNCH | {"address": "127.0.0.1:1"})
+    status, out, err = train(tmp_path, cache)
+    assert status == 2
+    assert out == ""
+    assert "launch.address: no Ray cluster answers at 127.0.0.1:1: 127.0.0.1:1 could not be reached from" in err
+    assert "Connection refused" in err
 
 
 def test_without_ray(tmp_path: Path, cache: Path) -> None:
@@ -127,9 +136,3 @@ class TestRun:
         assert saved(tmp_path) > 0
         finish(tmp_path, cache, "launch.name=local")
         assert bits(tmp_path) == bits(untouched)
-
-    def test_no_cluster_at_the_address(self, tmp_path: Path, cache: Path) -> None:
-        write(tmp_path, launch=LAUNCH | {"address": "127.0.0.1:1"})
-        status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET))
-        assert status == 2
-        assert "launch.address: no Ray cluster answers at 127.0.0.1:1" in err

@@ -26,6 +26,7 @@ from pydantic import Field
 from lockstep.console import Console, error
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.local import processes_of
+from lockstep.processes import network
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section
 
@@ -66,6 +67,16 @@ class Ray(Launcher):
         ]
         notes.append(f"cluster: {options.address or 'one that Ray starts on this machine'}; every node must see OUTPUT")
         return Plan(workers, [sys.executable, "-c", RANK, str(run.folder / "run.yaml")], notes=notes)
+
+    def check(self, run: Run, plan: Plan) -> None:
+        """Something listens at the address: Ray itself would ask it for minutes."""
+        address = self.options(run).address
+        if address in (None, "auto", "local"):
+            return
+        try:
+            network.reach(*network.endpoint(address.rpartition("//")[2]), limit_s=5, say=Console(True).say)
+        except network.NetworkError as caught:
+            raise unanswered(address, str(caught)) from None
 
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths of the run file are relative to this folder
@@ -125,11 +136,15 @@ def connect(address: str | None) -> bool:
         said = " ".join(str(caught).split())[:300]
         if address is None:
             raise RunError(f"launch.name: ray: Ray did not start on this machine: {said}") from None
-        raise RunError(
-            f"launch.address: no Ray cluster answers at {address}: {said}. Start one with `ray start --head`; where it "
-            "uses tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN here too"
-        ) from None
+        raise unanswered(address, said) from None
     return True
+
+
+def unanswered(address: str, why: str) -> RunError:
+    return RunError(
+        f"launch.address: no Ray cluster answers at {address}: {why}. Start one with `ray start --head`; where it uses "
+        "tokens, set RAY_AUTH_MODE and RAY_AUTH_TOKEN here too"
+    )
 
 
 def fit(given: dict[str, dict[str, Any]], config: dict[str, Any]) -> int | None:
