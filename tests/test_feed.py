@@ -43,9 +43,10 @@ def wanted_rows(feed: Feed, rows: np.ndarray) -> list[tuple[int, ...]]:
     return [(*ids.row(int(i)).tolist(), int(labels[i])) for i in rows]
 
 
+@pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_all_ranks_together_hold_the_step_s_examples_once(ranks: int) -> None:
-    run = tiny()
+def test_all_ranks_together_hold_the_step_s_examples_once(ranks: int, group: int) -> None:
+    run = tiny(f"data.group_by_length={group}")
     feeds = [feed_of(run, rank, ranks) for rank in range(ranks)]
     for step in range(5):  # the last of an epoch is short: 100 = 4 * 22 + 12
         parts = [feed.make(step) for feed in feeds]
@@ -131,3 +132,9 @@ def test_leaving_early_ends_the_thread() -> None:
 def test_the_seed_decides_the_order() -> None:
     first, again, other = (feed_of(tiny(f"seed={s}")).make(0).ids.tolist() for s in (0, 0, 1))
     assert first == again != other
+
+
+def test_grouping_by_length_over_steps_pads_less_with_fewer_pieces() -> None:
+    plain, grouped = (feed_of(tiny("micro_batches=2", f"data.group_by_length={n}")) for n in (1, 5))
+    padded = [sum(feed.make(step).padded for step in range(5)) for feed in (plain, grouped)]
+    assert padded[1] < 0.95 * padded[0]
