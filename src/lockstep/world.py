@@ -82,7 +82,6 @@ class World:
     def join(self) -> World:
         """Set threads, connect to the other ranks, and listen for stop signals. Collective. Errors: `Unreached`."""
         torch.set_num_threads(self.threads)
-        keep_freed_memory()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._deterministic:
@@ -257,8 +256,8 @@ class World:
 
 
 def keep_freed_memory() -> None:
-    """What this process frees it keeps for what it allocates next. A step makes the same gradients, buckets and
-    activations as the step before; what went back to the kernel would come back zeroed, page by page. glibc alone."""
+    """What this process frees from now on it keeps for what it allocates next. A step makes the same gradients, buckets
+    and activations as the step before; what went back to the kernel comes back zeroed and page by page. glibc only."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: up to a GiB comes from the heap, not from a mapping of its own
