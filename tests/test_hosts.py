@@ -144,6 +144,7 @@ def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]
     note(launcher="torchrun", same_bits=True)
 
 
+@pytest.mark.long
 def test_torchrun_s_own_command_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     jobs = []
     for host in range(2):
@@ -157,6 +158,7 @@ def test_torchrun_s_own_command_on_two_hosts(two: Hosts, alone: str, note: Calla
     note(launcher="torchrun's own command", same_bits=True)
 
 
+@pytest.mark.long
 def test_by_hand_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     jobs = []
     for host in range(2):
@@ -190,6 +192,7 @@ def test_accelerate_on_two_hosts_is_stopped_and_goes_on(two: Hosts, alone: str, 
     note(launcher="accelerate", stop_and_resume="SIGTERM to one machine: 75 on both", same_bits=True)
 
 
+@pytest.mark.long
 def test_a_slow_and_lossy_network_changes_no_bit(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     for host in range(2):
         write(two.folder(host))
@@ -221,6 +224,7 @@ def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, n
     note(fault="kill -9 of a host, back at once, 1:2, shared folder", told_s=round(told - killed, 1), same_bits=True)
 
 
+@pytest.mark.long
 def test_the_host_of_rank_0_is_lost_for_good(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     """Rank 0 is host 1 here, by its own wish; nothing of its folder is seen by host 0, which begins again."""
     hold(8, *(folders := own(two)))
@@ -240,6 +244,7 @@ def test_the_host_of_rank_0_is_lost_for_good(two: Hosts, alone: str, note: Calla
     note(fault="kill -9 of rank 0's host, 1:2, own folders", **times, same_bits=True)
 
 
+@pytest.mark.long
 def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
     hold(8, shared := write(tmp_path / "shared"))
     first = torchrun(two, 0, *QUICK, HELD, folder=shared, machines="1:2")
@@ -275,6 +280,7 @@ def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Cal
     note(fault="link cut in the middle of a step, lost_s=6", **times, same_bits=True)
 
 
+@pytest.mark.long
 def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     hold(4, *(folders := own(two)))
     first, second = (torchrun(two, host, HELD, "launch.lost_s=20") for host in range(2))
@@ -289,6 +295,7 @@ def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: 
     note(fault="link cut for 5 s, lost_s=20", noticed=False, same_bits=True)
 
 
+@pytest.mark.long
 def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     """Rank 0, and with it OUTPUT, is on the other one."""
     hold(8, *(folders := own(two)))
@@ -312,6 +319,7 @@ def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callab
     note(fault="kill -9 of the rendezvous's host", told_s=round(told - killed, 1), same_bits=True)
 
 
+@pytest.mark.long
 def test_a_rendezvous_of_its_own_outlives_every_host(three: Hosts, alone: str, note: Callable[..., None]) -> None:
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
     store.says("holding")
@@ -347,6 +355,7 @@ def test_sigterm_to_one_host_stops_all_with_a_checkpoint(two: Hosts, alone: str,
     note(launcher="torchrun", stop_and_resume="SIGTERM to one machine: 75 on both", same_bits=True)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_starts_all_again(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     hold(8, *(folders := own(two)))
     first, second = (torchrun(two, host, *QUICK, HELD) for host in range(2))
@@ -379,6 +388,7 @@ def test_machines_that_disagree_are_told_so(two: Hosts, launcher: str) -> None:
     assert not (two.folder(0) / "out/metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_other_data_under_the_same_name_is_told(two: Hosts) -> None:
     for host in range(2):
         folder = write(two.folder(host), data={"source": "texts", "max_length": 32})

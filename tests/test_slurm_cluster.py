@@ -86,7 +86,7 @@ def test_a_signal_saves_and_queues_again(
     each_step_once(folder, untouched)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_warning_before_the_time_limit(
     job: Callable, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
