@@ -57,7 +57,7 @@ def test_evaluate_takes_a_split(outputs: dict, capfd: pytest.CaptureFixture[str]
     assert main(["evaluate", str(outputs["translation"]), "--split", "train"]) == 0
     assert numbers(capfd.readouterr().out)["examples"] == [90]
     assert main(["evaluate", str(outputs["translation"]), "--split", "tests"]) == 2
-    assert "split: this run has no split 'tests'; it has train, validation" in capfd.readouterr().err
+    assert "lockstep: split: this run has no split 'tests'; it has train, validation" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,7 @@ from lockstep.data.prepare import prepare
 from lockstep.run import Run, load
 from lockstep.strategies.strategy import of
 from lockstep.train import evaluate, train
-from lockstep.world import World
+from lockstep.world import World, keep_freed_memory
 
 
 def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> Run:
@@ -85,6 +85,7 @@ def main() -> None:
         strategy = of(run)(run, world)
         strategy.build(task)
         feed = Feed(run, task, strategy.leaves(), world.device)
+        keep_freed_memory()  # as `worker.rehearse` does
         meter = Meter(strategy.model, args.skip, args.steps)
         checkpoints = NoCheckpoints(run, world, prepared, feed.total)
         Path(folder).mkdir(exist_ok=True)

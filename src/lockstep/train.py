@@ -28,7 +28,7 @@ from lockstep.run import Run
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
-from lockstep.world import World, keep_freed_memory
+from lockstep.world import World
 
 
 class Meter:
@@ -149,7 +149,6 @@ def train(
     Returns updates done (fewer than `feed.total` after a stop; a checkpoint of them is written) and what they took.
     """
     meter, journal, profiler, phases = Meter(), journal or Journal(None), Profiler(run, world), strategy.phases
-    keep_freed_memory()  # not before: building a model frees what no step asks for again
     phases.take()  # what came before the first step is not in its phases
     for batch in phases.during("data", feed.steps(after=step)):
         world.at(f"step {step}")

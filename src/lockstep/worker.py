@@ -43,7 +43,7 @@ from lockstep.tasks.task import Task
 from lockstep.track.parts.trackers import Trackers
 from lockstep.track.tracker import End, Sample
 from lockstep.train import Counts, TrainingFailed, samples, scored, train
-from lockstep.world import Unreached, World
+from lockstep.world import Unreached, World, keep_freed_memory
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
 
@@ -264,6 +264,7 @@ def deliver(job: Job, found: Trained, weights: Mapping[str, torch.Tensor]) -> in
 
 def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed) -> None:
     """Try the longest examples before the first step. Ends the process, with advice, where memory does not suffice."""
+    keep_freed_memory()  # not before: building a model frees what no step asks for again
     try:
         strategy.rehearse(feed.longest().to(world.device))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:

@@ -253,10 +253,6 @@ class FSDP2(Strategy):
         self.optimizer.zero_grad(set_to_none=True)
         return norm.to(self.world.device), used
 
-    def rehearse(self, batch: StepBatch) -> None:
-        self.train_step(batch, 0.0)  # at this rate weights stay what they are
-        self.optimizer.state.clear()
-
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
         with torch.no_grad(), self.autocast():

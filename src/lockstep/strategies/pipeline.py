@@ -230,10 +230,6 @@ class Pipeline(Strategy):
             self.optimizer.zero_grad()
         return norm, used
 
-    def rehearse(self, batch: StepBatch) -> None:
-        self.train_step(batch, 0.0)  # at this rate weights stay what they are
-        self.optimizer.state.clear()
-
     def sum_over_pipelines(self, tensor: Tensor) -> Tensor:
         """Over the ranks that run the same stage, in place. Collective."""
         if self.pipelines > 1:

@@ -12,7 +12,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,7 @@ class Strategy(ABC):
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
     model: nn.Module  # what this rank holds of the model, under the task's own parameter names
+    optimizer: Any  # a torch optimizer, or an engine's around one
     share: Share
     observe: Callable[[dict[str, Tensor]], None] | None = None
     """`lockstep verify` listens here: called in every `train_step`, on every rank, with the whole gradient before
@@ -136,9 +137,11 @@ class Strategy(ABC):
             raise NotFinite(bad, float(norm))
         return False
 
-    def rehearse(self, batch: StepBatch) -> None:  # noqa: B027 - an engine that cannot undo a step does nothing
+    def rehearse(self, batch: StepBatch) -> None:
         """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is
         found here. Collective."""
+        self.train_step(batch, 0.0)  # at this rate weights stay what they are
+        self.optimizer.state.clear()
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -118,10 +118,6 @@ class Native(Strategy):
                 rows.wipe()
         return norm, used
 
-    def rehearse(self, batch: StepBatch) -> None:
-        self.train_step(batch, 0.0)  # at this rate weights stay what they are
-        self.optimizer.state.clear()
-
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
         with torch.no_grad(), self.autocast():

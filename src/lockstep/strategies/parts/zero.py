@@ -141,8 +141,7 @@ class Sharded(Strategy):
         return StepResult(losses.sum() / batch.targets, norm)
 
     def rehearse(self, batch: StepBatch) -> None:
-        self.train_step(batch, 0.0)  # at this rate weights stay what they are
-        self.optimizer.state.clear()
+        super().rehearse(batch)
         if self.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False  # to the state that was
 
