@@ -118,10 +118,10 @@ def grown(world: World, run: Run) -> tuple[int, int]:
 def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
     large = {"type": "gpt2", "config": {"n_layer": 12, "n_head": 8, "n_embd": 640, "n_positions": 32}}  # 59M parameters
     run = tiny("strategy.name=fsdp2", model=large)
-    first, *others = run_on(4, grown, run, run=run)
-    assert first[0] > first[1]
-    for growth, size in others:
-        assert growth < 0.7 * size, f"{growth / 2**20:.0f} of {size / 2**20:.0f} MiB"
+    (first, size), *others = run_on(4, grown, run, run=run)
+    assert first > size  # the control: a whole copy shows
+    for growth, _ in others:  # a part is a quarter; the rest is what travels, and what the allocator did not give back
+        assert growth < size, f"{growth / 2**20:.0f} of {size / 2**20:.0f} MiB"
 
 
 def test_own_mixed_precision_is_what_it_says() -> None:

@@ -190,8 +190,9 @@ class Meeting:
         return [machine.host for machine in self.machines if machine.address in addresses]
 
     def grow(self) -> None:
-        """Tell the other machines that ranks which end with 75 now do so because the job forms again."""
-        self._call(lambda: self._round.set("grows", "1"))
+        """Tell the other machines that ranks which end with 75 now do so because the job forms again. When this
+        returns they can see it: `add` waits for the store's answer, `set` would not."""
+        self._call(lambda: self._round.add("grows", 1))
 
     def grows(self) -> bool:
         return bool(self._call(lambda: self._round.check(["grows"])))
