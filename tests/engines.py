@@ -1,9 +1,19 @@
-"""Engines that take seconds to import: the fork server imports them once for all tests."""
+"""Engines that take seconds to import, or in parts when they are first used: the fork server imports them once for all
+tests."""
 
 import contextlib
+import importlib
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-for engine in ("accelerate", "transformers.trainer", "torch.distributed.pipelining", "deepspeed"):
+for engine in (
+    "accelerate",
+    "transformers.trainer",
+    "torch.distributed.pipelining",
+    "deepspeed",
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+):
     with contextlib.suppress(ImportError):
-        __import__(engine)
+        importlib.import_module(engine)

@@ -6,6 +6,7 @@ In: a module-level function of a `World` and arguments. Out: what it returned on
 from __future__ import annotations
 
 import faulthandler
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -13,9 +14,11 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lockstep.data.prepare import prepare
@@ -27,6 +30,7 @@ from lockstep.world import World
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["lockstep.worker", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "engines"])
+_HERE = str(Path(__file__).parent)
 
 TINY = {
     "name": "tiny",
@@ -75,6 +79,9 @@ def run_on(
     """`function(world, *arguments)` on each of `ranks` processes, which have joined unless the function does that
     itself. Errors: the first rank's traceback, as an AssertionError."""
     run = run or tiny()
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 gives the server no path to find `engines` on
+        patch.setenv("PYTHONPATH", _HERE, prepend=os.pathsep)
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
         processes = [
@@ -110,6 +117,7 @@ def _rank(
     results: Any,
 ) -> None:
     faulthandler.enable()
+    gc.freeze()  # what the server imported is not looked through, nor copied, again and again
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:

@@ -144,7 +144,8 @@ class Columns:
 
     def flat(self, name: str) -> np.ndarray:
         """A column of one number an example."""
-        return self._table.column(name).to_numpy()
+        parts = [_numbers(chunk) for chunk in self._table.column(name).chunks]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
     def texts(self, name: str, rows: np.ndarray) -> list[str]:
         """A column of texts, at some rows."""
@@ -157,13 +158,18 @@ class Columns:
         return self._cache[name]
 
 
+def _numbers(array: pa.Array) -> np.ndarray:
+    """A view of numbers without nulls. Arrow's own `to_numpy` would import pandas, in every rank, at every start."""
+    return np.from_dlpack(array)
+
+
 class Ragged:
     """Lists of numbers over their Arrow chunks; no token is copied until a batch is made."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self._values = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
-        self._offsets = [chunk.offsets.to_numpy(zero_copy_only=True) for chunk in chunks]
+        self._values = [_numbers(chunk.values) for chunk in chunks]
+        self._offsets = [_numbers(chunk.offsets) for chunk in chunks]
         self._first = np.cumsum([0, *(len(chunk) for chunk in chunks)])
         self.lengths = np.concatenate([np.diff(offsets) for offsets in self._offsets]).astype(np.int32)
 

@@ -6,6 +6,7 @@ In: a run. Out: an exit status. A rank that dies stops the job; it starts again 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -114,6 +115,7 @@ def entry(run: str | Run, job: Sequence[str], variables: Mapping[str, str] | Non
         signal.signal(number, signal.SIG_DFL)  # until the rank listens itself
     for name, value in (variables or {}).items():
         os.environ.setdefault(name, value)
+    gc.freeze()  # what the fork server imported stays: collecting garbage would look through it, and copy it to do so
     from lockstep import worker
 
     if isinstance(run, str):
