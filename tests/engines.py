@@ -2,6 +2,7 @@
 tests."""
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -17,3 +18,6 @@ for engine in (
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(engine)
+with contextlib.suppress(ImportError):
+    importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018 - looks for compilers, once
+gc.freeze()

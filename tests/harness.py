@@ -6,7 +6,6 @@ In: a module-level function of a `World` and arguments. Out: what it returned on
 from __future__ import annotations
 
 import faulthandler
-import gc
 import hashlib
 import multiprocessing
 import os
@@ -29,7 +28,9 @@ from lockstep.tasks.task import Task
 from lockstep.world import World
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["lockstep.worker", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "engines"])
+_context.set_forkserver_preload(
+    ["lockstep.processes.preload", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "engines"]
+)
 _HERE = str(Path(__file__).parent)
 
 TINY = {
@@ -117,7 +118,6 @@ def _rank(
     results: Any,
 ) -> None:
     faulthandler.enable()
-    gc.freeze()  # what the server imported is not looked through, nor copied, again and again
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:

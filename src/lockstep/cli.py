@@ -7,6 +7,8 @@ In: arguments. Out: an exit status: 0 done, 1 failed, 2 bad usage or run file, 7
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import importlib
 import os
 import sys
@@ -20,6 +22,8 @@ from lockstep.run import RunError
 
 def main(arguments: list[str] | None = None) -> int:
     """The `lockstep` command."""
+    if arguments is None:
+        atexit.register(gc.freeze)  # the end of a process is no time to look for garbage among thousands of modules
     words = sys.argv[1:] if arguments is None else list(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
     parser = argparse.ArgumentParser(

@@ -80,7 +80,8 @@ def task_of_srun(run: Run) -> srun.Task | None:
 def joined(run: Run) -> int:
     """This process as one rank of a job that something else has started. Errors: `RunError` when that started another
     number of ranks than a launcher of ours wanted."""
-    from lockstep import worker
+    with plugins.importing():
+        from lockstep import worker
     from lockstep.launchers.launcher import JOB, TRAIN, WANTED
 
     came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
@@ -177,12 +178,12 @@ def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> 
 
 def check(run: Run, plan: Plan) -> None:
     """Every check that needs neither data nor a process group. Errors: `RunError`."""
-    from lockstep.strategies import strategy as strategies
-
     _find("strategy.name", "strategies", run.strategy.name)
     for name in run.track.to:
         tracker: Any = _find("track.to", "track", name)
         tracker.check()
+    from lockstep.strategies import strategy as strategies
+
     strategies.checked(run, plan.processes)
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-import transformers.modeling_utils  # what every model and tokenizer needs: workers fork from a process that has it
-import transformers.models.auto.tokenization_auto
 
 from lockstep import plugins
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints, check_resumable, finished

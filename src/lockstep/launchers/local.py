@@ -6,7 +6,6 @@ In: a run. Out: an exit status. A rank that dies stops the job; it starts again 
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.plugins import importing
 from lockstep.run import Run, RunError
 
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send
@@ -49,7 +49,8 @@ class Local(Launcher):
 
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         if plan.processes == 1:
-            from lockstep import worker
+            with importing():
+                from lockstep import worker
 
             return worker.main(run, job=job)
         for name, value in plan.variables.items():
@@ -90,7 +91,7 @@ def prestart() -> None:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lockstep.worker"])
+    context.set_forkserver_preload(["lockstep.processes.preload"])
     if threading.current_thread() is not threading.main_thread():  # who may set no signal handler
         forkserver.ensure_running()
         return
@@ -115,7 +116,6 @@ def entry(run: str | Run, job: Sequence[str], variables: Mapping[str, str] | Non
         signal.signal(number, signal.SIG_DFL)  # until the rank listens itself
     for name, value in (variables or {}).items():
         os.environ.setdefault(name, value)
-    gc.freeze()  # what the fork server imported stays: collecting garbage would look through it, and copy it to do so
     from lockstep import worker
 
     if isinstance(run, str):
