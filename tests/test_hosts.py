@@ -13,7 +13,7 @@ from pathlib import Path
 import hosts
 import pytest
 import yaml
-from command import LOCKSTEP, ended, start
+from command import LOCKSTEP, ended, saved, start, step_of
 from harness import TINY
 from hosts import Hosts, Job
 
@@ -102,11 +102,6 @@ def own(made: Hosts) -> list[Path]:
     return [write(made.folder(host)) for host in range(made.count)]
 
 
-def lines(folder: Path) -> list[dict]:
-    path = folder / "out" / "metrics.jsonl"
-    return [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
-
-
 def until(true: Callable[[], object], job: Job, seconds: float = 500) -> None:
     """Wait, as long as the job runs. The limit is only there so that a failure ends."""
     limit = time.monotonic() + seconds
@@ -117,7 +112,8 @@ def until(true: Callable[[], object], job: Job, seconds: float = 500) -> None:
 
 
 def until_step(folder: Path, step: int, job: Job) -> None:
-    until(lambda: max((line["step"] for line in lines(folder)), default=0) >= step, job)
+    """The job has come so far, and the checkpoint before that is written."""
+    until(lambda: step_of(folder) >= step and saved(folder) >= step - step % 6, job)
 
 
 def together(first: Job, second: Job, *folders: Path) -> None:

@@ -102,6 +102,7 @@ FLOORS = {
     "summary": 7,
     "processes/failure": 2,
     "worker": 8,
+    "processes/preload": 9,
     "launchers/parts": 8,
     "launchers": 9,
     "start": 10,
