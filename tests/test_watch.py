@@ -4,15 +4,18 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import LOCKSTEP, STEPS, bits, ended, ranks_of, saved, start, step_of, until, write
+from harness import tiny
 
-from lockstep.processes.watch import verdict
+from lockstep.processes.watch import Watch, verdict
 from lockstep.strategies.allreduce import AllReduce
+from lockstep.world import World
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
@@ -65,6 +68,29 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(tmp_path: Path,
     assert re.search(r"waiting for it: .*, in gloo:\w+ number \d+ of default_pg \(Float \[\d+\]", err)
     assert bits(tmp_path)["export"] == bits(untouched)["export"]
     assert step_of(tmp_path) == STEPS
+
+
+class Gone:
+    """A store whose holder has ended."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_rank_alone_ends_when_it_is_asked_to(
+    asked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr("lockstep.processes.watch.os._exit", ends.append)
+    world = World(tiny())
+    watch = Watch(world, 0.5)
+    watch._store, watch._main = Gone(), threading.get_ident()
+    world._stop = asked  # as its signal handler notes it
+    threading.Timer(1.0, watch._over.set).start()  # or it comes to its end by itself
+    watch._run()
+    assert ends == [1] * asked
+    assert "rank 0 lost contact with the store: Connection reset by peer" in capsys.readouterr().err
 
 
 def test_the_verdict_names_who_is_behind() -> None:

@@ -198,11 +198,12 @@ class World:
         self._asking = None
         return bool(flag.item())
 
-    def wait_to_be_stopped(self, seconds: float) -> None:
-        """Until a stop signal comes, or for so long. Not collective."""
+    def wait_to_be_stopped(self, seconds: float) -> bool:
+        """Until a stop signal comes, or for so long. Returns whether one came. Not collective."""
         until = time.monotonic() + seconds
         while not self._stop and time.monotonic() < until:
             time.sleep(0.02)
+        return self._stop
 
     def from_main(self, value: Any) -> Any:
         """Rank 0's value (small, picklable) on every rank. Collective."""

@@ -77,9 +77,14 @@ class Watch:
                     self._tell(found, silent)
             self._store.set(str(self.world.rank), json.dumps({"over": True}))
         except RuntimeError as caught:  # the store is gone, and with it whoever held it
-            if not self._over.is_set():
-                text = " ".join(str(caught).split())[:200]
-                error(f"rank {self.world.rank} lost contact with the store: {text}", self.world.log)
+            if self._over.is_set():
+                return
+            text = " ".join(str(caught).split())[:200]
+            error(f"rank {self.world.rank} lost contact with the store: {text}", self.world.log)
+            while not self.world.wait_to_be_stopped(self.interval_s):
+                if self._over.is_set():
+                    return
+            os._exit(FAILED)  # its launcher ends it, and a rank that hangs would not; alone it has nothing to save
 
     def _beat(self, beats: int, stuck: bool) -> dict[str, Any]:
         frame = sys._current_frames().get(self._main) if stuck else None
