@@ -190,6 +190,15 @@ def test_a_failing_rank_s_traceback_is_shown_once_with_its_name(tmp_path: Path, 
     assert not (tmp_path / "out" / "export").exists()
 
 
+def test_a_tmpdir_too_long_for_a_socket_is_named(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path)
+    (long := tmp_path / ("x" * 100)).mkdir()
+    status, out, err = train(tmp_path, cache, TMPDIR=str(long))
+    assert status == 2, (out, err)
+    assert err.startswith("lockstep: TMPDIR: no socket can be opened in ")
+    assert "Traceback" not in err
+
+
 # -- started in other ways -------------------------------------------------------------------------------------------
 
 

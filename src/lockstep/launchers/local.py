@@ -86,19 +86,25 @@ def gpus_of(run: Run) -> int:
 
 
 def prestart() -> None:
-    """Let a server process import what workers need while this process is still preparing data; they fork from it."""
+    """Let a server process import what workers need while this process is still preparing data; they fork from it.
+    Errors: `RunError` when it cannot be reached, as under a TMPDIR too long for the name of a socket."""
     import multiprocessing
+    import tempfile
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.processes.preload"])
-    if threading.current_thread() is not threading.main_thread():  # who may set no signal handler
-        forkserver.ensure_running()
-        return
-    # Schedulers signal every process of a job, also this server, whose end would be that of the ranks
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
+    # Schedulers signal every process of a job, also this server, whose end would be that of the ranks. Only the main
+    # thread may set a handler.
+    ignored = _STOPS if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
         forkserver.ensure_running()
+    except OSError as caught:
+        raise RunError(
+            f"TMPDIR: no socket can be opened in {tempfile.gettempdir()} ({caught}), which starting several processes "
+            "needs; set TMPDIR to another folder that exists, with a name of less than 80 characters"
+        ) from caught
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
