@@ -83,6 +83,7 @@ def test_a_rank_alone_ends_when_it_is_asked_to(
 ) -> None:
     ends: list[int] = []
     monkeypatch.setattr("lockstep.processes.watch.os._exit", ends.append)
+    monkeypatch.setattr("lockstep.processes.watch.LEFT_S", 0.1)
     world = World(tiny())
     watch = Watch(world, 0.5)
     watch._store, watch._main = Gone(), threading.get_ident()

@@ -26,6 +26,7 @@ from lockstep.console import error
 from lockstep.world import World
 
 FAILED = 1  # exit status: a launcher may start the job again
+LEFT_S = 2.0  # a rank whose peers have come to their end needs no longer to come to its own
 
 
 class Watch:
@@ -77,7 +78,7 @@ class Watch:
                     self._tell(found, silent)
             self._store.set(str(self.world.rank), json.dumps({"over": True}))
         except RuntimeError as caught:  # the store is gone, and with it whoever held it
-            if self._over.is_set():
+            if self._over.wait(LEFT_S):
                 return
             text = " ".join(str(caught).split())[:200]
             error(f"rank {self.world.rank} lost contact with the store: {text}", self.world.log)
