@@ -37,6 +37,8 @@ class Watch:
         self.interval_s = min(1.0, limit_s / 10)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._asked: float | None = None  # when it asked the store something that is not answered yet
+        self._found: dict[int, dict[str, Any]] = {}  # the last beats it heard of
 
     def start(self) -> Watch:
         """Begin to beat and to watch. A job of one process has nobody to wait for."""
@@ -47,6 +49,7 @@ class Watch:
             self._main = threading.get_ident()
             self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._guard, name="lockstep-guard", daemon=True).start()
         return self
 
     def stop(self) -> None:
@@ -70,8 +73,10 @@ class Watch:
                 if self.world.progress != place:
                     place, since = self.world.progress, now
                 stuck = now - since > self.limit_s
+                self._asked = now
                 self._store.set(str(self.world.rank), json.dumps(self._beat(beats, stuck)))
-                found = self._others(seen, now)
+                found = self._found = self._others(seen, now)
+                self._asked = None
                 silent = [r for r, (_, when) in seen.items() if now - when > self.limit_s]
                 everyone_waits = len(found) == self.world.size and all(b["stack"] for b in found.values())
                 if silent or (stuck and everyone_waits):
@@ -86,6 +91,21 @@ class Watch:
                 if self._over.is_set():
                     return
             os._exit(FAILED)  # its launcher ends it, and a rank that hangs would not; alone it has nothing to save
+
+    def _guard(self) -> None:
+        """In a thread beside: a store that does not answer has a holder that is stopped, which is rank 0."""
+        while not self._over.wait(self.interval_s):
+            asked = self._asked
+            if asked is None or time.monotonic() - asked <= self.limit_s:
+                continue
+            if 0 not in self._found:
+                error(f"no sign of life for {self.limit_s:g} s from rank 0. The job ends here", self.world.log)
+            elif self.world.rank == min(set(self._found) - {0}, default=self.world.rank):
+                self._end_silent(self._found, [0])
+            else:
+                time.sleep(self.interval_s)
+            sys.stderr.flush()
+            os._exit(FAILED)
 
     def _beat(self, beats: int, stuck: bool) -> dict[str, Any]:
         frame = sys._current_frames().get(self._main) if stuck else None
@@ -118,15 +138,18 @@ class Watch:
     def _tell(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
         """Say who it is, once for the job, and end this rank."""
         if self._store.add("told", 1) == 1:
-            error(verdict(found, silent, self.limit_s), self.world.log)
-            for rank in silent:
-                if found[rank]["host"] == self.world.host:  # a stopped process does not end when it is asked to
-                    with contextlib.suppress(OSError):
-                        os.kill(found[rank]["pid"], signal.SIGKILL)
+            self._end_silent(found, silent)
         else:
             time.sleep(self.interval_s)  # whoever speaks shall have spoken before the launcher ends us all
         sys.stderr.flush()
         os._exit(FAILED)
+
+    def _end_silent(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
+        error(verdict(found, silent, self.limit_s), self.world.log)
+        for rank in silent:
+            if found[rank]["host"] == self.world.host:  # a stopped process does not end when it is asked to
+                with contextlib.suppress(OSError):
+                    os.kill(found[rank]["pid"], signal.SIGKILL)
 
 
 def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float) -> str:
