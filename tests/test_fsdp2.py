@@ -120,7 +120,7 @@ def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
     run = tiny("strategy.name=fsdp2", model=large)
     (first, size), *others = run_on(4, grown, run, run=run)
     assert first > size  # the control: a whole copy shows
-    for growth, _ in others:  # a part is a quarter; the rest is what travels, and what the allocator did not give back
+    for growth, _ in others:  # a part is a quarter; a third is usual, 0.7 was seen, why is not known
         assert growth < size, f"{growth / 2**20:.0f} of {size / 2**20:.0f} MiB"
 
 
