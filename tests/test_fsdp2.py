@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.data.feed import Feed
 from lockstep.optim import learning_rate
 from lockstep.run import Run, RunError
-from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.fsdp2 import FSDP2, _TreeScatter
 from lockstep.world import World
 
 LLAMA = {
@@ -74,6 +74,44 @@ def test_options_keep_the_bits(ranks: int, options: dict, single: dict) -> None:
     assert found["digest"] == single["digest"]
     assert found["norm"] == single["norm"]
     assert found["exported"] == single["exported"]
+
+
+XLM = {"n_layers": 2, "n_heads": 2, "emb_dim": 32, "max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("family", ["xlm", "flaubert"])
+def test_what_a_block_and_others_use_is_added_up_as_without_fsdp(family: str) -> None:
+    """An attention whose input is added to its output outside of it: four terms, of which FSDP would see three."""
+    model = {"type": family, "config": XLM}
+    one = of(1, "strategy.name=single", "micro_batches=4", model=model)
+    found = of(2, "strategy.name=fsdp2", "micro_batches=4", model=model)
+    assert found["digest"] == one["digest"]
+    assert found["loss"] == one["loss"]
+    assert found["norm"] == one["norm"]
+
+
+def order_of(world: World, run: Run) -> list[str]:
+    """What a backward does, in its order: a block's gradients come in, a group's gradients go out."""
+    task, strategy = build(run, world)
+    events: list[str] = []
+    for i, block in enumerate(strategy.model.transformer.h):
+        block.register_forward_hook(
+            lambda _, args, out, i=i: out.register_hook(lambda gradient: events.append(f"into {i}")) and None
+        )
+    for scatter in strategy.scatters:
+        scatter.start = lambda leaves, scatter=scatter, start=scatter.start: (start(leaves), events.clear())
+    scattered = _TreeScatter.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_TreeScatter, "__call__", lambda *a, **k: (events.append("out"), scattered(*a, **k))[1])
+        strategy.train_step(Feed(run, task, strategy.leaves(), world.device).make(0), 1e-3)
+    strategy.close()
+    return events
+
+
+def test_a_block_s_gradients_leave_before_those_of_the_block_before_are_computed() -> None:
+    run = tiny("strategy.name=fsdp2", "micro_batches=2")
+    found = run_on(2, order_of, run, run=run)[0]
+    assert found == ["into 1", "out", "into 0", "out", "out"]
 
 
 def test_replicas_of_unequal_shares_keep_the_bits() -> None:

@@ -52,6 +52,7 @@ FLOORS = {
     "track/tracker": 3,
     "data/prepare": 4,
     "data/feed": 4,
+    "strategies/parts/gate": 2,
     "strategies/parts/native": 5,
     "strategies/parts/hooked": 5,
     "strategies/parts/zero": 5,

@@ -5,8 +5,7 @@ In: the `model` section, a tokenizer and label names. Out: a float32 model on th
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -276,35 +275,3 @@ def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
                 f"{name}"
             )
     return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}
-
-
-class _Sealed:
-    """A tensor that an engine does not see in the arguments of a module."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-
-def past_engine(block: nn.Module, name: str = "encoder_hidden_states") -> None:
-    """Hide what an encoder gives to every layer of a decoder from the hooks of the engine around this layer.
-
-    FSDP puts a node of its own between a layer and its inputs. What the layer's two uses (keys and values) send back is
-    then added up per layer first, and not in the order of a model without FSDP.
-    """
-    names = list(inspect.signature(block.forward).parameters)
-    if name not in names:
-        return
-    place = names.index(name)
-
-    def through(change: Callable[[Any], Any]) -> Callable[..., Any]:
-        def hook(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            if name in kwargs:
-                return args, kwargs | {name: change(kwargs[name])}
-            if len(args) > place:
-                return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
-            return args, kwargs
-
-        return hook
-
-    block.register_forward_pre_hook(through(_Sealed), prepend=True, with_kwargs=True)
-    block.register_forward_pre_hook(through(lambda sealed: sealed.tensor), with_kwargs=True)

@@ -26,6 +26,7 @@ from lockstep.models import decoding, models
 from lockstep.models.decoding import Decoding
 from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
 from lockstep.run import Run, RunError
+from lockstep.strategies.parts.gate import gate
 from lockstep.strategies.strategy import Share, Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import World, seed_everything
@@ -117,7 +118,7 @@ class FSDP2(Strategy):
         self.model.tie_weights()  # type: ignore[operator]
         self.apply_shards(exempt=optim.undecayed(self.model))
         for block in models.blocks(self.model) if self.in_tree_order else ():
-            models.past_engine(block)
+            gate(block)
         self.scatters: list[_TreeScatter] = []
         for part in self.model.modules():
             if isinstance(part, FSDPModule):
