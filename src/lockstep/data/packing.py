@@ -6,7 +6,6 @@ In: documents as tokens, with the text that each token stands for measured. Out:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lockstep.data.tokens import cache_folder
+from lockstep.data.cache import cache_folder, kept
 
 IGNORED = -100  # as in batch.py, which imports torch
 _NUMBERS = pa.list_(pa.int32())
@@ -105,24 +104,16 @@ def example(part: Document) -> dict[str, np.ndarray | int] | None:
 
 
 def write(parts: Iterable[Document], key: str) -> str:
-    """The Arrow file of the examples, made if not yet cached. The caller holds the lock. `key` stands for what they
-    are made of."""
-    path = cache_folder() / "tokens" / f"{key}.arrow"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
+    """The Arrow file of the examples, made if not yet cached, or not as it was. The caller holds the lock. `key` stands
+    for what they are made of. Errors: `RunError` when the cache cannot be written."""
+
+    def make(aside: Path) -> None:
         found = (row for part in parts if (row := example(part)) is not None)
         with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as stream:
             while rows := list(islice(found, 10_000)):
                 stream.write_batch(_batch(rows))
-        os.replace(aside, path)
-    return str(path)
 
-
-def examples_in(path: str | Path) -> int:
-    """How many examples a file holds."""
-    with pa.memory_map(str(path)) as mapped:
-        return int(pa.ipc.open_stream(mapped).read_all().num_rows)
+    return str(kept(cache_folder() / "tokens" / f"{key}.arrow", make))
 
 
 def _batch(rows: list[dict]) -> pa.RecordBatch:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from lockstep import __version__
 from lockstep.data import source
-from lockstep.data.tokens import VERSION, Prepared, cache_folder, digest, locked
+from lockstep.data.cache import cache_folder, discard, inside, locked, seal, sealed
+from lockstep.data.tokens import VERSION, Prepared, digest
 from lockstep.run import Run
 
 if TYPE_CHECKING:
@@ -36,14 +37,22 @@ def prepare(run: Run, task: type[Task], fresh: bool = False, tell: Callable[[str
     path = cache_folder() / "prepared" / f"{key}.json"
     with locked(key):
         local = run.data.source == source.BUILTIN or bool(source.files_of(run.data))
-        began, found = time.monotonic(), Prepared.read(path) if local or not fresh else None
+        began, found, damaged = time.monotonic(), Prepared.read(path) if local or not fresh else None, {}
+        if found is not None and (damaged := found.damages()):
+            for place in filter(inside, damaged):
+                discard(place)
+            found = None
         if tell is not None and found is not None:
             tell(f"from the cache in {cache_folder()}")
         if found is None:
             found = task.prepare(run)
+            for place in found.places:
+                if inside(place) and not sealed(place):  # a task of one's own wrote it
+                    seal(place)
             found.write(path)
             if tell is not None:
-                tell(f"made in {time.monotonic() - began:.1f} s, kept in {cache_folder()}")
+                why = f"again, because {next(iter(damaged.values()))}; made " if damaged else ""
+                tell(f"made {why}in {time.monotonic() - began:.1f} s, kept in {cache_folder()}")
     return found
 
 

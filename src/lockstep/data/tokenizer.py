@@ -6,13 +6,13 @@ In: the run and an iterator over training texts. Out: a folder that `AutoTokeniz
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.tokens import cache_folder, digest
+from lockstep.data.cache import cache_folder, kept
+from lockstep.data.tokens import digest
 from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool
     if run.tokenizer.train is not None:
         kind = "generative" if generative else _causal(run)
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
-        folder = cache_folder() / "tokenizers" / key
-        return folder if folder.exists() else _save(_train(run, texts, generative), folder)
+        return kept(cache_folder() / "tokenizers" / key, lambda aside: _save(_train(run, texts, generative), aside))
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
@@ -56,19 +55,17 @@ def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool
         raise RunError(f"tokenizer: that of {source} has neither a padding nor an end token to pad with")
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
     key = digest("tokenizer", 1, hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map))
-    folder = cache_folder() / "tokenizers" / key
-    return folder if folder.exists() else _save(tokenizer, folder)
+    return kept(cache_folder() / "tokenizers" / key, lambda aside: _save(tokenizer, aside))
 
 
 def pair(source: Path, target: Path) -> Path:
     """One folder for two tokenizers: the one of targets is in its folder `target`."""
-    folder = source.with_name(digest("pair", source.name, target.name))
-    if not folder.exists():
-        aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+
+    def make(aside: Path) -> None:
         shutil.copytree(source, aside)
         shutil.copytree(target, aside / TARGET)
-        os.rename(aside, folder)
-    return folder
+
+    return kept(source.with_name(digest("pair", source.name, target.name)), make)
 
 
 def _load_source(run: Run, source: str) -> Any:
@@ -88,15 +85,8 @@ def _load_source(run: Run, source: str) -> Any:
         raise RunError(f"{key}: cannot load a tokenizer from {source!r}: {told(error, revision)}") from error
 
 
-def _save(tokenizer: Any, folder: Path) -> Path:
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    tokenizer.save_pretrained(aside)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.rename(aside, folder)
-    except OSError:
-        shutil.rmtree(aside)
-    return folder
+def _save(tokenizer: Any, folder: Path) -> None:
+    tokenizer.save_pretrained(folder)
 
 
 def _causal(run: Run) -> bool:

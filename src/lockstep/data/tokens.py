@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+
+from lockstep.data.cache import cache_folder, damage, inside, kept
+from lockstep.run import RunError
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -35,37 +37,38 @@ class Prepared:
     facts: dict[str, Any]  # of the task: label names, best possible accuracy, where the data came from
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """With a hash of it all, written aside and synced."""
+        values = asdict(self)
         aside = path.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        with open(aside, "w", encoding="utf-8") as file:
+            json.dump(values | {"sha256": _hash(values)}, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, path)
 
     @staticmethod
     def read(path: Path) -> Prepared | None:
-        """None when there is nothing usable at `path`, or a file it names is gone."""
+        """None when there is nothing usable at `path`. Whether the files it names are sound is asked by `damages`."""
         try:
-            found = Prepared(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            told = values.pop("sha256", None)
+            return Prepared(**values) if told == _hash(values) else None
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
-        there = all(Path(file).exists() for file in [*found.splits.values(), found.tokenizer])
-        return found if there else None
+
+    @property
+    def places(self) -> list[Path]:
+        """The files and the folder that it names."""
+        return [Path(file) for file in [*self.splits.values(), self.tokenizer]]
+
+    def damages(self) -> dict[Path, str]:
+        """What is wrong with the files it names, by path."""
+        found = {p: damage(p) if inside(p) else None if p.exists() else "is gone" for p in self.places}
+        return {path: wrong for path, wrong in found.items() if wrong is not None}
 
 
-def cache_folder() -> Path:
-    """$LOCKSTEP_CACHE, else ~/.cache/lockstep."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("LOCKSTEP_CACHE") or f"{home}/lockstep").expanduser()
-
-
-@contextmanager
-def locked(name: str) -> Iterator[None]:
-    """One process of this machine at a time."""
-    from filelock import FileLock
-
-    folder = cache_folder() / "locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f"{name}.lock"):
-        yield
+def _hash(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def digest(*values: Any) -> str:
@@ -98,23 +101,32 @@ def encode(
     dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, list]], features: Features, key: str
 ) -> str:
     """The Arrow file of `dataset` mapped by `encoder` (batches of columns to batches of columns), made if not yet
-    cached.
+    cached, or not as it was.
 
-    The caller holds the lock. `key` stands for the content of both.
+    The caller holds the lock. `key` stands for the content of both. Errors: `RunError` when it cannot be written.
     """
-    path = cache_folder() / "tokens" / f"{key}.arrow"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        dataset.map(  # writes aside, then moves into place
+
+    def make(aside: Path) -> None:
+        dataset.map(
             encoder,
             batched=True,
             remove_columns=dataset.column_names,
             features=features,
-            cache_file_name=str(path),
+            cache_file_name=str(aside),
+            load_from_cache_file=False,
             new_fingerprint=key,
             writer_batch_size=10_000,
         )
-    return str(path)
+        if (written := examples_in(aside)) != len(dataset):
+            raise RunError(f"the token cache {cache_folder()}: {written} of {len(dataset)} examples were written")
+
+    return str(kept(cache_folder() / "tokens" / f"{key}.arrow", make))
+
+
+def examples_in(path: str | Path) -> int:
+    """How many examples a file holds."""
+    with pa.memory_map(str(path)) as mapped:
+        return int(pa.ipc.open_stream(mapped).read_all().num_rows)
 
 
 class Columns:

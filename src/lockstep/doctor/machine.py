@@ -248,7 +248,7 @@ def tokens() -> Facts:
 
 def caches() -> Facts:
     """Where downloads and tokens of data go, and how much room there is (GiB)."""
-    from lockstep.data.tokens import cache_folder
+    from lockstep.data.cache import cache_folder
 
     places = {
         "lockstep": cache_folder(),

@@ -15,7 +15,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.data import documents, packing, source, tokenizer
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.data.cache import discard
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.run import Run, RunError
 from lockstep.tasks.parts.per_token import PerToken
 
@@ -111,8 +112,8 @@ class LanguageModeling(PerToken):
             key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed)
             found = _documents(dataset, tok, options)
             files[split] = packing.write(packing.blocks(found, options.block_size, options.packed), key)
-            if packing.examples_in(files[split]) == 0:
-                Path(files[split]).unlink()
+            if examples_in(files[split]) == 0:
+                discard(Path(files[split]))
                 raise RunError(
                     f"task: no token is left to predict in the {split} split of {data.name}: texts of one token, or "
                     f"prompts that fill all {options.block_size} tokens of task.block_size"

@@ -1,0 +1,246 @@
+"""The token cache: a folder that only this user writes, in which every file or folder lies beside a seal of what it is.
+
+In: a path in the cache and a function that makes what belongs there. Out: the same path, made once, synced and checked
+at every start; what is damaged or somebody else's is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from lockstep.run import RunError
+
+BLOCK = 4 * 2**20  # bytes that are hashed together
+PARTS = ("locks", "prepared", "tokenizers", "tokens")
+SAMPLED = 4  # blocks of a file that are looked at when the whole has been since the machine started
+
+
+def cache_folder() -> Path:
+    """$LOCKSTEP_CACHE, else ~/.cache/lockstep; a folder of this user's own in it where others may write there too."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = Path(os.environ.get("LOCKSTEP_CACHE") or f"{home}/lockstep").expanduser()
+    try:
+        found = root.stat()
+    except OSError:
+        return root
+    return root if found.st_uid == os.getuid() and _private(found) else root / f"user-{os.getuid()}"
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """One process of this machine at a time. Errors: `RunError` when the cache cannot be written, or others may."""
+    from filelock import FileLock
+
+    folder = cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(folder)
+        for part in PARTS:  # whatever mode new folders have by the umask
+            (folder / part).mkdir(mode=0o700, exist_ok=True)
+            (folder / part).chmod(0o700)
+        lock = FileLock(folder / "locks" / f"{name}.lock")
+        lock.acquire()
+    except OSError as error:
+        raise RunError(
+            f"the token cache {folder} cannot be written: {error.strerror or error}; "
+            "set LOCKSTEP_CACHE to a folder that can"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def kept(path: Path, make: Callable[[Path], None]) -> Path:
+    """`path`, a file or folder of the cache, as `make(aside)` makes it: once, and again when it is damaged.
+
+    Errors: `RunError` when it cannot be written."""
+    with locked(path.name):
+        if damage(path) is not None:
+            discard(path)
+            aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            try:
+                make(aside)
+                seal(aside, path)
+                os.rename(aside, path)
+                _sync(path.parent)
+            except OSError as error:
+                raise RunError(
+                    f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; make room, or set "
+                    "LOCKSTEP_CACHE to another folder"
+                ) from error
+            finally:
+                _remove(aside)
+    return path
+
+
+def seal(path: Path, name: Path | None = None) -> None:
+    """Sync what lies at `path`, and write down beside it (or beside `name`, which it will be called) what it holds."""
+    held = {}
+    for inner, file in _files(path).items():
+        _sync(file)
+        size = file.stat().st_size
+        held[inner] = {"size": size, "rows": _rows(file, path), "blocks": _hashes(file, range(_count(size)))}
+    for folder in {file.parent for file in _files(path).values()} if path.is_dir() else ():
+        _sync(folder)
+    _write_seal(name or path, {"files": held})
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a file or folder of the cache, or None. All of it is read at its first use since it was
+    written, or since the machine started; later its sizes and a few blocks, drawn anew each time."""
+    try:
+        told = json.loads(_seal_of(path).read_text(encoding="utf-8"))
+        files = _files(path)
+        if told["files"].keys() != files.keys() or not files:
+            return f"{path.name} is not there, or holds other files"
+        seen = [_boot(), *([inner, *_identity(file)] for inner, file in files.items())]
+        whole = told.get("seen") != seen
+        for inner, file in files.items():
+            if (wrong := _differs(file, path, told["files"][inner], whole)) is not None:
+                return f"{file.name} {wrong}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{path.name} is not there, or nothing tells what it should hold"
+    if whole:
+        with suppress(OSError):  # then all of it is read the next time, too
+            _write_seal(path, told | {"seen": seen})
+    return None
+
+
+def sealed(path: Path) -> bool:
+    """Whether something tells what `path` should hold."""
+    return _seal_of(path).exists()
+
+
+def inside(path: Path) -> bool:
+    """Whether it lies in the cache. What a task of one's own keeps elsewhere is not ours to check or to remove."""
+    return path.absolute().is_relative_to(cache_folder().absolute())
+
+
+def discard(path: Path) -> None:
+    """Remove a file or folder of the cache and its seal, if they are there."""
+    for each in (_seal_of(path), path):
+        _remove(each)
+
+
+# -- who may write ---------------------------------------------------------------------------------------------------
+
+
+def _private(found: os.stat_result) -> bool:
+    return not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _check_own(folder: Path) -> None:
+    """Errors: `RunError` when somebody else could put files there."""
+    found = folder.lstat()
+    with tempfile.TemporaryFile(dir=folder) as probe:  # on a network's disk this user may be called otherwise
+        own = os.fstat(probe.fileno()).st_uid == found.st_uid
+    if (not stat.S_ISDIR(found.st_mode) and folder.name.startswith("user-")) or not own or not _private(found):
+        raise RunError(
+            f"the token cache {folder} can be written by others, who could put other data there; set LOCKSTEP_CACHE to "
+            "a folder of your own"
+        )
+
+
+# -- what is there ---------------------------------------------------------------------------------------------------
+
+
+def _seal_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.seal")
+
+
+def _write_seal(path: Path, told: dict[str, Any]) -> None:
+    aside = path.with_name(f"{path.name}.{os.getpid()}.seal.tmp")
+    try:
+        aside.write_text(json.dumps(told), encoding="utf-8")
+        _sync(aside)
+        os.replace(aside, _seal_of(path))
+    finally:
+        _remove(aside)
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Name inside `path` -> file; of a file, itself."""
+    if path.is_file():
+        return {"": path}
+    return {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def _differs(file: Path, path: Path, wanted: dict[str, Any], whole: bool) -> str | None:
+    """How a file differs from what its seal says, or None."""
+    found = file.stat()
+    if found.st_uid != path.parent.stat().st_uid:
+        return "belongs to another user"
+    if found.st_size != wanted["size"]:
+        return f"has {found.st_size} bytes instead of {wanted['size']}"
+    count = _count(found.st_size)
+    blocks = list(range(count))
+    if not whole and count > SAMPLED:  # the ends, where a file that was cut off differs, and some between
+        blocks = sorted({0, count - 1, *random.Random().sample(blocks, SAMPLED - 2)})
+    if _hashes(file, blocks) != [wanted["blocks"][i] for i in blocks]:
+        return "holds other bytes than were written"
+    if _rows(file, path) != wanted["rows"]:
+        return "holds another number of examples than were written"
+    return None
+
+
+def _count(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def _hashes(file: Path, blocks: range | list[int]) -> list[str]:
+    """SHA-256 of some blocks of a file."""
+    found = []
+    with open(file, "rb") as opened:
+        for i in blocks:
+            opened.seek(i * BLOCK)
+            found.append(hashlib.sha256(opened.read(BLOCK)).hexdigest())
+    return found
+
+
+def _rows(file: Path, path: Path) -> int | None:
+    """Examples of an Arrow file of tokens; None for any other file. Only the heads of its batches are read."""
+    if file != path or path.name.split(".")[1:2] != ["arrow"]:
+        return None
+    with pa.memory_map(str(file)) as mapped:
+        return int(pa.ipc.open_stream(mapped).read_all().num_rows)
+
+
+def _identity(file: Path) -> tuple[int, ...]:
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _boot() -> str:
+    """What the kernel calls the time since it started: what it wrote before that may have been lost."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
