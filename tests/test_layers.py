@@ -27,6 +27,7 @@ FLOORS = {
     "messages": -1,
     "sections": -1,
     "processes/network": -1,
+    "processes/stops": -1,
     "run": 0,
     "quick_start": 0,
     "console": 0,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import plugins
 from lockstep.console import Console
 from lockstep.processes import launched, srun
+from lockstep.processes.stops import listen_no_more
 from lockstep.run import Run, RunError, check_output, keep
 
 if TYPE_CHECKING:
@@ -50,13 +51,23 @@ def train(run: Run) -> int:
         if finished(run, manifest) and not launcher.joins:
             assert manifest is not None
             console.say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
-            return hub.push_pending(run, console.say)
+            status = hub.push_pending(run, console.say)
+            launched.note(run.folder, status=status, ended=time.time())  # the start before may not have come to it
+            return status
     if main:
         keep(run)
     if launcher.submits or not main:
         return launcher.start(run, plan)
-    launched.write(run.folder, launched.here(run.launch.name, plan.processes))
-    status = launcher.start(run, plan)
+    launched.write(run.folder, mine := launched.here(run.launch.name, plan.processes))
+    try:
+        status = launcher.start(run, plan)
+    except KeyboardInterrupt:
+        launched.note(run.folder, status=130, ended=time.time())
+        raise
+    listen_no_more()
+    record = launched.read(run.folder)
+    if record is not None and (record.began, record.status) == (mine.began, 0):
+        status = 0  # rank 0 came to the end of all there was to do, whatever became of others that waited for it
     launched.note(run.folder, status=status, ended=time.time())
     return status
 
@@ -91,6 +102,7 @@ def joined(run: Run) -> int:
     if os.environ["RANK"] == "0" and launched.VARIABLE not in os.environ:
         launched.write(run.folder, launched.here("", int(os.environ["WORLD_SIZE"])))
     status = worker.main(run, job=tuple(os.environ.get(JOB, "").split()) or TRAIN)
+    listen_no_more()
     leave_status(status)
     return status
 

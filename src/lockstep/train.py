@@ -94,6 +94,10 @@ class Spikes:
         return False
 
 
+class Interrupted(Exception):
+    """An evaluation was to stop, on every rank."""
+
+
 class TrainingFailed(Exception):
     """Training cannot go on: one message for the user, exit status 1."""
 
@@ -162,7 +166,7 @@ def train(
         meter.add(batch, result)
         advance(step)
         journal.answer()
-        if due(step, run.track.every, last):
+        if due(step, run.track.every, step == feed.total):  # no line more where a run was stopped on the way
             log(step, "train", meter.line(result, rate))
             journal.times(step, phases.take())
         scores: dict[str, float] = {}
@@ -231,8 +235,10 @@ def scored(
     columns: Columns,
     rows: np.ndarray | None = None,
     texts: bool = True,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics of a split, as `evaluate`, and its tables, which a report shows. Collective.
+    """Metrics of a split, as `evaluate`, and its tables, which a report shows. Collective. `stop`: asked before every
+    batch, the same on every rank. Errors: `Interrupted`, once it says so.
 
     Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and
     blank batches (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its
@@ -245,6 +251,8 @@ def scored(
     sums: Sums = {}
     for turn in range(0, len(batches), strategy.share.size):
         world.at(f"evaluation, batch {turn}")
+        if stop():
+            raise Interrupted
         mine = turn + strategy.share.rank
         chosen = batches[mine] if mine < len(batches) else order[:0]
         batch = task.collate(columns, chosen, 0).to(world.device)

@@ -24,7 +24,7 @@ from lockstep.console import LOG, Console, append, error
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
-from lockstep.hub.hub import push_pending, require, write_export
+from lockstep.hub.hub import pending, push_pending, require, write_export
 from lockstep.launchers.launcher import TRAIN
 from lockstep.measure.journal import Journal, launched_by
 from lockstep.measure.journal import facts as start_facts
@@ -41,8 +41,8 @@ from lockstep.summary import closing, digest_of, facts, precisions
 from lockstep.tasks.task import Task
 from lockstep.track.parts.trackers import Trackers
 from lockstep.track.tracker import End, Sample
-from lockstep.train import Counts, TrainingFailed, samples, scored, train
-from lockstep.world import Unreached, World, keep_freed_memory
+from lockstep.train import Counts, Interrupted, TrainingFailed, samples, scored, train
+from lockstep.world import Stopped, Unreached, World, keep_freed_memory
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
 
@@ -65,6 +65,9 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
             error(str(caught), run.folder / LOG)
         return left(run, world, job, BAD)
     except Exception as caught:
+        if world is not None and world.stopping and lost_contact(caught):
+            left(run, world, job, FAILED)
+            world.end_by_signal()  # another rank did not listen yet when all were asked to stop
         if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
             tell_failure(caught, world, run.folder / LOG)
         elif world is None or world.is_main or (isinstance(caught, Unreached) and world.local_rank == 0):
@@ -154,7 +157,7 @@ def work(run: Run, world: World) -> int:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
     if finished_already(run, world, prepared):
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
-        return push_pending(run, console.say) if world.is_main else DONE
+        return pushed(run, world, console) if world.is_main else DONE
     task: Task = task_class(run, prepared)
     strategy.build(task)
     feed = Feed(run, task, strategy.leaves(), world.device)
@@ -162,7 +165,7 @@ def work(run: Run, world: World) -> int:
     job = Job(run, world, console, task, strategy, feed, checkpoints, Journal(world, run.folder))
     found = through(job, resumed(job))
     if found is None:
-        return STOPPED
+        return STOPPED if checkpoints.newest else FAILED
     weights = strategy.export()
     strategy.close()
     return DONE if weights is None else deliver(job, found, weights)
@@ -210,20 +213,14 @@ def through(job: Job, step: int) -> Trained | None:
         )
         sinks.advance(step)
         console.stop()
-        if step < job.feed.total:
-            newest = job.checkpoints.newest
-            there = "there" if newest == step else f"step {newest or 0}"
-            console.say(
-                f"stopped on request after step {step} of {job.feed.total}; the same command goes on from {there}"
-            )
+        found = final_scores(job, step) if step == job.feed.total else None
+        if found is None:
+            console.say(stopped_at(job, step))
             strategy.close()
             job.journal.event("stop", step)
             end = "stopped"
             return None
-        console.facts({"precision": precisions(run, strategy)})
         with strategy.phases("evaluation"):
-            splits = [split for split in ("validation", "test") if split in task.splits]
-            found = {split: scored(run, world, task, strategy, task.splits[split]) for split in splits}
             for split, (scores, _) in found.items():
                 sinks.log(step, split, scores)
             sinks.show(step, samples(task, strategy, world))
@@ -244,6 +241,35 @@ def through(job: Job, step: int) -> Trained | None:
         trackers.close(end)
 
 
+def final_scores(job: Job, step: int) -> dict[str, tuple[dict[str, float], dict[str, Any]]] | None:
+    """Metrics and tables of each split after the last step; None when all were asked to stop, and the next start can go
+    on from the last step. Collective."""
+    run, world, task, strategy = job.run, job.world, job.task, job.strategy
+    job.console.facts({"precision": precisions(run, strategy)})
+
+    def stop() -> bool:
+        return world.asked_to_stop(by_clock=False) and job.checkpoints.newest == step
+
+    with strategy.phases("evaluation"):
+        splits = [split for split in ("validation", "test") if split in task.splits]
+        try:
+            return {split: scored(run, world, task, strategy, task.splits[split], stop=stop) for split in splits}
+        except Interrupted:
+            return None
+
+
+def stopped_at(job: Job, step: int) -> str:
+    """The last words of a run that was asked to stop."""
+    newest = job.checkpoints.newest
+    there = "there" if newest == step else f"step {newest}"
+    then = (
+        f"the same command goes on from {there}"
+        if newest
+        else "no checkpoint could be written, and the same command begins from the start"
+    )
+    return f"stopped on request after step {step} of {job.feed.total}; {then}"
+
+
 def deliver(job: Job, found: Trained, weights: Mapping[str, torch.Tensor]) -> int:
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
     collective. Rank 0 only. Returns the exit status."""
@@ -258,7 +284,22 @@ def deliver(job: Job, found: Trained, weights: Mapping[str, torch.Tensor]) -> in
     except (OSError, ValueError) as caught:  # the run is done, whatever becomes of a page about it
         job.console.note(f"{run.folder}/report.html could not be written: {caught}")
     closing(job.console, run, task, found.scores, found.counts, job.strategy.gives_bits(run), sha256)
-    return push_pending(run, job.console.say)
+    return pushed(job.run, job.world, job.console)
+
+
+def pushed(run: Run, world: World, console: Console) -> int:
+    """Push what is to be pushed, which a stop signal ends. Rank 0 only. Returns the exit status."""
+    if not pending(run):
+        return DONE
+    try:
+        with world.stoppable():
+            return push_pending(run, console.say)
+    except Stopped:
+        console.say(
+            f"stopped on request before {run.hub.push_to} had the model, which is in {run.folder}/export; the same "
+            "command pushes it"
+        )
+        return STOPPED
 
 
 def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,15 +29,19 @@ from torch import Tensor
 
 from lockstep.console import LOG
 from lockstep.processes import network
+from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run, RunError
 
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CONTROL = "control"  # the group on which decisions travel
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Unreached(Exception):
     """The other ranks were not found, or not in time: one message for the user, exit status 1."""
+
+
+class Stopped(BaseException):
+    """A stop signal came within `World.stoppable`."""
 
 
 class World:
@@ -61,7 +65,7 @@ class World:
         self._timeout = timedelta(seconds=run.launch.timeout_s)
         self._control: dist.ProcessGroup | None = None
         self._deterministic = self.device.type == "cuda" and run.strategy.exact
-        self._stop = False
+        self._stop = self._raises = False
         self._until = time.monotonic() + (run.stop_after_s or math.inf)
         self.place, self.progress = "at the start", 0
         self._asking: tuple[dist.Work, Tensor] | None = None
@@ -70,6 +74,18 @@ class World:
     def is_main(self) -> bool:
         """True on the one rank that writes files and talks to the user."""
         return self.rank == 0
+
+    @property
+    def stopping(self) -> bool:
+        """Whether this process has been asked to stop."""
+        return self._stop
+
+    def end_by_signal(self) -> NoReturn:
+        """End as SIGTERM ends a process that does not listen to it: whoever asked takes it for what it is."""
+        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(128 + signal.SIGTERM)  # where it is blocked
 
     @property
     def whereabouts(self) -> str:
@@ -107,7 +123,7 @@ class World:
                 self.hosts = self.everyone(self.host)
             except (RuntimeError, network.NetworkError) as caught:
                 raise Unreached(self._unreached(caught)) from caught
-        for number in STOP_SIGNALS:
+        for number in heard():
             signal.signal(number, self._on_signal)
         end_at_second_interrupt()
         return self
@@ -152,6 +168,21 @@ class World:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
+        if self._raises:
+            self._raises = False  # once: what tidies up is left alone
+            raise Stopped
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """In here a stop signal does not wait for the end of a step. Not collective. Errors: `Stopped`, also where the
+        signal came before."""
+        self._raises = not self._stop
+        try:
+            if self._stop:
+                raise Stopped
+            yield
+        finally:
+            self._raises = False
 
     def at(self, place: str) -> None:
         """Say where in the program this rank is, for whoever asks when it does not move any more."""
@@ -177,12 +208,13 @@ class World:
             dist.all_reduce(tensor, group=self._control if tensor.device.type == "cpu" else None)
         return tensor
 
-    def asked_to_stop(self) -> bool:
+    def asked_to_stop(self, by_clock: bool = True) -> bool:
         """Whether any rank had been asked to stop when this was last called: the same answer on every rank. Collective.
 
-        The question asked here is answered in the next call, a step later: nobody waits for its travelling.
+        The question asked here is answered in the next call, a step later: nobody waits for its travelling. `by_clock`:
+        `stop_after` asks too; it must not where nothing can be kept of what was done since, or no start would get on.
         """
-        self._stop = self._stop or time.monotonic() > self._until
+        self._stop = self._stop or (by_clock and time.monotonic() > self._until)
         if self._control is None:
             return self._stop
         answer = self._answer()
@@ -275,10 +307,9 @@ def end_at_second_interrupt() -> None:
     signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
 
     def count(receive: socket.socket, send: socket.socket) -> None:  # both stay open as long as this thread
-        interrupts = 0
+        interrupts = Interrupts()
         while data := receive.recv(64):
-            interrupts += data.count(signal.SIGINT)
-            if interrupts > 1:
+            if any(interrupts.again(number) for number in data):
                 os._exit(130)
 
     threading.Thread(target=count, args=(receive, send), name="lockstep-signals", daemon=True).start()

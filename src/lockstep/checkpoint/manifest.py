@@ -108,6 +108,11 @@ def misfit(path: Path, manifest: Manifest) -> str | None:
     return None
 
 
+def newest_whole(run: Run) -> int | None:
+    """The step of the newest checkpoint that has its manifest and its files; their contents are not read."""
+    return next((found.step for path, found in newest_first(run) if misfit(path, found) is None), None)
+
+
 def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
     """What is wrong with the contents of these files, or None."""
     for name in names:

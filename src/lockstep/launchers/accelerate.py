@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,10 +22,12 @@ from types import FrameType
 
 from pydantic import Field
 
+from lockstep.checkpoint.manifest import newest_whole
 from lockstep.console import error
 from lockstep.launchers.launcher import JOB, STATUS, TRAIN, WANTED, Launcher, Plan
 from lockstep.launchers.local import gpus_of, processes_of
 from lockstep.processes import launched, network
+from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section, Steps
 
@@ -97,8 +100,8 @@ class Accelerate(Launcher):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text, encoding="utf-8")
         for left in range(run.launch.max_restarts, -1, -1):
-            status = once(plan, job)
-            if status != 1 or not left:
+            status, asked = once(run, plan, job)
+            if status != 1 or asked or not left:
                 return status
             error(f"accelerate launch has failed; restarting from the last checkpoint ({left} restart(s) left)")
         return 1
@@ -125,27 +128,34 @@ class Accelerate(Launcher):
             raise RunError(f"launch.rendezvous: {caught}") from None
 
 
-def once(plan: Plan, job: Sequence[str]) -> int:
+def once(run: Run, plan: Plan, job: Sequence[str]) -> tuple[int, bool]:
     """Run the command to its end, passing on what this process is asked. Returns what its ranks returned, 1 where they
-    could not say it."""
+    could not say it, and whether it was asked to stop."""
     with tempfile.TemporaryDirectory(prefix="lockstep-status-") as folder:
         answer = Path(folder) / "status"
         environment = {**os.environ, **plan.variables, STATUS: str(answer), JOB: " ".join(job)}
-        process = subprocess.Popen(plan.command, env=environment)
-        asked = False
+        # in a group of its own: a Ctrl-C reaches this process alone, which passes it on once
+        process = subprocess.Popen(plan.command, env=environment, process_group=0)
+        asked, interrupts = False, Interrupts()
 
         def forward(number: int, frame: FrameType | None) -> None:
             nonlocal asked
             asked = True
             with suppress(ProcessLookupError):
+                if interrupts.again(number):
+                    os.killpg(process.pid, signal.SIGKILL)
+                    raise KeyboardInterrupt
                 process.send_signal(signal.SIGTERM)
 
-        before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, forward) for number in heard()} if main else {}
         try:
             code = process.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         with suppress(OSError, ValueError):
-            return int(answer.read_text())
-        return 75 if asked else min(code, 1) if code >= 0 else 1
+            return int(answer.read_text()), asked
+        if asked and newest_whole(run) is not None:
+            return 75, asked
+        return min(code, 1) if code >= 0 and not asked else 1, asked

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.plugins import importing
+from lockstep.processes.stops import STOP_SIGNALS
 from lockstep.run import Run, RunError
-
-_STOPS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send
 
 
 class Local(Launcher):
@@ -94,9 +93,9 @@ def prestart() -> None:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.processes.preload"])
-    # Schedulers signal every process of a job, also this server, whose end would be that of the ranks. Only the main
-    # thread may set a handler.
-    ignored = _STOPS if threading.current_thread() is threading.main_thread() else ()
+    # Schedulers and terminals signal every process of a job, also this server, whose end would be that of the ranks.
+    # Only the main thread may set a handler.
+    ignored = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
         forkserver.ensure_running()
@@ -118,8 +117,10 @@ def entry(run: str | Run, job: Sequence[str], variables: Mapping[str, str] | Non
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this rank's parent is the fork server,
     threading.Thread(target=_follow_launcher, name="lockstep-launcher", daemon=True).start()  # not the launcher
-    for number in _STOPS:
-        signal.signal(number, signal.SIG_DFL)  # until the rank listens itself
+    for (
+        number
+    ) in STOP_SIGNALS:  # until the rank listens itself; what a terminal sends, the launcher passes on as SIGTERM
+        signal.signal(number, signal.SIG_IGN if number in (signal.SIGINT, signal.SIGHUP) else signal.SIG_DFL)
     for name, value in (variables or {}).items():
         os.environ.setdefault(name, value)
     from lockstep import worker

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -29,12 +31,13 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from lockstep.checkpoint.manifest import newest_whole
 from lockstep.console import error
 from lockstep.processes.meeting import End, Meeting
+from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
 GRACE_S, NO_GRACE_S = 30, 2
 
@@ -60,15 +63,19 @@ def run_agent(
         monitor_interval=0.1,
     )
     agent = Agent(spec, meeting, int(run.launch.timeout_s), say)
-    # torch elastic takes over when ranks are there, but for SIGUSR1, by which schedulers announce an end, only if asked
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    # Torch elastic would pass a signal on as it came, look no more at how ranks end, and wait even for those that have
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
     main = threading.current_thread() is threading.main_thread()  # no other may set a handler
-    before = {number: signal.signal(number, _stop) for number in STOPS} if main else {}
+    before = {number: signal.signal(number, agent.hear) for number in heard()} if main else {}
     status = FAILED
     try:
         status = _seen_to_end(agent, meeting)
+        if status == STOPPED and not agent.saved and newest_whole(run) is None:
+            error("stopped before there was a checkpoint: the same command begins from the start")
+            status = FAILED
         return status
     finally:
+        agent.over = True  # nothing is left to interrupt
         meeting.end(status)
         with contextlib.suppress(RendezvousError):
             meeting.shutdown()
@@ -81,11 +88,10 @@ def run_agent(
 def _seen_to_end(agent: Agent, meeting: Meeting) -> int:
     try:
         result = agent.run()
-    except SignalException as stop:
-        asked = stop.sigval in STOPS
-        meeting.end(STOPPED if asked else FAILED, "stopped on request")
+    except SignalException:
+        meeting.end(STOPPED, "stopped on request")
         meeting.leave_together(GRACE_S)
-        return STOPPED if asked else FAILED
+        return STOPPED
     except RendezvousTimeoutError:
         there = ", ".join(meeting.there()) or "none"
         error(
@@ -115,11 +121,42 @@ class Agent(LocalElasticAgent):
     """Torch elastic's own, told what our exit statuses mean, saying who died, and looking after the other machines."""
 
     def __init__(self, spec: WorkerSpec, meeting: Meeting, timeout_s: int, say: Callable[[str], None]) -> None:
-        super().__init__(spec, DefaultLogsSpecs(), start_method="forkserver", shutdown_timeout=timeout_s)
+        super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver", shutdown_timeout=timeout_s)
         self.meeting, self.say = meeting, say
         self.verdict: int | None = None  # another machine's exit status, once this one follows it
+        self.saved = False  # whether ranks said that they wrote a checkpoint and stopped
+        self.over = False
         self._hopeless = False  # a peer is gone for sure: ranks that wait for it will not end by themselves
-        self._asked = False
+        self._asked = False  # by a signal, or on another machine
+        self._meets = True  # no ranks are there that could stop by themselves
+        self._interrupts = Interrupts()
+        self._told, self._limit = 0.0, math.inf  # when ranks were last told to stop, and have to have stopped
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """A stop signal. Ranks are told by `_monitor_workers`; a second Ctrl-C ends them and this process at once."""
+        if self._interrupts.again(number):
+            self._signal(signal.SIGKILL)
+            raise KeyboardInterrupt
+        self._asked = True
+        if self._meets and not self.over:
+            raise SignalException("asked to stop", sigval=signal.Signals(number))
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+
+    def _pass_on(self) -> None:
+        """Tell the ranks to stop, once a second: one that is just starting hears nothing. They come to an end by
+        themselves, which may be the run's; only the limit for a collective ends them otherwise."""
+        now = time.monotonic()
+        self._limit = min(self._limit, now + self._shutdown_timeout)
+        if now > self._limit:
+            error(f"ranks that were asked to stop have not ended within {self._shutdown_timeout} s (launch.timeout_s)")
+            self._signal(signal.SIGKILL)
+        elif now - self._told >= 1.0:
+            self._told = now
+            self._signal(signal.SIGTERM)
 
     def follow(self, end: object) -> int:
         """End as another machine did; says so. Returns the exit status."""
@@ -135,8 +172,11 @@ class Agent(LocalElasticAgent):
     # -- what torch elastic calls ------------------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._meets = True
+        if self._asked:
+            raise SignalException("asked to stop", sigval=signal.SIGTERM)
         super()._rendezvous(worker_group)
-        self._hopeless = False
+        self._hopeless = self._meets = False
         machines = self.meeting.machines
         if self.meeting.most > 1:
             first, said = 0, []
@@ -147,6 +187,9 @@ class Agent(LocalElasticAgent):
             self.say(f"machines   {len(machines)} at {self.meeting.at}:{self.meeting.port}: {', '.join(said)}")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._asked:
+            self._remaining_restarts = 0
+            self._pass_on()
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY:
             return self._look_around(worker_group) or result
@@ -159,8 +202,10 @@ class Agent(LocalElasticAgent):
         if not alone and BAD not in statuses and self.meeting.grows():
             return RunResult(WorkerState.HEALTHY)  # torch elastic sees in a moment who waits, and forms again
         if statuses == {STOPPED}:  # not a failure, and no reason to start again
+            self.saved = True
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
-        if end is not None and end.status == STOPPED:  # ranks that were not yet listening
+        unheard = self._asked and statuses <= {-signal.SIGTERM, STOPPED}  # by ranks that were not yet listening
+        if unheard or (end is not None and end.status == STOPPED):
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
         if end is not None and end.status in (FAILED, BAD):
             return self._give_up(self.follow(end))
@@ -176,11 +221,8 @@ class Agent(LocalElasticAgent):
         if self.meeting.most == 1:
             return None
         if (end := self.meeting.ended(at_once=False)) is not None:
-            if end.status == STOPPED and not self._asked and self._pcontext is not None:
-                self._asked = True
-                for pid in self._pcontext.pids().values():  # they agree by themselves; one that starts does not
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGTERM)
+            if end.status == STOPPED:
+                self._asked = True  # ranks agree by themselves; one that starts does not
             elif end.status in (FAILED, BAD):
                 return self._give_up(self.follow(end))
         if hosts := self.meeting.lost():
@@ -200,7 +242,7 @@ class Agent(LocalElasticAgent):
     def _tell(self, result: RunResult) -> None:
         for rank, failure in result.failures.items():
             how = (
-                f"was killed by {_signal(-failure.exitcode)}"
+                f"was killed by {_name_of(-failure.exitcode)}"
                 if failure.exitcode < 0
                 else f"ended with status {failure.exitcode}"
             )
@@ -227,11 +269,7 @@ class Agent(LocalElasticAgent):
             self.meeting.leave_together()
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SignalException(f"asked to stop by signal {number}", sigval=signal.Signals(number))
-
-
-def _signal(number: int) -> str:
+def _name_of(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
