@@ -157,15 +157,6 @@ def test_without_a_readable_manifest_it_is_none(folder: Path, damage: str, train
     assert "manifest.json" in notes[0]
 
 
-def test_with_all_of_them_damaged_it_starts_anew_and_says_so(folder: Path, tmp_path: Path) -> None:
-    for path in (folder / "checkpoints").glob("step-*"):
-        flip_a_bit(path / SHARD)
-    step, notes, state = resumed(run_in(folder))
-    assert step == 0
-    assert len(notes) == 4
-    assert state == resumed(run_in(tmp_path / "fresh"))[2]
-
-
 def test_a_damaged_one_is_replaced_when_its_step_is_reached_again(folder: Path, trained: tuple) -> None:
     flip_a_bit(folder / "checkpoints" / "step-000004" / SHARD)
     run = run_in(folder, "checkpoint.keep=4")

@@ -58,8 +58,9 @@ def empty(path: Path, other: Path, dice: random.Random) -> None:
 
 
 def add(path: Path, other: Path, dice: random.Random) -> None:
-    name = dice.choice(["model.safetensors", "shard-00002-of-00002.safetensors", "notes.txt", ".nfs0001"])
-    (path / name).write_bytes(dice.choice([b"", (path / SHARD).read_bytes()]))
+    """No damage: what file browsers, network disks and people leave."""
+    names = ["model.safetensors", f"._{SHARD}", "shard-00002-of-00002.safetensors", ".DS_Store", ".nfs0001"]
+    (path / dice.choice(names)).write_bytes(dice.choice([b"", (path / SHARD).read_bytes()]))
 
 
 def swap(path: Path, other: Path, dice: random.Random) -> None:
@@ -129,9 +130,15 @@ KINDS: list[Callable[[Path, Path, random.Random], None]] = [
 ]
 
 
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    """Every file, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], Path], tmp_path: Path) -> None:
-    """Seeded damages to the newest checkpoints: each resume falls back to the newest whole one, or starts anew, and
-    says why; it never fails. One strategy takes every state in turn, so that none of the one before may be left."""
+    """Seeded damages to the newest checkpoints: each resume falls back to the newest whole one and says why; where none
+    is whole it refuses, and every byte is still there. One strategy takes every state in turn, so that none of the one
+    before may be left."""
     folder, digests, other = trained
     job, dice = Job(run_in(tmp_path / "out")), random.Random(0)
     fresh, used = digest(job.strategy.state()), dict.fromkeys((kind.__name__ for kind in KINDS), 0)
@@ -145,15 +152,24 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
             name = f"step-{step:06d}"
             kind(tmp_path / "out" / "checkpoints" / name, other / "checkpoints" / name, dice)
             used[kind.__name__] += 1
-        whole, what = 4 - damaged, f"damage {i}: {[kind.__name__ for kind in kinds]}"
+        hurt = {step for step, kind in zip(range(4, 4 - damaged, -1), kinds, strict=True) if kind is not add}
+        whole = next((step for step in range(4, 0, -1) if step not in hurt), 0)
+        what = f"damage {i}: {[kind.__name__ for kind in kinds]}"
+        ends[whole] += 1
+        before, content = digest(job.strategy.state()), bytes_in(tmp_path / "out")
+        if not whole:
+            with pytest.raises(RunError, match="none of them can be used") as caught:
+                job.opened(job.run).resume(job.strategy)
+            assert all(f"step-{step:06d}: " in str(caught.value) for step in range(1, 5)), what
+            assert bytes_in(tmp_path / "out") == content, what
+            assert digest(job.strategy.state()) == before, what
+            continue
         check_resumable(job.run, prepared)  # what the command looks at first
-        before = digest(job.strategy.state())
         step, notes = job.opened(job.run).resume(job.strategy)
         assert step == whole, what
-        assert digest(job.strategy.state()) == (digests[whole] if whole else before), what
+        assert digest(job.strategy.state()) == digests[whole], what
         assert [note.split()[0] for note in notes] == [f"step-{s:06d}" for s in range(4, whole, -1)], what
         assert all("\n" not in note and "is not used" in note for note in notes), what
-        ends[whole] += 1
     assert all(used.values())
     assert ends[0]
     assert fresh != digests[1]

@@ -190,8 +190,10 @@ class Checkpoints:
         write(aside / manifests.FILE, [manifest.dump()])
         sync(aside)
         final = self.folder / name_of(manifest.step)
-        if final.exists():
-            self._remove(final)  # damaged, or it would have been resumed from
+        if isinstance(manifests.read_manifest(final), Manifest):
+            self._remove(final)  # its files are damaged, or it would have been resumed from
+        elif os.path.lexists(final):  # it could not be read here: elsewhere, or to a person, it may be worth something
+            os.rename(final, final.with_name(f"{final.name}.unread-{secrets.token_hex(4)}"))
         os.rename(aside, final)
         sync(self.folder)
         with suppress(OSError):  # for people only, and some file systems (of buckets, of Windows shares) have no links
@@ -243,33 +245,41 @@ class Checkpoints:
     # -- resuming ----------------------------------------------------------------------------------------------------
 
     def resume(self, strategy: Strategy) -> tuple[int, list[str]]:
-        """Load the newest checkpoint that verifies. Returns updates done (0: none) and what the user should know.
-        Collective."""
-        if self.world.is_main:
-            for pattern in (".step-*.partial", ".step-*.removed"):  # of processes that were killed
-                for path in self.folder.glob(pattern):
-                    shutil.rmtree(path, ignore_errors=True)
-        notes: list[str] = []
+        """Load the newest checkpoint that verifies. Returns updates done (0: there is no checkpoint) and what the user
+        should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and none verifies."""
+        notes, faults = list[str](), list[str]()
         here = candidates(self.run) if self.world.is_main else ()
         found = self.world.from_main([(path.name, manifest) for path, manifest in here])
         scores = [s for _, m in found if isinstance(m, Manifest) and (s := self._score(m.scores)) is not None]
         self.best = max(scores, default=None)
         for name, manifest in found:
             if (fault := self._fault(self.folder / name, manifest)) is not None:
+                faults.append(f"{name}: {fault}")
                 notes.append(f"{name} is damaged ({fault}) and is not used")
                 continue
-            strategy.load_parts(self._open(self.folder / name))
+            self._clear_away()
+            strategy.load_parts(self._open(self.folder / name, manifest))
             self.newest = manifest.step
             self.trackers.update(manifest.trackers)
             return manifest.step, notes + self._differences(name, manifest, type(strategy).gives_bits(self.run))
+        if faults:
+            raise RunError(manifests.none_usable(self.run, faults))
+        self._clear_away()
         return 0, notes
 
-    def _open(self, path: Path) -> Saved:
+    def _clear_away(self) -> None:
+        """What processes that were killed have left half done."""
+        if self.world.is_main:
+            for pattern in (".step-*.partial", ".step-*.removed"):
+                for path in self.folder.glob(pattern):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _open(self, path: Path, manifest: Manifest) -> Saved:
         from lockstep.checkpoint.storage import Files, FromMain
 
         if all(self.world.everyone(self._writes())):
-            return Files(path)
-        return FromMain(path if self.world.is_main else None, self.world)
+            return Files(path, manifest.hashes)
+        return FromMain(Files(path, manifest.hashes) if self.world.is_main else None, self.world)
 
     def _fault(self, path: Path, manifest: Manifest | str) -> str | None:
         """Why a checkpoint is not used, or None. Ranks share the reading; all come to the same conclusion.
@@ -346,7 +356,8 @@ def digest(folder: Path) -> str:
     fault = manifest if isinstance(manifest, str) else broken(folder, manifest)
     if fault is not None:
         raise ValueError(f"{folder}: {fault}")
-    files, seen = Files(folder), hashlib.sha256()
+    assert isinstance(manifest, Manifest)
+    files, seen = Files(folder, manifest.hashes), hashlib.sha256()
     for name in files.names:
         seen.update(name.encode())
         seen.update(files.whole(name).reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -81,11 +83,20 @@ def read_manifest(folder: Path) -> Manifest | str:
 
 
 def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:
-    """All checkpoints, newest first, with their manifest or what is wrong with it. Their files are not looked at."""
+    """All checkpoints, newest first, with their manifest or what is wrong with it. Their files are not looked at, and
+    what has no checkpoint's name is passed over. A folder that cannot be looked into stands for those it may hold."""
     folder = folder_of(run)
-    if folder.is_dir():
-        for path in sorted(folder.glob("step-*"), key=lambda p: (len(p.name), p.name), reverse=True):
-            yield path, read_manifest(path)
+    try:
+        names = [entry.name for entry in os.scandir(folder) if re.fullmatch(r"step-\d{6,}", entry.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        if folder.is_symlink():
+            yield folder, f"it is a link to {folder.readlink()}, where no folder is"
+        return
+    except OSError as error:
+        yield folder, str(error.strerror)
+        return
+    for name in sorted(names, key=lambda name: (len(name), name), reverse=True):
+        yield folder / name, read_manifest(folder / name)
 
 
 def newest_first(run: Run) -> Iterator[tuple[Path, Manifest]]:
@@ -96,16 +107,16 @@ def newest_first(run: Run) -> Iterator[tuple[Path, Manifest]]:
 
 
 def misfit(path: Path, manifest: Manifest) -> str | None:
-    """Whether other files are there than the manifest names; or None."""
+    """Which of the files that the manifest names is not there; or None. Others, which file browsers, network disks and
+    people leave (.DS_Store, ._shard-..., .nfs0001), are not looked at."""
     try:
-        there = {entry.name for entry in path.iterdir()} - {FILE}
+        there = {entry.name for entry in path.iterdir()}
     except OSError as error:
         return str(error.strerror)
-    if missing := sorted(manifest.hashes.keys() - there):
-        return f"{missing[0]} is missing"
-    if foreign := sorted(there - manifest.hashes.keys()):
-        return f"{foreign[0]} does not belong to it"
-    return None
+    if not manifest.hashes:
+        return f"{FILE} names no file"
+    missing = sorted(manifest.hashes.keys() - there)
+    return f"{missing[0]} is missing" if missing else None
 
 
 def newest_whole(run: Run) -> int | None:
@@ -156,15 +167,33 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
     """The manifest of the newest checkpoint of this output folder, if the run may go on from it; its files are verified
     at the resume. A damaged one of another run is passed over.
 
-    Errors: `RunError` with the keys that differ, when what decides the weights has changed.
+    Errors: `RunError` with the keys that differ, when what decides the weights has changed; or with what is wrong with
+    each, when there are checkpoints and none can be used.
     """
-    for path, manifest in newest_first(run):
-        reason = changed(run, prepared, manifest)
-        if reason is None:
-            return manifest
-        if broken(path, manifest) is None:
-            raise RunError(reason)
+    unusable = []
+    for path, found in candidates(run):
+        reason = found if isinstance(found, str) else misfit(path, found)
+        if reason is None and isinstance(found, Manifest):
+            reason = changed(run, prepared, found)
+            if reason is None:
+                return found
+            if (damage := mismatch(path, found, sorted(found.hashes))) is None:
+                raise RunError(reason)
+            reason = f"{damage}, and it is of another run"
+        unusable.append(f"{path.name}: {reason}")
+    if unusable:
+        raise RunError(none_usable(run, unusable))
     return None
+
+
+def none_usable(run: Run, reasons: Iterable[str]) -> str:
+    """The message where there are checkpoints and not one can be gone on from: beginning anew would delete them."""
+    rows = "\n".join(f"  {reason}" for reason in reasons)
+    return (
+        f"{folder_of(run)} holds checkpoints, and none of them can be used:\n{rows}\nNone of them was touched. Make "
+        "one readable (permissions, a disk that is not mounted, the version of lockstep that wrote it), or "
+        f"give another output=FOLDER; to begin from the start, move {run.folder} away"
+    )
 
 
 def finished(run: Run, manifest: Manifest | None) -> bool:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -184,8 +185,10 @@ class Background:
 class Files(Saved):
     """A checkpoint on the disk, verified before. Ranks read by themselves, each the pieces that it needs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Collection[str]) -> None:
+        """`names`: its files; others in the folder are not looked at."""
         self._reader = _Reader(str(folder))
+        self._reader.fs = _Named(names)
         self.names = sorted(self._reader.read_metadata().state_dict_metadata)
 
     def __contains__(self, name: str) -> bool:
@@ -208,6 +211,16 @@ class Files(Saved):
         return tensor
 
 
+class _Named(FileSystem):
+    """A folder that holds these files, whatever else is there."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [os.path.join(path, name) for name in sorted(self._names)]
+
+
 class _Reader(HuggingFaceStorageReader):
     """Reads the headers once."""
 
@@ -223,10 +236,9 @@ class FromMain(Saved):
     """A checkpoint that only rank 0 can read: the folder is not shared between machines. One whole tensor at a time
     goes to everybody."""
 
-    def __init__(self, folder: Path | None, world: World) -> None:
-        """`folder` on rank 0. Collective."""
-        self.world = world
-        self.files = Files(folder) if folder is not None else None
+    def __init__(self, files: Files | None, world: World) -> None:
+        """`files` on rank 0. Collective."""
+        self.world, self.files = world, files
         self.names: list[str] = world.from_main(self.files.names if self.files else [])
 
     def __contains__(self, name: str) -> bool:

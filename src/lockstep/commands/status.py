@@ -13,6 +13,7 @@ from lockstep import start
 from lockstep.console import Console
 from lockstep.processes import launched
 from lockstep.processes.launched import Launched, State
+from lockstep.report import history
 from lockstep.run import Run, RunError, load
 
 if TYPE_CHECKING:
@@ -103,15 +104,7 @@ def told(state: State) -> str:
 
 def last_metrics(folder: Path) -> dict[str, dict[str, Any]]:
     """The last line of metrics.jsonl of each split."""
-    found: dict[str, dict[str, Any]] = {}
-    path = folder / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            values = json.loads(line)
-            found[values["split"]] = values
-        except (ValueError, KeyError, TypeError):  # half a line, which a kill may have left
-            continue
-    return found
+    return {line["split"]: line for line in history.lines_of(folder / "metrics.jsonl", ("step", "split"))}
 
 
 def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str, str]]:

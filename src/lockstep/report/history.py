@@ -213,8 +213,8 @@ def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The objects of a .jsonl file that have the keys that are needed; nothing where there is no file."""
     if not path.is_file():
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
+    with open(path, "rb") as file:
+        for text in file:  # of bytes: only "\n" ends a line; half a character is a line that cannot be read
             try:
                 line = json.loads(text)
             except ValueError:

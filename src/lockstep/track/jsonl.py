@@ -1,6 +1,7 @@
 """`OUTPUT/metrics.jsonl`, `system.jsonl` and `samples.jsonl`: one object a line, always written.
 
-In: numbers and samples. Out: lines; on a resume, those of steps that are trained again are dropped first.
+In: numbers and samples. Out: lines; on a resume, those of steps that are trained again are dropped with the first new
+line, and not before there is one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -42,31 +42,47 @@ class Jsonl(Tracker):
 
 
 class _Lines:
-    """A file of JSON objects. What the disk does not take is kept, and tried again with the next line."""
+    """A file of JSON objects. What the disk does not take is kept, and tried again with the next line. What the file
+    held before stays until there is a line to put there."""
 
     def __init__(self, path: Path, after: int) -> None:
-        self.path = path
-        old = path.read_text(encoding="utf-8") if path.exists() else ""
-        kept = [line for line in old.splitlines() if _step(line) <= after] if after else []
-        self._kept = {(line["step"], line.get("split")) for line in map(json.loads, kept)}
-        self._begin = "".join(f"{line}\n" for line in kept)
-        self._stale = old != self._begin  # the file holds more than what is kept
+        self.path, self._after = path, after
+        self._given: list[dict[str, Any]] = []  # not looked at yet
         self._waiting = b""
+        self._kept: dict[tuple[int, str | None], bytes] | None = None  # by step and split, once the file was read
+        self._stale = False  # the file holds more than what is kept
         self._file: FileIO | None = None
-        with suppress(OSError):  # tried again, and told, with the first line
-            self._write()
 
     def add(self, values: dict[str, Any]) -> None:
         """Errors: `OSError`, when the line and those before it could not be written yet."""
-        if (values["step"], values["split"]) in self._kept:
-            return  # scored again by a run that was killed between its last step and its export
-        self._waiting += (json.dumps(values, ensure_ascii=False) + "\n").encode()
+        self._given.append(values)
         self._write()
 
+    def _read(self) -> dict[tuple[int, str | None], bytes]:
+        """The lines of steps that are not trained again. Errors: `OSError`."""
+        try:
+            old = self.path.read_bytes()
+        except FileNotFoundError:
+            old = b""
+        kept: dict[tuple[int, str | None], bytes] = {}
+        for line in old.split(b"\n"):  # JSON escapes this, and leaves U+2028 as it is
+            where = _where(line)
+            if where is not None and where[0] <= self._after and self._after:
+                kept.setdefault(where, line)
+        self._stale = old != b"".join(line + b"\n" for line in kept.values())
+        return kept
+
     def _write(self) -> None:
-        if self._stale:
+        if self._given and self._kept is None:
+            self._kept = self._read()
+        for values in self._given:
+            if (values["step"], values["split"]) not in (self._kept or {}):
+                # else scored again by a run that was killed between its last step and its export
+                self._waiting += (json.dumps(values, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+        self._given = []
+        if self._stale and self._waiting and self._kept is not None:
             aside = self.path.with_name(f".{self.path.name}.partial")
-            aside.write_text(self._begin, encoding="utf-8")
+            aside.write_bytes(b"".join(line + b"\n" for line in self._kept.values()))
             os.replace(aside, self.path)
             self._stale = False
         if self._file is None and self._waiting:
@@ -80,9 +96,10 @@ class _Lines:
             self._file.close()
 
 
-def _step(line: str) -> float:
-    """The step of a line; infinite for half a line, which a kill may have left."""
+def _where(line: bytes) -> tuple[int, str | None] | None:
+    """Step and split of a line; None for half a line and for bytes that are no text, as kills and full disks leave."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        values = json.loads(line)
+        return int(values["step"]), values.get("split")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
