@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from lockstep.data import documents, source, tokenizer
+from lockstep.data import documents, missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.models import bleu
 from lockstep.run import Run, RunError
@@ -62,7 +62,8 @@ class Translation(Task):
         if options.bleu:
             bleu.check(options.bleu_tokenizer)
         data = source.load(run.data, run.seed)
-        splits = {split: _pairs(dataset, options, split, data.name) for split, dataset in data.splits.items()}
+        splits = {s: _pairs(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
+        left_out = missing.left_out(data.splits, splits)
         if "validation" not in splits:
             splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, None)
         hashes = {split: content(dataset, ["source", "target"]) for split, dataset in splits.items()}
@@ -73,7 +74,7 @@ class Translation(Task):
             key = digest("translation", VERSION, hashes[split], folder.name, run.data.max_length, options.prefix)
             files[split] = _encode(run, dataset, folder, options, key)
         tokens = sorted((split, Path(file).name) for split, file in files.items())
-        return Prepared(digest(tokens), files, str(folder), {"source": data.name})
+        return Prepared(digest(tokens), files, str(folder), {"source": data.name} | left_out)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -240,7 +241,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str) -> Dataset:
+def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str, drop: bool) -> Dataset:
     """The two sides as columns `source` and `target`. Errors: `RunError`."""
     sides = {"source": options.source, "target": options.target}
     if PAIR in dataset.column_names and not {options.source, options.target} <= set(dataset.column_names):
@@ -253,7 +254,7 @@ def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str)
                     f"{', '.join(languages)}"
                 )
         sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
-    documents.check_texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name)
+    dataset = missing.texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
     if options.source == options.target:
         raise RunError(f"task.target: {options.target!r} is the source already")
     wanted = dataset.select_columns(list(sides.values()))
