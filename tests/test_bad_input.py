@@ -199,10 +199,10 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         ["task.label: 600 distinct labels in 600 rows", "the column meant", "data.validation"],
     ),
     "integers and strings": (
-        jsonl("train.jsonl", rows(label="1")),
+        jsonl("train.jsonl", rows(label="x")),
         {"data": OWN},
         [],
-        ["task.label", "mixes integers and strings", "row 4 holds '1'"],
+        ["task.label", "mixes integers and strings", "row 4 holds 'x'"],
     ),
     "too few label names": (
         jsonl("train.jsonl", EMOTION),

@@ -275,6 +275,7 @@ def _labels(
 
 
 def _distinct(labels: Any, column: str, split: str) -> list:
+    labels = list(labels)
     for row, label in enumerate(labels):
         if isinstance(label, bool) or not isinstance(label, int | str):
             several = isinstance(label, list | dict)
