@@ -56,6 +56,11 @@ class Classification(Task):
     pipeline = "text-classification"
     shown = ("samples",)
 
+    @property
+    def usage(self) -> str:
+        said = '"some text"' if self.options.text_pair is None else '{"text": "some text", "text_pair": "another text"}'
+        return super().usage.replace('"some text"', said)
+
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
@@ -195,12 +200,17 @@ class Classification(Task):
 
         from lockstep.models import models
 
+        options = ClassificationOptions.model_validate(run.task.options)
+        parts = [_parts(text, options) for text in texts]
         model, tok = models.exported("classification", folder, run)
         found = []
-        for text in texts:
-            asked = tok(text, truncation=True, max_length=run.data.max_length, return_tensors="pt")
+        for text, part in zip(texts, parts, strict=True):
+            asked = tok(*part, truncation=True, max_length=run.data.max_length)
+            inputs = {"input_ids": asked["input_ids"] or [_instead_of_none(tok)]}
+            if len(part) == 2 and "token_type_ids" in asked:
+                inputs["token_type_ids"] = asked["token_type_ids"] or [0]
             with torch.no_grad():
-                chances = model(input_ids=asked["input_ids"]).logits[0].softmax(-1)
+                chances = model(**{name: torch.tensor([row]) for name, row in inputs.items()}).logits[0].softmax(-1)
             best = chances.argsort(descending=True)[:3].tolist()
             found.append(", ".join(f"{model.config.id2label[i]} {float(chances[i]):.3f}" for i in best) + f"  {text}")
         return found
@@ -334,14 +344,32 @@ def _check_model(run: Run) -> None:
     models.check(run)
 
 
+def _parts(text: str, options: ClassificationOptions) -> list[str]:
+    """The text, or the two texts with a tab between them, that one prediction is about. Errors: `RunError`."""
+    if options.text_pair is None:
+        return [text]
+    parts = text.split("\t")
+    if len(parts) != 2:
+        raise RunError(
+            f"predict: this model reads two texts ({options.text} and {options.text_pair}), with one tab between them, "
+            f"as in $'first text\\tsecond text' or on a line of standard input; given was {text[:60]!r}"
+        )
+    return parts
+
+
 # -- encoding --------------------------------------------------------------------------------------------------------
+
+
+def _instead_of_none(tok: Any) -> int:
+    """The token that is read where a text has none: a tokenizer without special tokens makes nothing of some."""
+    return int(tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id)
 
 
 def _encode(run: Run, dataset: Dataset, texts: list[str], codes: np.ndarray, folder: str, key: str) -> str:
     import datasets
 
     tok: Any = tokenizer.load(folder)
-    empty = tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id
+    empty = _instead_of_none(tok)
     numbers = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": numbers, "label": datasets.Value("int64")})
     if pair := len(texts) == 2:
@@ -357,7 +385,6 @@ def _encode(run: Run, dataset: Dataset, texts: list[str], codes: np.ndarray, fol
             max_length=run.data.max_length,
             return_attention_mask=False,
         )
-        # A tokenizer without special tokens makes nothing of an empty text; a model needs one token to read.
         found: dict[str, list] = {
             "input_ids": [ids or [empty] for ids in out["input_ids"]],
             "label": rows["label"],
