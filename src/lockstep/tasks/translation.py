@@ -68,7 +68,7 @@ class Translation(Task):
             splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, None)
         hashes = {split: content(dataset, ["source", "target"]) for split, dataset in splits.items()}
         folder = _tokenizers(run, splits["train"], hashes["train"], options)
-        _check_model(run, options)
+        _check_model(run, options, folder)
         files = {}
         for split, dataset in splits.items():
             key = digest("translation", VERSION, hashes[split], folder.name, run.data.max_length, options.prefix)
@@ -267,10 +267,17 @@ def _tokenizers(run: Run, train: Dataset, hashed: str, options: TranslationOptio
             rows = train[start : start + 1000]
             yield [text for column in columns for text in rows[column]]
 
+    targets = tokenizer.of_targets(run)
+    if targets is not None:  # of a model that was trained with two, whatever task.tokenizers says
+        return tokenizer.pair(tokenizer.prepare(run, batches("source"), hashed), targets)
     if options.tokenizers == "shared":
         return tokenizer.prepare(run, batches("source", "target"), hashed, generative=True)
     if run.tokenizer.train is None:
-        raise RunError("task.tokenizers: separate ones are trained; set tokenizer.train, or leave this out")
+        raise RunError(
+            "task.tokenizers: separate ones are trained (set tokenizer.train), or come with the model, the second one "
+            f"in its folder {tokenizer.TARGET}/; {run.tokenizer.source or run.model.source or 'a new model'} has none: "
+            "leave this out"
+        )
     both = [tokenizer.prepare(run, batches(side), f"{hashed} {side}", generative=True) for side in ("source", "target")]
     return tokenizer.pair(*both)
 
@@ -298,11 +305,17 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     return entries
 
 
-def _check_model(run: Run, options: TranslationOptions) -> None:
+def _check_model(run: Run, options: TranslationOptions, folder: Path) -> None:
     from lockstep.models import models
 
     models.check(run, "seq2seq", use_cache=False)
     known = models.load_config(run).to_dict()
+    two = (folder / tokenizer.TARGET).is_dir() or getattr(tokenizer.load(str(folder)), "separate_vocabs", False)
+    if run.model.source is not None and known.get("share_encoder_decoder_embeddings") is False and not two:
+        raise RunError(
+            f"model.source: {run.model.source} has a vocabulary of its own for targets, and no tokenizer for it was "
+            f"found in {tokenizer.TARGET}/ beside its tokenizer: targets would be read with the tokenizer of sources"
+        )
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(
             f"model.config: transformers cannot decode with {known['num_decoder_layers']} decoder layers on "
