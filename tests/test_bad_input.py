@@ -180,6 +180,30 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         [],
         ["task.label", "one label only", "'joy'"],
     ),
+    "several labels a text": (
+        jsonl("train.jsonl", [row | {"label": [i % 3, 1]} for i, row in enumerate(EMOTION)]),
+        {"data": OWN},
+        [],
+        ["task.label", "row 0 holds [0, 1]", "one label a text, not several"],
+    ),
+    "several labels a text in validation only": (
+        many(jsonl("train.jsonl", EMOTION), jsonl("v.jsonl", [{"text": "a", "label": [1]}])),
+        {"data": OWN | {"validation": "v.jsonl"}},
+        [],
+        ["task.label", "validation split", "row 0 holds [1]", "one label a text, not several"],
+    ),
+    "a label for each row": (
+        jsonl("train.jsonl", [{"text": f"word {i}", "label": f"id{i}"} for i in range(600)]),
+        {"data": OWN},
+        [],
+        ["task.label: 600 distinct labels in 600 rows", "the column meant", "data.validation"],
+    ),
+    "integers and strings": (
+        jsonl("train.jsonl", rows(label="x")),
+        {"data": OWN},
+        [],
+        ["task.label", "mixes integers and strings", "row 4 holds 'x'"],
+    ),
     "too few label names": (
         jsonl("train.jsonl", EMOTION),
         {"data": OWN},

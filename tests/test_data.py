@@ -205,7 +205,7 @@ def test_class_labels_of_the_data_set_name_themselves(tmp_path: Path) -> None:
 
 
 def test_tokens_are_the_tokenizer_s_own(tmp_path: Path) -> None:
-    rows = [*messages(40), {"text": "word " * 60, "label": "joy"}, {"text": "", "label": "fear"}]
+    rows = [*messages(40), {"text": "word " * 60, "label": "joy"}, {"text": "\u0007", "label": "fear"}]
     for name in ("train", "validation"):
         write(tmp_path, f"{name}.jsonl", rows)
     found = prepared(run_of(tmp_path))
@@ -218,19 +218,22 @@ def test_tokens_are_the_tokenizer_s_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "wordlevel", "unigram"])
-def test_an_empty_text_is_at_least_one_token(tmp_path: Path, kind: str) -> None:
-    path = write(tmp_path, "a.jsonl", [*messages(40), *({"text": "", "label": "joy"} for _ in range(20))])
+def test_a_text_without_a_token_is_at_least_one(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, "a.jsonl", [*messages(40), *({"text": "\u0007", "label": "joy"} for _ in range(20))])
     found = prepared(run_of(path, tokenizer={"train": kind, "vocab_size": 300}))
     for split in found.splits:
         assert Columns(found.splits[split]).lengths.min() >= 1
 
 
-def test_an_empty_text_without_special_tokens_is_one_token(shared: Path, tmp_path: Path) -> None:
+def test_a_text_without_a_token_or_special_tokens_is_one(shared: Path, tmp_path: Path) -> None:
     """GPT-2's tokenizer adds nothing of its own."""
-    path = write(tmp_path, "a.jsonl", [*messages(40), *({"text": "", "label": "joy"} for _ in range(20))])
-    from transformers import GPT2Tokenizer
+    path = write(tmp_path, "a.jsonl", [*messages(40), *({"text": "\u0007", "label": "joy"} for _ in range(20))])
+    from tokenizers.normalizers import Replace
+    from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
-    GPT2Tokenizer.from_pretrained(str(shared / "gpt2_tokenizer")).save_pretrained(tmp_path / "tok")
+    known = GPT2TokenizerFast.from_pretrained(str(shared / "gpt2_tokenizer")).backend_tokenizer
+    known.normalizer = Replace("\u0007", "")
+    PreTrainedTokenizerFast(tokenizer_object=known, eos_token="<|endoftext|>").save_pretrained(tmp_path / "tok")
     found = prepared(run_of(path, tokenizer={"source": str(tmp_path / "tok")}))
     end = tokenizer.load(found.tokenizer).eos_token_id
     both = decoded(found, "train") + decoded(found, "validation")

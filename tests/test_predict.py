@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import TINY
-from task_runs import make
+from task_runs import BERT, make, write
 
 from lockstep.cli import main
 from lockstep.run import load
@@ -99,3 +100,35 @@ def test_predict_wants_a_text(outputs: dict, capfd: pytest.CaptureFixture[str], 
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["predict", str(outputs["documents"])]) == 2
     assert "give a text" in capfd.readouterr().err
+
+
+def test_a_model_of_pairs_reads_both_texts(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """The label says what the second text is, which nobody can tell from the first."""
+    draw = random.Random(0)
+    rows = []
+    for i in range(120):
+        first, second = draw.choice(["red", "blue", "old"]), "old" if i % 2 else "blue"
+        rows.append({"q": first, "a": second, "label": "age" if i % 2 else "colour"})
+    write(tmp_path / "train.jsonl", rows)
+    values = TINY | {
+        "data": {"source": str(tmp_path / "train.jsonl"), "max_length": 16},
+        "task": {"name": "classification", "text": "q", "text_pair": "a"},
+        "model": BERT,
+        "tokenizer": {"train": "wordlevel", "vocab_size": 50},
+        "output": str(tmp_path / "out"),
+        "steps": 40,
+    }
+    run = load(None, [*ONE[:3], "optim.learning_rate=1e-2", "model.config.hidden_dropout_prob=0"], values)
+    (tmp_path / "run.yaml").write_text(run.dump())
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert '"text_pair": "another text"' in (tmp_path / "out" / "export" / "README.md").read_text()
+    capfd.readouterr()
+    assert main(["predict", str(tmp_path / "out"), "red\told", "old\tblue", "old\told"]) == 0
+    said = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == ["age", "colour", "age"]
+    for wrong in ("red", "red\tblue\told"):
+        assert main(["predict", str(tmp_path / "out"), "red\tred", wrong]) == 2
+        assert "reads two texts (q and a), with one tab between them" in capfd.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("red\told\n"))
+    assert main(["predict", str(tmp_path / "out")]) == 0
+    assert capfd.readouterr().out.startswith("age ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,34 @@ def test_training_and_what_is_exported(kind: str, tokenizers: str, tmp_path: Pat
     assert model.config.use_cache
 
 
+def test_a_model_with_two_tokenizers_is_trained_on_with_both(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its export holds them, a run from that export finds them again, and so does the export of that run."""
+    one = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=2", "task.bleu=false")
+    first = make(tmp_path, "translation", "task.tokenizers=separate", *one)
+    (tmp_path / "run.yaml").write_text(first.dump())
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    wanted = task_of(first)
+    export = tmp_path / "out" / "export"
+    again = make(tmp_path, "translation", *one, f"model={{source: {export}}}", "tokenizer={}", f"output={tmp_path}/two")
+    task = task_of(again)
+    assert task.target_tokenizer.get_vocab() == wanted.target_tokenizer.get_vocab() != task.tokenizer.get_vocab()
+    for name in ("input_ids", "target_ids"):
+        ours, theirs = (t.splits["train"].ragged(name) for t in (task, wanted))
+        assert [ours.row(i).tolist() for i in range(90)] == [theirs.row(i).tolist() for i in range(90)]
+    (tmp_path / "two.yaml").write_text(again.dump())
+    assert main(["train", str(tmp_path / "two.yaml")]) == 0
+    for name in ("tokenizer.json", "target/tokenizer.json"):
+        ours, theirs = (json.loads((tmp_path / out / "export" / name).read_text()) for out in ("two", "out"))
+        assert ours["model"] == theirs["model"]
+    shutil.rmtree(export / "target")
+    capfd.readouterr()
+    assert main(["train", str(tmp_path / "two.yaml"), f"output={tmp_path}/three"]) == 2
+    said = capfd.readouterr().err
+    assert "has a vocabulary of its own for targets, and no tokenizer for it was found in target/" in said
+
+
 def test_two_plain_columns(tmp_path: Path) -> None:
-    rows = [{"a": "one two", "b": "eins zwei"}, {"a": "three", "b": ""}] * 20
+    rows = [{"a": "one two", "b": "eins zwei"}, {"a": "three", "b": "\u0007"}] * 20
     path = tmp_path / "pairs.jsonl"
     write(path, rows)
     columns = ("task.source=a", "task.target=b", "task.prefix='to b: '")
@@ -224,7 +251,7 @@ def test_two_plain_columns(tmp_path: Path) -> None:
         make(tmp_path, "translation", *columns, f"data={json.dumps({'source': str(path), 'max_length': 32})}")
     )
     held = task.splits["validation"]  # three or four of them, cut off
-    assert set(held.texts("reference", np.arange(4))) <= {"eins zwei", ""}
+    assert set(held.texts("reference", np.arange(4))) <= {"eins zwei", "\u0007"}
     assert "to b: " in task.tokenizer.decode(held.ragged("input_ids").row(0))
     assert min(held.ragged("target_ids").lengths) >= 1  # an empty target has its end token
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -61,11 +61,27 @@ class DataSection(Section):
         lt=1,
         description="share of train cut off, seeded and stratified, where no validation split is given",
     )
+    drop_missing: bool = Field(
+        False,
+        description="leave out, and count, rows that lack a text or a label (null, empty, blank); false: refuse them",
+    )
+    encoding: str = Field("utf-8", description="of text files: utf-8, utf-16, latin-1, cp1252, ..., by Python's names")
     limit: Positive | None = Field(None, description="use at most this many examples of each split")
     max_length: Positive = Field(128, description="tokens an example is truncated to")
     group_by_length: Positive = Field(
         1, description="steps whose examples are sorted by length together, so that those of a step are alike; 1: none"
     )
+
+    @field_validator("encoding")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        try:
+            "".encode(value)
+        except (LookupError, ValueError):
+            raise ValueError(
+                f"Python knows no encoding {value!r}; utf-8, utf-16, latin-1 and cp1252 are usual ones"
+            ) from None
+        return value
 
 
 class ModelSection(Section):

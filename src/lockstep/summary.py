@@ -30,7 +30,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
     return {
         "run": f"{run.name} -> {run.folder}",
         "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} "
-        "tokens",
+        f"tokens{left_out(task)}",
         "model": f"{run.model.source or f'{run.model.type} from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
         f"parameters; {precisions(run, strategy)}",
         "processes": f"{world.size} ({run.strategy.name}, "
@@ -38,6 +38,13 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
         "steps",
     }
+
+
+def left_out(task: Task) -> str:
+    """What `data.drop_missing` left out, for the opening line."""
+    found = task.prepared.facts.get("left_out", {})
+    counts = ", ".join(f"{count:,} of {split}" for split, count in found.items())
+    return f"; left out for want of a text or label: {counts}" if found else ""
 
 
 def precisions(run: Run, strategy: Strategy) -> str:

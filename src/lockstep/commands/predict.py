@@ -10,7 +10,12 @@ HELP = "what the exported model of OUTPUT makes of a text"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="default: the lines of standard input")
+    parser.add_argument(
+        "texts",
+        nargs="*",
+        metavar="TEXT",
+        help="default: the lines of standard input; a tab between the texts of a pair",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="key=value", help="for example task.beams=4")
 
 

@@ -99,24 +99,6 @@ def _closed(document: Document, tokenizer: Any) -> Document:
     return joined([document, Document(np.asarray([end], dtype=np.int32), np.ones(1, dtype=bool), zero, zero)])
 
 
-def check_texts(dataset: Dataset, columns: dict[str, str], split: str, name: str) -> None:
-    """Every column (by its key in the run file) is there and holds a text in every row. Errors: `RunError`."""
-    for key, column in columns.items():
-        if column not in dataset.column_names:
-            raise RunError(
-                f"{key}: the {split} split of {name} has no column {column!r}; it has {', '.join(dataset.column_names)}"
-            )
-        if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string") or any(
-            chunk.null_count for chunk in dataset.data.column(column).chunks
-        ):
-            bad = next((i for i, v in enumerate(dataset[column]) if not isinstance(v, str)), None)
-            if bad is not None:
-                raise RunError(
-                    f"{key}: column {column!r} of the {split} split must hold texts; row {bad} holds "
-                    f"{dataset[bad][column]!r}"
-                )
-
-
 def cut(train: Dataset, fraction: float, seed: int, column: str | None) -> dict[str, Dataset]:
     """Cut a validation split off the training split: rows drawn with the seed; of a single text, its end."""
     if len(train) == 1 and column is not None:

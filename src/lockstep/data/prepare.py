@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lockstep import __version__
 from lockstep.data import source
 from lockstep.data.cache import cache_folder, discard, inside, locked, seal, sealed
+from lockstep.data.tokenizer import TARGET
 from lockstep.data.tokens import VERSION, Prepared, digest
 from lockstep.run import Run
 
@@ -63,7 +64,9 @@ def _dump(run: Run, part: str) -> object:
 def _files(run: Run) -> list[tuple[str, int, int]]:
     """Name, size and time of every local file the preparation reads."""
     files = source.files_of(run.data)
-    for folder in (run.model.source, run.tokenizer.source):
-        if folder is not None and (root := Path(folder).expanduser()).is_dir():
-            files += sorted(f for f in root.iterdir() if f.is_file() and f.suffix in (".json", ".txt", ".model"))
+    for named in (run.model.source, run.tokenizer.source):
+        root = Path(named or "").expanduser()
+        for folder in (root, root / TARGET) if named is not None else ():
+            if folder.is_dir():
+                files += sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in (".json", ".txt", ".model"))
     return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]

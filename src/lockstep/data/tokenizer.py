@@ -48,7 +48,35 @@ def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool
             "tokenizer: a model from scratch (model.type) needs one; "
             "give tokenizer.train (bpe, wordpiece, wordlevel, unigram, character) or tokenizer.source"
         )
-    tokenizer = _load_source(run, source)
+    return _kept(_load_source(run, source), source)
+
+
+def of_targets(run: Run) -> Path | None:
+    """The folder of the targets' tokenizer, where the run's model or tokenizer came with one of its own beside the
+    sources', as exports of lockstep do; else None. The caller holds the lock. Errors: `RunError`."""
+    from transformers.utils import cached_file
+
+    source = run.tokenizer.source or run.model.source
+    if run.tokenizer.train is not None or source is None:
+        return None
+    place = _local(source)
+    try:
+        found = cached_file(
+            place,
+            "tokenizer_config.json",
+            subfolder=TARGET,
+            revision=_revision(run),
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:  # no such repository: that is told when the sources' tokenizer is loaded
+        return None
+    return _kept(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}") if found else None
+
+
+def _kept(tokenizer: Any, source: str) -> Path:
+    """The folder in the cache of a tokenizer loaded from `source`, with a padding token. Errors: `RunError`."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
@@ -68,21 +96,29 @@ def pair(source: Path, target: Path) -> Path:
     return kept(source.with_name(digest("pair", source.name, target.name)), make)
 
 
-def _load_source(run: Run, source: str) -> Any:
+def _load_source(run: Run, source: str, **place: str) -> Any:
     from transformers import AutoTokenizer
 
     from lockstep.hub.hub_errors import told
 
     key = "tokenizer.source" if run.tokenizer.source else "model.source"
-    if Path(source).expanduser().is_dir():
-        source = str(Path(source).expanduser())
-    revision = (None if run.tokenizer.source else run.model.revision) or "main"
+    source, revision, trusted = _local(source), _revision(run), run.model.trust_remote_code
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=run.model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted, **place)
     except (
         Exception
     ) as error:  # a missing file, a Hub that cannot be reached, an unknown type: all are the user's to mend
         raise RunError(f"{key}: cannot load a tokenizer from {source!r}: {told(error, revision)}") from error
+
+
+def _local(source: str) -> str:
+    """The folder, or the Hub id."""
+    path = Path(source).expanduser()
+    return str(path) if path.is_dir() else source
+
+
+def _revision(run: Run) -> str:
+    return (None if run.tokenizer.source else run.model.revision) or "main"
 
 
 def _save(tokenizer: Any, folder: Path) -> None:

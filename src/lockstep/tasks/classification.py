@@ -6,6 +6,7 @@ sums.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from lockstep.data import source, tokenizer
+from lockstep.data import missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
@@ -41,6 +42,12 @@ class ClassificationOptions(BaseModel):
     )
     samples: int = Field(3, ge=0, description="predictions to show after each evaluation")
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column of texts that it names."""
+        pair = {} if self.text_pair is None else {"task.text_pair": self.text_pair}
+        return {"task.text": self.text} | pair
+
 
 class Classification(Task):
     """One label a text."""
@@ -49,6 +56,11 @@ class Classification(Task):
     pipeline = "text-classification"
     shown = ("samples",)
 
+    @property
+    def usage(self) -> str:
+        said = '"some text"' if self.options.text_pair is None else '{"text": "some text", "text_pair": "another text"}'
+        return super().usage.replace('"some text"', said)
+
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
@@ -56,11 +68,14 @@ class Classification(Task):
         options = ClassificationOptions.model_validate(run.task.options)
         data = source.load(run.data, run.seed)
         splits = dict(data.splits)
-        texts = [c for c in (options.text, options.text_pair) if c is not None]
+        texts = list(options.columns.values())
         for split, dataset in splits.items():
-            _check_columns(dataset, [*texts, options.label], split, data.name)
+            missing.present(dataset, options.columns | {"task.label": options.label}, split, data.name)
         if "test" in splits and run.data.test is None and _unlabelled(splits["test"], options.label):
             del splits["test"]  # the Hub's benchmarks hide the labels of their test split
+        for split, dataset in splits.items():
+            splits[split] = _whole(dataset, options, split, data.name, run.data.drop_missing)
+        left_out = missing.left_out(data.splits, splits)
         names, codes = _labels(splits, options, data.name)
         if "validation" not in splits:
             splits |= _cut(splits["train"], codes(splits["train"], "train"), run)
@@ -78,7 +93,7 @@ class Classification(Task):
             asked = options.model_dump(exclude={"samples"})
             key = digest(VERSION, hashes[split], folder.name, run.data.max_length, asked, names)
             files[split] = _encode(run, dataset, texts, codes(dataset, split), str(folder), key)
-        facts: dict[str, Any] = {"labels": names, "source": data.name}
+        facts: dict[str, Any] = {"labels": names, "source": data.name} | left_out
         if data.name == source.BUILTIN:
             facts["best_possible"] = {
                 split: {"accuracy": float(np.mean(np.array(d["label"]) == np.array(d["true_label"])))}
@@ -185,12 +200,17 @@ class Classification(Task):
 
         from lockstep.models import models
 
+        options = ClassificationOptions.model_validate(run.task.options)
+        parts = [_parts(text, options) for text in texts]
         model, tok = models.exported("classification", folder, run)
         found = []
-        for text in texts:
-            asked = tok(text, truncation=True, max_length=run.data.max_length, return_tensors="pt")
+        for text, part in zip(texts, parts, strict=True):
+            asked = tok(*part, truncation=True, max_length=run.data.max_length)
+            inputs = {"input_ids": asked["input_ids"] or [_instead_of_none(tok)]}
+            if len(part) == 2 and "token_type_ids" in asked:
+                inputs["token_type_ids"] = asked["token_type_ids"] or [0]
             with torch.no_grad():
-                chances = model(input_ids=asked["input_ids"]).logits[0].softmax(-1)
+                chances = model(**{name: torch.tensor([row]) for name, row in inputs.items()}).logits[0].softmax(-1)
             best = chances.argsort(descending=True)[:3].tolist()
             found.append(", ".join(f"{model.config.id2label[i]} {float(chances[i]):.3f}" for i in best) + f"  {text}")
         return found
@@ -204,32 +224,22 @@ class Classification(Task):
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_columns(dataset: Dataset, wanted: list[str], split: str, name: str) -> None:
-    for key, column in zip(
-        ["text", "label"] if len(wanted) == 2 else ["text", "text_pair", "label"], wanted, strict=True
-    ):
-        if column not in dataset.column_names:
-            raise RunError(
-                f"task.{key}: the {split} split of {name} has no column {column!r}; it has "
-                f"{', '.join(dataset.column_names)}"
-            )
-    for key, column in zip(["text", "text_pair"], wanted[:-1], strict=False):
-        kind = dataset.features[column]
-        values = dataset.with_format("arrow")[column]
-        table = values if hasattr(values, "null_count") else dataset.data.column(column)
-        if getattr(kind, "dtype", None) not in ("string", "large_string"):
-            bad = next((i for i, v in enumerate(dataset[column]) if not isinstance(v, str)), 0)
-            raise RunError(
-                f"task.{key}: column {column!r} of the {split} split must hold texts; row {bad} holds "
-                f"{dataset[bad][column]!r}"
-            )
-        if table.null_count:
-            bad = next(i for i, v in enumerate(dataset[column]) if v is None)
-            raise RunError(f"task.{key}: column {column!r} of the {split} split must hold texts; row {bad} holds none")
+def _whole(dataset: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
+    """The rows with texts and a label. Errors: `RunError`."""
+    import datasets
+
+    column = options.label
+    found = missing.complete(dataset, options.columns | {"task.label": column}, split, name, drop)
+    found = missing.texts(found, options.columns, split, name, drop)
+    numbers = isinstance(found[0][column], str) and all(re.fullmatch("-?[0-9]+", label) for label in found[column])
+    if len(found) < len(dataset) and numbers:  # what they would have been read as, had none been missing
+        found = found.cast_column(column, datasets.Value("int64"))
+    return found
 
 
 def _unlabelled(dataset: Dataset, column: str) -> bool:
-    return all(label in (-1, None) for label in dataset[column])
+    """A test split whose labels are hidden."""
+    return bool(missing.lacking(dataset, column).all()) or set(map(str, dataset[column])) == {"-1"}
 
 
 def _labels(
@@ -259,6 +269,7 @@ def _labels(
 
     def codes(dataset: Dataset, split: str) -> np.ndarray:
         labels = dataset[column]
+        _distinct(labels, column, split)
         for row, label in enumerate(labels):
             if label not in place:
                 raise RunError(
@@ -274,17 +285,21 @@ def _labels(
 
 
 def _distinct(labels: Any, column: str, split: str) -> list:
-    found = set(labels)
-    for wrong in found:
-        if isinstance(wrong, bool) or not isinstance(wrong, int | str):
-            row = next(i for i, label in enumerate(labels) if label is wrong or label == wrong)
+    labels = list(labels)
+    for row, label in enumerate(labels):
+        if isinstance(label, bool) or not isinstance(label, int | str):
+            several = isinstance(label, list | dict)
             raise RunError(
                 f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
-                f"{wrong!r}"
+                f"{str(label)[:60] if several else repr(label)}"
+                + (": this task learns one label a text, not several" if several else "")
             )
-    if len({type(v) for v in found}) > 1:
-        raise RunError(f"task.label: column {column!r} of the {split} split mixes integers and strings")
-    return sorted(found)
+        if type(label) is not type(labels[0]):
+            raise RunError(
+                f"task.label: column {column!r} of the {split} split mixes integers and strings; row 0 holds "
+                f"{labels[0]!r}, row {row} holds {label!r}"
+            )
+    return sorted(set(labels))
 
 
 def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] | None:
@@ -309,6 +324,12 @@ def _cut(train: Dataset, codes: np.ndarray, run: Run) -> dict[str, Dataset]:
         chosen.append(rows[: round(len(rows) * run.data.validation_fraction)])
     validation = np.sort(np.concatenate(chosen))
     rest = np.setdiff1d(np.arange(len(codes)), validation)
+    if len(validation) == 0 and round(len(codes) * run.data.validation_fraction) > 0:
+        raise RunError(
+            f"task.label: {len(np.unique(codes))} distinct labels in {len(codes)} rows: no label has enough of them to "
+            f"cut a share of {run.data.validation_fraction} off for validation. Is task.label the column meant? If so, "
+            "give data.validation, or a larger data.validation_fraction"
+        )
     if len(validation) == 0 or len(rest) == 0:
         raise RunError(
             f"data.validation_fraction: {run.data.validation_fraction} of {len(codes)} examples leaves one of the "
@@ -323,14 +344,32 @@ def _check_model(run: Run) -> None:
     models.check(run)
 
 
+def _parts(text: str, options: ClassificationOptions) -> list[str]:
+    """The text, or the two texts with a tab between them, that one prediction is about. Errors: `RunError`."""
+    if options.text_pair is None:
+        return [text]
+    parts = text.split("\t")
+    if len(parts) != 2:
+        raise RunError(
+            f"predict: this model reads two texts ({options.text} and {options.text_pair}), with one tab between them, "
+            f"as in $'first text\\tsecond text' or on a line of standard input; given was {text[:60]!r}"
+        )
+    return parts
+
+
 # -- encoding --------------------------------------------------------------------------------------------------------
+
+
+def _instead_of_none(tok: Any) -> int:
+    """The token that is read where a text has none: a tokenizer without special tokens makes nothing of some."""
+    return int(tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id)
 
 
 def _encode(run: Run, dataset: Dataset, texts: list[str], codes: np.ndarray, folder: str, key: str) -> str:
     import datasets
 
     tok: Any = tokenizer.load(folder)
-    empty = tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id
+    empty = _instead_of_none(tok)
     numbers = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": numbers, "label": datasets.Value("int64")})
     if pair := len(texts) == 2:
@@ -346,7 +385,6 @@ def _encode(run: Run, dataset: Dataset, texts: list[str], codes: np.ndarray, fol
             max_length=run.data.max_length,
             return_attention_mask=False,
         )
-        # A tokenizer without special tokens makes nothing of an empty text; a model needs one token to read.
         found: dict[str, list] = {
             "input_ids": [ids or [empty] for ids in out["input_ids"]],
             "label": rows["label"],

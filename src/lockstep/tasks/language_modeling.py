@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lockstep.data import documents, packing, source, tokenizer
+from lockstep.data import documents, missing, packing, source, tokenizer
 from lockstep.data.cache import discard
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.run import Run, RunError
@@ -90,9 +90,8 @@ class LanguageModeling(PerToken):
     def prepare(cls, run: Run) -> Prepared:
         options = LanguageModelingOptions.model_validate(run.task.options)
         data = source.load(run.data, run.seed, plain=options.document)
-        splits = dict(data.splits)
-        for split, dataset in splits.items():
-            _check(dataset, options, split, data.name)
+        splits = {s: _whole(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
+        left_out = missing.left_out(data.splits, splits)
         single = options.text if list(options.columns) == ["task.text"] else None
         if "validation" not in splits:
             splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, single)
@@ -119,7 +118,7 @@ class LanguageModeling(PerToken):
                     f"prompts that fill all {options.block_size} tokens of task.block_size"
                 )
         tokens = sorted((split, Path(file).name) for split, file in files.items())
-        facts = {"source": data.name, "texts": {split: len(dataset) for split, dataset in splits.items()}}
+        facts = {"source": data.name, "texts": {split: len(dataset) for split, dataset in splits.items()}} | left_out
         return Prepared(digest(tokens), files, str(folder), facts)
 
     # -- in every process --------------------------------------------------------------------------------------------
@@ -244,26 +243,25 @@ class LanguageModeling(PerToken):
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _check(dataset: Dataset, options: LanguageModelingOptions, split: str, name: str) -> None:
-    documents.check_texts(dataset, options.columns, split, name)
+def _whole(dataset: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
+    """The rows with something to read. Errors: `RunError`."""
     column = options.messages
     if column is None:
-        return
-    if column not in dataset.column_names:
-        raise RunError(
-            f"task.messages: the {split} split of {name} has no column {column!r}; it has "
-            f"{', '.join(dataset.column_names)}"
-        )
-    for row, messages in enumerate(dataset[column]):
+        return missing.texts(dataset, options.columns, split, name, drop)
+    missing.present(dataset, {"task.messages": column}, split, name)
+    rows = list(dataset[column])
+    for row, messages in enumerate(rows):
         good = isinstance(messages, list) and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
             for m in messages
         )
-        if not good:
+        if messages is not None and not good:
             raise RunError(
                 f"task.messages: column {column!r} of the {split} split must hold lists of role and content; row {row} "
                 f"holds {str(messages)[:80]}"
             )
+    lacks = np.array([not messages or any(m["content"] is None for m in messages) for messages in rows])
+    return missing.without(dataset, {"task.messages": (column, lacks)}, split, name, drop)
 
 
 def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[str]]:

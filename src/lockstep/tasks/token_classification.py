@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from lockstep.data import documents, source, tokenizer
+from lockstep.data import documents, missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Prepared, content, digest, encode
 from lockstep.run import Run, RunError
 from lockstep.tasks.parts.per_token import PerToken
@@ -47,7 +47,8 @@ class TokenClassification(PerToken):
     def prepare(cls, run: Run) -> Prepared:
         options = TokenClassificationOptions.model_validate(run.task.options)
         data = source.load(run.data, run.seed)
-        splits = {split: _rows(dataset, options, split, data.name) for split, dataset in data.splits.items()}
+        splits = {s: _rows(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
+        left_out = missing.left_out(data.splits, splits)
         names = sorted({tag for tags in splits["train"]["tags"] for tag in tags})
         if "validation" not in splits:
             splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, None)
@@ -72,7 +73,7 @@ class TokenClassification(PerToken):
             key = digest("token classification", VERSION, hashes[split], folder.name, run.data.max_length, names)
             files[split] = _encode(run, dataset, names, str(folder), key)
         tokens = sorted((split, Path(file).name) for split, file in files.items())
-        return Prepared(digest(tokens, names), files, str(folder), {"source": data.name, "labels": names})
+        return Prepared(digest(tokens, names), files, str(folder), {"source": data.name, "labels": names} | left_out)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -165,29 +166,35 @@ def first_tokens(word_ids: list[int | None]) -> dict[int, int]:
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, name: str) -> Dataset:
-    """Columns `words` and `tags`, both lists of texts; rows without a word are left out. Errors: `RunError`."""
-    for key, column in (("words", options.words), ("tags", options.tags)):
-        if column not in dataset.column_names:
-            raise RunError(
-                f"task.{key}: the {split} split of {name} has no column {column!r}; it has "
-                f"{', '.join(dataset.column_names)}"
-            )
-    inner = getattr(dataset.features[options.tags], "feature", None)
-    names = getattr(inner, "names", None)
-    words, tags = [], []
-    for row, (said, marked) in enumerate(zip(dataset[options.words], dataset[options.tags], strict=True)):
-        if not isinstance(said, list) or not isinstance(marked, list) or len(said) != len(marked):
+def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
+    """Columns `words` and `tags`, both lists of texts, of the rows that have a word, and a tag for every word. Errors:
+    `RunError`."""
+    columns = {"task.words": options.words, "task.tags": options.tags}
+    missing.present(dataset, columns, split, name)
+    rows = list(zip(dataset[options.words], dataset[options.tags], strict=True))
+    for row, (said, marked) in enumerate(rows):
+        if None not in (said, marked) and not (
+            isinstance(said, list) and isinstance(marked, list) and len(said) == len(marked)
+        ):
             raise RunError(
                 f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, in lists; it "
                 f"holds {str(said)[:60]} and {str(marked)[:60]}"
             )
-        if said:
-            words.append([str(word) for word in said])
-            tags.append([names[tag] if names else str(tag) for tag in marked])
-    if not words:
+    if not any(said for said, _ in rows):
         raise RunError(f"task.words: the {split} split of {name} holds no words")
+    names = getattr(getattr(dataset.features[options.tags], "feature", None), "names", None)
+    wordless = np.array([not said or any(_nothing(word) for word in said) for said, _ in rows])
+    tagless = np.array([marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in rows])
+    lacks = {"task.words": (options.words, wordless), "task.tags": (options.tags, tagless)}
+    whole = missing.without(dataset, lacks, split, name, drop)
+    words = [[str(word) for word in said] for said in whole[options.words]]
+    tags = [[names[tag] if names else str(tag) for tag in marked] for marked in whole[options.tags]]
     return dataset.from_dict({"words": words, "tags": tags})
+
+
+def _nothing(value: Any, names: list[str] | None = None) -> bool:
+    """A word or tag that is none; a tag -1 of a data set with `names` is none."""
+    return value is None or not str(value).strip() or (names is not None and value == -1)
 
 
 def _encode(run: Run, dataset: Dataset, names: list[str], folder: str, key: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from lockstep.data import documents, source, tokenizer
+from lockstep.data import documents, missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.models import bleu
 from lockstep.run import Run, RunError
@@ -62,18 +62,19 @@ class Translation(Task):
         if options.bleu:
             bleu.check(options.bleu_tokenizer)
         data = source.load(run.data, run.seed)
-        splits = {split: _pairs(dataset, options, split, data.name) for split, dataset in data.splits.items()}
+        splits = {s: _pairs(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
+        left_out = missing.left_out(data.splits, splits)
         if "validation" not in splits:
             splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, None)
         hashes = {split: content(dataset, ["source", "target"]) for split, dataset in splits.items()}
         folder = _tokenizers(run, splits["train"], hashes["train"], options)
-        _check_model(run, options)
+        _check_model(run, options, folder)
         files = {}
         for split, dataset in splits.items():
             key = digest("translation", VERSION, hashes[split], folder.name, run.data.max_length, options.prefix)
             files[split] = _encode(run, dataset, folder, options, key)
         tokens = sorted((split, Path(file).name) for split, file in files.items())
-        return Prepared(digest(tokens), files, str(folder), {"source": data.name})
+        return Prepared(digest(tokens), files, str(folder), {"source": data.name} | left_out)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -240,7 +241,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str) -> Dataset:
+def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str, drop: bool) -> Dataset:
     """The two sides as columns `source` and `target`. Errors: `RunError`."""
     sides = {"source": options.source, "target": options.target}
     if PAIR in dataset.column_names and not {options.source, options.target} <= set(dataset.column_names):
@@ -253,7 +254,7 @@ def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str)
                     f"{', '.join(languages)}"
                 )
         sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
-    documents.check_texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name)
+    dataset = missing.texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
     if options.source == options.target:
         raise RunError(f"task.target: {options.target!r} is the source already")
     wanted = dataset.select_columns(list(sides.values()))
@@ -266,10 +267,17 @@ def _tokenizers(run: Run, train: Dataset, hashed: str, options: TranslationOptio
             rows = train[start : start + 1000]
             yield [text for column in columns for text in rows[column]]
 
+    targets = tokenizer.of_targets(run)
+    if targets is not None:  # of a model that was trained with two, whatever task.tokenizers says
+        return tokenizer.pair(tokenizer.prepare(run, batches("source"), hashed), targets)
     if options.tokenizers == "shared":
         return tokenizer.prepare(run, batches("source", "target"), hashed, generative=True)
     if run.tokenizer.train is None:
-        raise RunError("task.tokenizers: separate ones are trained; set tokenizer.train, or leave this out")
+        raise RunError(
+            "task.tokenizers: separate ones are trained (set tokenizer.train), or come with the model, the second one "
+            f"in its folder {tokenizer.TARGET}/; {run.tokenizer.source or run.model.source or 'a new model'} has none: "
+            "leave this out"
+        )
     both = [tokenizer.prepare(run, batches(side), f"{hashed} {side}", generative=True) for side in ("source", "target")]
     return tokenizer.pair(*both)
 
@@ -297,11 +305,17 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     return entries
 
 
-def _check_model(run: Run, options: TranslationOptions) -> None:
+def _check_model(run: Run, options: TranslationOptions, folder: Path) -> None:
     from lockstep.models import models
 
     models.check(run, "seq2seq", use_cache=False)
     known = models.load_config(run).to_dict()
+    two = (folder / tokenizer.TARGET).is_dir() or getattr(tokenizer.load(str(folder)), "separate_vocabs", False)
+    if run.model.source is not None and known.get("share_encoder_decoder_embeddings") is False and not two:
+        raise RunError(
+            f"model.source: {run.model.source} has a vocabulary of its own for targets, and no tokenizer for it was "
+            f"found in {tokenizer.TARGET}/ beside its tokenizer: targets would be read with the tokenizer of sources"
+        )
     if "num_layers" in known and known.get("num_decoder_layers", 0) > known["num_layers"]:
         raise RunError(
             f"model.config: transformers cannot decode with {known['num_decoder_layers']} decoder layers on "
