@@ -32,6 +32,8 @@ FLOORS = {
     "quick_start": 0,
     "console": 0,
     "processes/launched": 1,
+    "processes/output": 2,
+    "processes/ownership": 3,
     "processes/srun": 1,
     "batch": 1,
     "world": 1,

@@ -47,11 +47,13 @@ from lockstep.world import Stopped, Unreached, World, keep_freed_memory
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
 
 
-def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> int:
-    """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1."""
+def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
+    """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1.
+    `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks are there."""
     world = None
     try:
         world = World(run, init_method)
+        world.refusal = refusal
         if world.size > run.micro_batches:
             raise RunError(
                 f"micro_batches: {run.micro_batches} pieces cannot be shared by {world.size} processes; use fewer "
@@ -62,7 +64,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
         return left(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
     except RunError as caught:
         if world is None or world.local_rank == 0:  # on every machine: its person should know, too
-            error(str(caught), run.folder / LOG)
+            error(str(caught), run.folder / LOG if world is None or world.refusal is None else None)
         return left(run, world, job, BAD)
     except Exception as caught:
         if world is not None and world.stopping and lost_contact(caught):
@@ -86,7 +88,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
 
 def left(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
     """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
-    if world is not None and world.is_main and tuple(job) == TRAIN:
+    if world is not None and world.is_main and tuple(job) == TRAIN and world.refusal is None:
         launched.note(run.folder, status=status, ended=time.time())
     return status
 
@@ -153,9 +155,10 @@ def work(run: Run, world: World) -> int:
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
     agree(run, world, prepared)
     console = Console(world.is_main, world.log, run.track.console)
+    done = finished_already(run, world, prepared)
     if world.is_main:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
-    if finished_already(run, world, prepared):
+    if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
         return pushed(run, world, console) if world.is_main else DONE
     task: Task = task_class(run, prepared)
@@ -327,6 +330,8 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
     found: bool | str = False
     if world.is_main:
         try:
+            if world.refusal is not None:
+                raise RunError(world.refusal)
             found = finished(run, check_resumable(run, prepared))
             keep(run)
             require(run)

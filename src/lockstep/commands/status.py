@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import start
 from lockstep.console import Console
-from lockstep.processes import launched
+from lockstep.processes import launched, ownership
 from lockstep.processes.launched import Launched, State
 from lockstep.report import history
 from lockstep.run import Run, RunError, load
@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(known: argparse.Namespace) -> int:
     run, record = run_of(known.output)
-    state = start.launcher_named(record.launcher).state(run, record) if record else State("unknown", NOT_WRITTEN)
+    state = state_of(run, record)
     metrics = last_metrics(run.folder)
     sound, damaged = checkpoints(run, known.verify)
     total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
@@ -79,9 +79,21 @@ NOT_WRITTEN = (
 def run_of(output: str) -> tuple[Run, Launched | None]:
     """The run of an output folder and its last launch. Errors: `RunError` where it is no output folder."""
     folder = Path(output)
+    record, state = ownership.now(folder, launched.read(folder))
     if not (folder / "run.yaml").is_file():
+        if state is not None:
+            raise RunError(f"{output}: {state.text} prepares a run there; there is nothing to see yet")
         raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
-    return load(folder / "run.yaml", [f"output={json.dumps(output)}"]), launched.read(folder)
+    return load(folder / "run.yaml", [f"output={json.dumps(output)}"]), record
+
+
+def state_of(run: Run, record: Launched | None) -> State:
+    """What the run is doing now. Errors: `RunError`, if nobody can be asked."""
+    if record is None:
+        return State("unknown", NOT_WRITTEN)
+    state = start.launcher_named(record.launcher).state(run, record)
+    _, seen = ownership.now(run.folder, record)
+    return seen if seen is not None and state.word in ("unknown", "gone") else state
 
 
 def origin(record: Launched) -> str:
