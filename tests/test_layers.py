@@ -60,6 +60,7 @@ FLOORS = {
     "strategies/parts/hooked": 5,
     "strategies/parts/zero": 5,
     "checkpoint/parts": 2,
+    "checkpoint/exported": 0,
     "checkpoint/manifest": 3,
     "processes/agreement": 3,
     "processes/meeting": 4,

@@ -265,13 +265,19 @@ def test_what_is_ours_is_taken(tmp_path: Path) -> None:
     for name in (".DS_Store", "lost+found", "train.out", "slurm-7.out"):
         (tmp_path / name).touch()
     check_ours(run)
-    keep(run)  # as a sweep does before it starts a trial
-    check_ours(run)
     (tmp_path / "notes").touch()
     with pytest.raises(RunError, match="it holds notes"):
         check_ours(run)
     launched.write(tmp_path, launched.here("local", 1))
     check_ours(run)  # a person's notes in the folder of a run
+    (tmp_path / "launch.json").write_text("{")  # a power cut
+    with pytest.raises(RunError, match=r"it holds launch\.json, notes"):
+        check_ours(run)
+    keep(run)  # as a sweep does before it starts a trial, and every start
+    check_ours(run)
+    (tmp_path / "run.yaml").write_text(run.model_copy(update={"output": "elsewhere"}).dump())  # a copy
+    with pytest.raises(RunError, match=r"it holds launch\.json, notes, run\.yaml"):
+        check_ours(run)
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "file"])

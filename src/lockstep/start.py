@@ -55,6 +55,7 @@ def launched_as(run: Run, launcher: Launcher, plan: Plan, lock: ownership.Lock |
         check_output(run)
         console = Console(True, voice=run.track.console)
         prepared = checked(run, plan, lambda text: console.facts({"tokens": text}))
+        from lockstep.checkpoint import exported
         from lockstep.checkpoint.manifest import check_resumable, finished
 
         manifest = check_resumable(run, prepared)
@@ -64,6 +65,9 @@ def launched_as(run: Run, launcher: Launcher, plan: Plan, lock: ownership.Lock |
             status = hub.push_pending(run, console.say)
             launched.note(run.folder, status=status, ended=time.time())  # the start before may not have come to it
             return status
+        if manifest is not None and manifest.step >= manifest.steps and (run.folder / "export").exists():
+            fault = exported.damage(run.folder)
+            console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
     if lock is None:
         return launcher.start(run, plan)
     keep(run)

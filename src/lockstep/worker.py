@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,7 +180,7 @@ def resumed(job: Job) -> int:
     run, world, console, strategy = job.run, job.world, job.console, job.strategy
     opening = facts(run, world, job.task, strategy, job.feed)
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
-    rehearse(run, world, strategy, job.feed)
+    rehearse(run, world, strategy, job.feed, lambda: job.checkpoints.rehearse(strategy))
     if world.is_main:
         launched.arrived(run.folder, world.size, job.feed.total)
     step, notes = job.checkpoints.resume(strategy)
@@ -305,11 +305,12 @@ def pushed(run: Run, world: World, console: Console) -> int:
         return STOPPED
 
 
-def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed) -> None:
-    """Try the longest examples before the first step. Ends the process, with advice, where memory does not suffice."""
+def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed, then: Callable[[], None] = lambda: None) -> None:
+    """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
+    where memory does not suffice."""
     keep_freed_memory()  # not before: building a model frees what no step asks for again
     try:
-        strategy.rehearse(feed.longest().to(world.device))
+        strategy.rehearse(feed.longest().to(world.device), then)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
         text = " ".join(str(caught).split())
         if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:

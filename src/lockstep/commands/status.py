@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import start
+from lockstep.checkpoint import exported
 from lockstep.console import Console
 from lockstep.processes import launched, ownership
 from lockstep.processes.launched import Launched, State
@@ -24,7 +25,7 @@ HELP = "what the run of OUTPUT is doing, how far it is, and whether it can be re
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
-    parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints and the export")
     parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
 
 
@@ -36,6 +37,8 @@ def main(known: argparse.Namespace) -> int:
     total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
     step = max([line["step"] for line in metrics.values()] + list(sound), default=0)
     finished = bool(sound) and max(sound) >= (total or 0) and (run.folder / "export" / "config.json").exists()
+    if known.verify and finished and (fault := exported.damage(run.folder)) is not None:
+        finished, damaged["export"] = False, fault
     if known.json:
         facts = {
             "output": str(run.folder),

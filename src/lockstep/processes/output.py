@@ -28,15 +28,14 @@ def check_ours(run: Run) -> None:
             f"output: {export} is {what}, and the model would be written there as a folder: remove it, or give another "
             "output=FOLDER"
         )
-    if launched.read(folder) is not None or any(folder.glob("checkpoints/step-*/manifest.json")):
+    own = launched.read(folder) is not None or _written_for(folder)
+    if own or any(folder.glob("checkpoints/step-*/manifest.json")):
         return
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as caught:
         raise RunError(f"output: cannot read {folder}: {caught.strerror}") from None
     strange = [name for name in names if name not in _HARMLESS and not name.startswith("slurm-")]
-    if strange == ["run.yaml"] and _resolved(folder / "run.yaml"):
-        return
     if strange:
         more = f" and {len(strange) - 5} more" if len(strange) > 5 else ""
         raise RunError(
@@ -45,10 +44,12 @@ def check_ours(run: Run) -> None:
         )
 
 
-def _resolved(path: Path) -> bool:
-    """Whether it is a run file that lockstep has written, with every key in it, and no person."""
+def _written_for(folder: Path) -> bool:
+    """Whether its run.yaml is one that lockstep wrote for this folder: with every key, as no person writes it."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return False
-    return isinstance(values, dict) and set(Run.model_fields) <= values.keys()
+    if not isinstance(values, dict) or not set(Run.model_fields) <= values.keys():
+        return False
+    return Path(str(values["output"])).name == folder.resolve().name
