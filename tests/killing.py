@@ -83,8 +83,8 @@ def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed
             options = [f"launch.processes={processes}", f"strategy.name={strategy}"]
             began = time.monotonic()
             process = start([*LOCKSTEP, "train", "run.yaml", *options], job, cache)
-            true = _moments(job, moment, began + delay * start_s, min(before + ahead, STEPS), _starts(job))
-            came = _wait(true, process)
+            true = moment_of(job, moment, began + delay * start_s, min(before + ahead, STEPS), starts_of(job))
+            came = wait_for(true, process)
             if moment == "training" and came:
                 start_s = min(20.0, time.monotonic() - began)
             if not came:  # it reached its end first: nothing to kill
@@ -92,7 +92,7 @@ def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed
                 assert status == 0, (record.plain(), out, err)
                 break
             record.kills.append(Kill(record.jobs, strategy, processes, moment, victim, before, step_of(job)))
-            _kill(victim, process, job, chance)
+            kill(victim, process, job, chance)
             ended(process)
             until(lambda j=job: not processes_in(j), "the ranks to end with their launcher")  # type: ignore[misc]
         finish(job, cache)
@@ -106,26 +106,27 @@ def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed
     return record
 
 
-def _moments(job: Path, moment: str, instant: float, step: int, starts: int) -> Callable[[], bool]:
+def moment_of(job: Path, moment: str, instant: float, step: int, starts: int) -> Callable[[], bool]:
     """Whether the moment to kill has come; but for `starting`, not before this start has followed `starts` others."""
     checkpoints = job / "out/checkpoints"
     come = {
         "training": lambda: step_of(job) >= step,
         "saving": lambda: any(checkpoints.glob(".step-*.partial")),
+        "exporting": lambda: (job / "out/.export.partial").exists(),
         "ending": lambda: step_of(job) >= STEPS,
     }
     if moment == "starting":
         return lambda: time.monotonic() > instant
-    return lambda: _starts(job) > starts and come[moment]()
+    return lambda: starts_of(job) > starts and come[moment]()
 
 
-def _starts(job: Path) -> int:
+def starts_of(job: Path) -> int:
     """How often the job has come to where it trains."""
     events = job / "out/events.jsonl"
     return events.read_text().count('"event": "start"') if events.exists() else 0
 
 
-def _wait(true: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
+def wait_for(true: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
     """Until it is true; False when the process ended first."""
     limit = time.monotonic() + 300
     while not true():
@@ -136,7 +137,7 @@ def _wait(true: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
     return process.poll() is None
 
 
-def _kill(victim: str, process: subprocess.Popen[str], job: Path, chance: random.Random) -> None:
+def kill(victim: str, process: subprocess.Popen[str], job: Path, chance: random.Random) -> None:
     if victim == "a rank":
         ranks = ranks_of(process, job) or [process.pid]  # one process, or none that has started
         _end(chance.choice(ranks))

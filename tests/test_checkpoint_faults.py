@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lockstep.checkpoint import storage
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
 from lockstep.checkpoint.checkpoint import digest as digest_of
 from lockstep.data.feed import Feed
+from lockstep.processes import launched
 from lockstep.run import Run, RunError
 from lockstep.world import World
 
@@ -335,6 +337,14 @@ storage.write = write
 class Slow(Classification):
     pass
 """
+
+
+def in_the_way(folder: Path) -> None:
+    """The folder of an earlier launch, with a file where its checkpoints would be."""
+    launched.write(folder, replace(launched.here("local", 1), status=75))
+    (folder / "checkpoints").write_text("mine")
+
+
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 
 
@@ -364,8 +374,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path, cache: Path) -> None:
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_run_that_is_to_stop_at_a_failed_checkpoint_ends_with_status_1(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, checkpoint={"every": 10, "on_failure": "stop"})
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "checkpoints").write_text("in the way")
+    in_the_way(tmp_path / "out")
     status, out, err = train(tmp_path, cache)
     assert status == 1, (out, err)
     assert err.count("the checkpoint of step 10 could not be written (rank 0 on ") == 1
@@ -378,8 +387,7 @@ def test_a_run_that_is_to_stop_at_a_failed_checkpoint_ends_with_status_1(tmp_pat
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_run_goes_on_without_checkpoints_and_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "checkpoints").write_text("in the way")
+    in_the_way(tmp_path / "out")
     out = finish(tmp_path, cache)
     assert out.count("could not be written") == 6
     export = "out/export/model.safetensors"

@@ -40,10 +40,10 @@ class Exploding(AllReduce):
 class Hungry(AllReduce):
     """No memory for the longest examples, on the last rank."""
 
-    def rehearse(self, batch: Any) -> None:
+    def rehearse(self, batch: Any, *then: Any) -> None:
         if self.world.rank == self.world.size - 1:
             raise torch.OutOfMemoryError("wanted 3 GiB more")
-        super().rehearse(batch)
+        super().rehearse(batch, *then)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")

@@ -137,7 +137,7 @@ def test_a_number_that_was_given_to_another_process() -> None:
 
 def test_a_dead_process_that_nobody_has_looked_at_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    born = launched._born(child.pid)
+    born = launched.born(child.pid)
     process = Process(Process.this().host, child.pid, born or "")
     assert process.alive() is True
     os.kill(child.pid, signal.SIGKILL)

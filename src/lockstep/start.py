@@ -9,12 +9,13 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import plugins
 from lockstep.console import Console
-from lockstep.processes import launched, srun
+from lockstep.processes import launched, ownership, srun
 from lockstep.processes.stops import listen_no_more
 from lockstep.run import Run, RunError, check_output, keep
 
@@ -28,13 +29,22 @@ def train(run: Run) -> int:
     if (task := task_of_srun(run)) is not None and run.launch.options.get("ranks") == "elastic":
         from lockstep.launchers.slurm import agent_of
 
-        return agent_of(run, task)
+        if task.rank:
+            return agent_of(run, task)
+        with ownership.owned(run, Console(True).note) as lock:
+            return lock.verdict(agent_of(run, task))
     if joining():
         return joined(run)
     launcher, plan = planned(run)
-    main = launcher.leads(run, plan)
-    if main:
+    if not launcher.leads(run, plan):
+        return launched_as(run, launcher, plan, None)
+    with ownership.owned(run, Console(True).note) as lock:
         only_one(run, launcher)
+        return lock.verdict(launched_as(run, launcher, plan, lock))
+
+
+def launched_as(run: Run, launcher: Launcher, plan: Plan, lock: ownership.Lock | None) -> int:
+    """Check, prepare, and start what the plan says. `lock`: of OUTPUT, on the machine that speaks for the job."""
     launcher.check(run, plan)
     # a machine that only submits may have no torch: the ranks make the same checks
     if not launcher.submits or (launcher.shares_files and importlib.util.find_spec("torch") is not None):
@@ -45,6 +55,7 @@ def train(run: Run) -> int:
         check_output(run)
         console = Console(True, voice=run.track.console)
         prepared = checked(run, plan, lambda text: console.facts({"tokens": text}))
+        from lockstep.checkpoint import exported
         from lockstep.checkpoint.manifest import check_resumable, finished
 
         manifest = check_resumable(run, prepared)
@@ -54,9 +65,14 @@ def train(run: Run) -> int:
             status = hub.push_pending(run, console.say)
             launched.note(run.folder, status=status, ended=time.time())  # the start before may not have come to it
             return status
-    if main:
-        keep(run)
-    if launcher.submits or not main:
+        if manifest is not None and manifest.step >= manifest.steps and (run.folder / "export").exists():
+            fault = exported.damage(run.folder)
+            console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
+    if lock is None:
+        return launcher.start(run, plan)
+    keep(run)
+    if launcher.submits:
+        lock.release()  # from here on it is that of the job's ranks
         return launcher.start(run, plan)
     launched.write(run.folder, mine := launched.here(run.launch.name, plan.processes))
     try:
@@ -99,10 +115,20 @@ def joined(run: Run) -> int:
     if wanted is not None and wanted != came:
         leave_status(2)
         raise RunError(f"launch: {wanted} processes were asked for, and a job of {came} came up; nothing was trained")
-    if os.environ["RANK"] == "0" and launched.VARIABLE not in os.environ:
-        launched.write(run.folder, launched.here("", int(os.environ["WORLD_SIZE"])))
-    status = worker.main(run, job=tuple(os.environ.get(JOB, "").split()) or TRAIN)
-    listen_no_more()
+    job = tuple(os.environ.get(JOB, "").split()) or TRAIN
+    with ExitStack() as stack:
+        lock, refusal = None, None
+        if os.environ["RANK"] == "0" and job == TRAIN and not ownership.held_by_launcher(run.folder):
+            try:
+                lock = stack.enter_context(ownership.owned(run, Console(True).note))
+                if launched.VARIABLE not in os.environ:
+                    launched.write(run.folder, launched.here("", int(os.environ["WORLD_SIZE"])))
+            except RunError as caught:
+                refusal = str(caught)  # told once all ranks are there: alone, this one would leave them waiting
+        status = worker.main(run, job=job, refusal=refusal)
+        listen_no_more()
+        if lock is not None:
+            status = lock.verdict(status)
     leave_status(status)
     return status
 

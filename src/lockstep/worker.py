@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,13 @@ from lockstep.world import Stopped, Unreached, World, keep_freed_memory
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
 
 
-def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> int:
-    """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1."""
+def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
+    """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1.
+    `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks are there."""
     world = None
     try:
         world = World(run, init_method)
+        world.refusal = refusal
         if world.size > run.micro_batches:
             raise RunError(
                 f"micro_batches: {run.micro_batches} pieces cannot be shared by {world.size} processes; use fewer "
@@ -62,7 +64,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
         return left(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
     except RunError as caught:
         if world is None or world.local_rank == 0:  # on every machine: its person should know, too
-            error(str(caught), run.folder / LOG)
+            error(str(caught), run.folder / LOG if world is None or world.refusal is None else None)
         return left(run, world, job, BAD)
     except Exception as caught:
         if world is not None and world.stopping and lost_contact(caught):
@@ -86,7 +88,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN) -> i
 
 def left(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
     """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
-    if world is not None and world.is_main and tuple(job) == TRAIN:
+    if world is not None and world.is_main and tuple(job) == TRAIN and world.refusal is None:
         launched.note(run.folder, status=status, ended=time.time())
     return status
 
@@ -153,9 +155,10 @@ def work(run: Run, world: World) -> int:
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
     agree(run, world, prepared)
     console = Console(world.is_main, world.log, run.track.console)
+    done = finished_already(run, world, prepared)
     if world.is_main:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
-    if finished_already(run, world, prepared):
+    if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
         return pushed(run, world, console) if world.is_main else DONE
     task: Task = task_class(run, prepared)
@@ -177,7 +180,7 @@ def resumed(job: Job) -> int:
     run, world, console, strategy = job.run, job.world, job.console, job.strategy
     opening = facts(run, world, job.task, strategy, job.feed)
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
-    rehearse(run, world, strategy, job.feed)
+    rehearse(run, world, strategy, job.feed, lambda: job.checkpoints.rehearse(strategy))
     if world.is_main:
         launched.arrived(run.folder, world.size, job.feed.total)
     step, notes = job.checkpoints.resume(strategy)
@@ -302,11 +305,12 @@ def pushed(run: Run, world: World, console: Console) -> int:
         return STOPPED
 
 
-def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed) -> None:
-    """Try the longest examples before the first step. Ends the process, with advice, where memory does not suffice."""
+def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed, then: Callable[[], None] = lambda: None) -> None:
+    """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
+    where memory does not suffice."""
     keep_freed_memory()  # not before: building a model frees what no step asks for again
     try:
-        strategy.rehearse(feed.longest().to(world.device))
+        strategy.rehearse(feed.longest().to(world.device), then)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
         text = " ".join(str(caught).split())
         if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
@@ -327,6 +331,8 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
     found: bool | str = False
     if world.is_main:
         try:
+            if world.refusal is not None:
+                raise RunError(world.refusal)
             found = finished(run, check_resumable(run, prepared))
             keep(run)
             require(run)

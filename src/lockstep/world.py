@@ -68,6 +68,7 @@ class World:
         self._stop = self._raises = False
         self._until = time.monotonic() + (run.stop_after_s or math.inf)
         self.place, self.progress = "at the start", 0
+        self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks are told
         self._asking: tuple[dist.Work, Tensor] | None = None
 
     @property

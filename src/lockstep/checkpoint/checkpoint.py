@@ -35,6 +35,8 @@ from lockstep.measure.journal import launched_by
 from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lockstep.checkpoint.parts import Saved
     from lockstep.checkpoint.storage import Background, Shard, Written
     from lockstep.strategies.strategy import Strategy
@@ -78,16 +80,14 @@ class Checkpoints:
     def save(self, step: int, strategy: Strategy, scores: Mapping[str, float] | None = None) -> None:
         """Begin to write the state after `step` updates; waits for the save before. `scores` are those of the
         evaluation after this step. Collective. Errors: `CheckpointError`, if the run is to stop at a failure."""
-        from lockstep.checkpoint.storage import Background, Shard
+        from lockstep.checkpoint.storage import Background
 
         self.settle()
         parts = strategy.parts()
-        try:
-            if self._shard is None:
-                self._shard = Shard(parts, self.world, self._writes())
-        except OSError as caught:
-            self._failed(step, [str(caught)])
+        if faults := self._lay_out(parts):
+            self._failed(step, faults)
             return
+        assert self._shard is not None
         self._shard.fill(parts)
         manifest = Manifest(
             step=step,
@@ -105,6 +105,37 @@ class Checkpoints:
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
         self._saving = _Saving(manifest, aside, Background(lambda: _write(shard, aside)))
+
+    def rehearse(self, strategy: Strategy) -> None:
+        """Take and fill the buffer of this rank's file, while there is a state of the optimizer: memory that does not
+        suffice for it is found before the first step. Collective. Errors: `RunError`, on every rank, if the run is to
+        stop at a failure."""
+        parts = strategy.parts()
+        if faults := self._lay_out(parts):
+            text = f"no checkpoint can be written: {'; '.join(faults)}"
+            if self.run.checkpoint.on_failure == "stop":
+                raise RunError(f"{text} (checkpoint.on_failure: stop)")
+            if self.world.is_main:
+                self.say(f"{text}. Each save tries again")
+        elif self._shard is not None:
+            self._shard.fill(parts)
+
+    def _lay_out(self, parts: dict[str, Tensor]) -> list[str]:
+        """See that there is a buffer for these parts. Returns what went wrong, and where. Collective."""
+        from lockstep.checkpoint.storage import Shard
+
+        if not any(self.world.everyone(self._shard is None or not self._shard.suits(parts))):
+            return []
+        self._shard, reason = None, None
+        try:
+            self._shard = Shard(parts, self.world, self._writes())
+        except (OSError, MemoryError, RuntimeError) as caught:
+            reason = _reason(caught)
+        found = self.world.everyone((reason, self.world.host))
+        faults = [f"rank {i} on {host}: {reason}" for i, (reason, host) in enumerate(found) if reason]
+        if faults:
+            self._shard = None
+        return faults
 
     def advance(self) -> None:
         """At a step's end: find out whether all ranks have written, and go on with the save if so. Waits for nobody

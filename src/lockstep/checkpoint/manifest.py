@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint import exported
 from lockstep.data.tokens import Prepared
 from lockstep.run import Run, RunError
 
@@ -197,5 +198,5 @@ def none_usable(run: Run, reasons: Iterable[str]) -> str:
 
 
 def finished(run: Run, manifest: Manifest | None) -> bool:
-    """Whether the run has reached its last step and its export is there."""
-    return manifest is not None and manifest.step >= manifest.steps and (run.folder / "export" / "config.json").exists()
+    """Whether the run has reached its last step and its export is there, as it was written. Reads the export."""
+    return manifest is not None and manifest.step >= manifest.steps and exported.damage(run.folder) is None

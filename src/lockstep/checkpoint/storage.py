@@ -102,6 +102,11 @@ class Shard:
             place = self._buffer[slice(*entry["data_offsets"])]
             self._views[item.index.fqn] = place.view(dtype).view(entry["shape"])
         self._cuda = world.device if world.device.type == "cuda" else None
+        self._parts = _shapes(parts)
+
+    def suits(self, parts: Mapping[str, Tensor]) -> bool:
+        """Whether this rank holds what it held when this was laid out; a weight may get a moment later than others."""
+        return _shapes(parts) == self._parts
 
     @property
     def empty(self) -> bool:
@@ -125,6 +130,10 @@ class Shard:
         content = memoryview(self._buffer.numpy().data)
         for start in range(0, len(content), BLOCK_BYTES):
             yield content[start : start + BLOCK_BYTES]
+
+
+def _shapes(parts: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: (tensor.shape, local(tensor).shape, tensor.dtype) for name, tensor in parts.items()}
 
 
 def write(path: Path, blocks: Iterable[memoryview | bytes]) -> Written:

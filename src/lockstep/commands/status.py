@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import start
+from lockstep.checkpoint import exported
 from lockstep.console import Console
-from lockstep.processes import launched
+from lockstep.processes import launched, ownership
 from lockstep.processes.launched import Launched, State
 from lockstep.report import history
 from lockstep.run import Run, RunError, load
@@ -24,18 +25,20 @@ HELP = "what the run of OUTPUT is doing, how far it is, and whether it can be re
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
-    parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints and the export")
     parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
 
 
 def main(known: argparse.Namespace) -> int:
     run, record = run_of(known.output)
-    state = start.launcher_named(record.launcher).state(run, record) if record else State("unknown", NOT_WRITTEN)
+    state = state_of(run, record)
     metrics = last_metrics(run.folder)
     sound, damaged = checkpoints(run, known.verify)
     total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
     step = max([line["step"] for line in metrics.values()] + list(sound), default=0)
     finished = bool(sound) and max(sound) >= (total or 0) and (run.folder / "export" / "config.json").exists()
+    if known.verify and finished and (fault := exported.damage(run.folder)) is not None:
+        finished, damaged["export"] = False, fault
     if known.json:
         facts = {
             "output": str(run.folder),
@@ -79,9 +82,21 @@ NOT_WRITTEN = (
 def run_of(output: str) -> tuple[Run, Launched | None]:
     """The run of an output folder and its last launch. Errors: `RunError` where it is no output folder."""
     folder = Path(output)
+    record, state = ownership.now(folder, launched.read(folder))
     if not (folder / "run.yaml").is_file():
+        if state is not None:
+            raise RunError(f"{output}: {state.text} prepares a run there; there is nothing to see yet")
         raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
-    return load(folder / "run.yaml", [f"output={json.dumps(output)}"]), launched.read(folder)
+    return load(folder / "run.yaml", [f"output={json.dumps(output)}"]), record
+
+
+def state_of(run: Run, record: Launched | None) -> State:
+    """What the run is doing now. Errors: `RunError`, if nobody can be asked."""
+    if record is None:
+        return State("unknown", NOT_WRITTEN)
+    state = start.launcher_named(record.launcher).state(run, record)
+    _, seen = ownership.now(run.folder, record)
+    return seen if seen is not None and state.word in ("unknown", "gone") else state
 
 
 def origin(record: Launched) -> str:

@@ -6,7 +6,7 @@ import argparse
 import time
 
 from lockstep import start
-from lockstep.commands.status import NOT_WRITTEN, run_of, told
+from lockstep.commands.status import NOT_WRITTEN, run_of, state_of, told
 from lockstep.console import Console, error
 from lockstep.run import RunError
 
@@ -28,13 +28,13 @@ def main(known: argparse.Namespace) -> int:
     if known.wait < 0:
         raise RunError(f"--wait: {known.wait:g} is not a number of seconds")
     launcher, console = start.launcher_named(record.launcher), Console(True)
-    state = launcher.state(run, record)
+    state = state_of(run, record)
     if not state.live and state.word != "unknown":
         console.say(f"{run.folder} does not run: {told(state)}")
         return 0
     console.say(launcher.stop(run, record))
     until = time.monotonic() + known.wait
-    while (state := launcher.state(run, record)).live and time.monotonic() < until:
+    while (state := state_of(run, record)).live and time.monotonic() < until:
         time.sleep(0.2 if record.job is None else 2.0)  # a scheduler is not asked more often
     console.say(f"{run.folder}: {told(state)}")
     if state.live and known.wait:

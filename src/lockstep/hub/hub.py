@@ -20,6 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint import exported
 from lockstep.console import error as tell
 from lockstep.hub import card
 from lockstep.hub.hub_errors import one_line, status_of, told, transient
@@ -59,16 +60,14 @@ class Pushed:
 def write_export(
     run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
 ) -> Path:
-    """Write the export and its model card; aside, then renamed. Rank 0 only."""
-    final = run.folder / "export"
+    """Write the export and its model card; aside, then renamed. Rank 0 only. Errors: `OSError`."""
     aside = run.folder / ".export.partial"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     task.write(aside, weights)
     (aside / "README.md").write_text(card.model_card(run, task, scores, steps), encoding="utf-8")
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(aside, final)
-    return final
+    exported.settle(aside, run.folder)
+    return run.folder / "export"
 
 
 # -- before training -------------------------------------------------------------------------------------------------

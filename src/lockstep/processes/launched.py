@@ -41,14 +41,13 @@ class Process:
 
     @classmethod
     def this(cls) -> Process:
-        return cls(socket.gethostname(), os.getpid(), _born(os.getpid()) or "")
+        return cls(socket.gethostname(), os.getpid(), born(os.getpid()) or "")
 
     def alive(self) -> bool | None:
         """Whether it runs; None where that cannot be seen from this host."""
         if self.host != socket.gethostname():
             return None
-        born = _born(self.pid)
-        return born is not None and born == self.born
+        return self.born != "" and born(self.pid) == self.born
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def lines_of(path: Path, follow: bool, live: Any = lambda: True, every_s: float 
         yield rest
 
 
-def _born(pid: int) -> str | None:
+def born(pid: int) -> str | None:
     """When a process started, or None where it is not there (or dead, and only its parent has not looked)."""
     try:
         state, *fields_of = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

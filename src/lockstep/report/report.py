@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from lockstep import messages
 from lockstep.report import charts, panels
@@ -149,7 +150,7 @@ def _comparison(histories: Mapping[str, History], beside: Path) -> dict[str, Any
     differing = [key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1]
     return {
         "runs": [
-            (name, history, os.path.relpath(history.folder / "report.html", beside))
+            (name, history, quote(os.path.relpath(history.folder / "report.html", beside)))
             for name, history in histories.items()
         ],
         "differing": [(key, [_value(values.get(key)) for values in flat.values()]) for key in differing],

@@ -137,10 +137,11 @@ class Strategy(ABC):
             raise NotFinite(bad, float(norm))
         return False
 
-    def rehearse(self, batch: StepBatch) -> None:
+    def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is
-        found here. Collective."""
+        found here. `then`: what is tried while there is a state of the optimizer. Collective."""
         self.train_step(batch, 0.0)  # at this rate weights stay what they are
+        then()
         self.optimizer.state.clear()
 
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -140,8 +140,8 @@ class Sharded(Strategy):
         self.usable(losses, norm)
         return StepResult(losses.sum() / batch.targets, norm)
 
-    def rehearse(self, batch: StepBatch) -> None:
-        super().rehearse(batch)
+    def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
+        super().rehearse(batch, then)
         if self.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False  # to the state that was
 

@@ -1,0 +1,79 @@
+"""What an export was when it was written, and whether it still is: `OUTPUT/export.json`.
+
+In: the export's folder. Out: files that are on the disk, readable as the folder's others, and their hashes; later what
+is wrong with one, or nothing. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+FILE = "export.json"
+
+
+def settle(aside: Path, output: Path) -> None:
+    """Make a written folder the export of an output folder: synced, with one mode for all files, whatever wrote them,
+    and its hashes beside it. The one before is there until then. Errors: `OSError`."""
+    final, before, record = output / "export", output / ".export.removed", output / f".{FILE}.partial"
+    record.touch()
+    mode = record.stat().st_mode & 0o777  # what this process's umask leaves
+    hashes = {}
+    for path in sorted(aside.rglob("*")):
+        if path.is_file():
+            path.chmod(mode)
+            with open(path, "rb") as file:
+                hashes[path.relative_to(aside).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+        _sync(path)
+    _sync(aside)
+    record.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
+    _sync(record)
+    shutil.rmtree(before, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        os.rename(final, before)
+    os.rename(aside, final)
+    os.replace(record, output / FILE)
+    _sync(output)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def damage(output: Path) -> str | None:
+    """What is wrong with the export of an output folder, or None; reads its weights. A person may have edited its card
+    and its JSON files, which must be there and be JSON. One of an older version has no hashes: it is only there."""
+    export = output / "export"
+    if not (export / "config.json").is_file():
+        return "config.json is missing"
+    try:
+        hashes: dict[str, str] = json.loads((output / FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return f"{FILE} cannot be read"
+    for name, known in hashes.items():
+        try:
+            if name.endswith(".json"):
+                json.loads((export / name).read_bytes())
+                continue
+            with open(export / name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as caught:
+            return f"{name}: {caught.strerror}"
+        except ValueError:
+            return f"{name} is not JSON"
+        if found != known and name != "README.md":
+            return f"{name} does not match its hash"
+    return None
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
