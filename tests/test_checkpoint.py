@@ -230,6 +230,31 @@ def test_a_checkpoint_older_than_a_key_had_its_default(trained: tuple, key: str,
     assert f"{key}: {then!r} in the checkpoint, {now!r} now" in told
 
 
+def test_the_same_data_under_another_name_is_the_same_data(trained: tuple, tmp_path: Path) -> None:
+    """A renamed folder, or a copy; what is in it counts, and so does every other key."""
+    rows = [json.dumps({"text": f"word {i}", "label": i % 3}) + "\n" for i in range(60)]
+    for name, lines in (("first", rows), ("other", rows[:-1])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text("".join(lines))
+
+    def of(folder: str, *overrides: str) -> tuple[Run, Prepared]:
+        run = run_in(trained[0], f"data={{source: {tmp_path / folder}, max_length: 32}}", *overrides)
+        return run, prepare(run, Classification)
+
+    run, prepared = of("first")
+    manifest = manifest_of(trained[0] / "checkpoints" / "step-000004")
+    manifest = dataclasses.replace(manifest, arithmetic=run.arithmetic(), data=prepared.key)
+    (tmp_path / "first").rename(tmp_path / "renamed")
+    assert changed(*of("renamed"), manifest) is None
+    told = changed(*of("other"), manifest)
+    assert told is not None
+    assert "trained on other data" in told
+    assert f"data.source: '{tmp_path}/first' in the checkpoint, '{tmp_path}/other' now" in told
+    told = changed(*of("renamed", "optim.clip=3"), manifest)
+    assert told is not None
+    assert "optim.clip: 0.5 in the checkpoint, 3.0 now" in told
+
+
 def test_the_same_data_in_another_cache_is_the_same_data(
     trained: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,14 @@ from lockstep.run import Run, RunError
 
 FORMAT = 2
 FILE = "manifest.json"
+# Keys that say where tokens come from. What counts is what they are, and the manifest has their hash.
+_READ_FROM = {
+    *(
+        f"data.{key}"
+        for key in ("source", "config", "revision", "train", "validation", "test", "encoding", "drop_missing")
+    ),
+    "tokenizer.source",
+}
 
 
 @dataclass(frozen=True)
@@ -149,8 +157,8 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
     # a checkpoint that is older than a key was trained with the key's default
     then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
     differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
-    if differing:
-        rows = "\n".join(f"  {k}: {then.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in differing)
+    rows = "\n".join(f"  {k}: {then.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in differing)
+    if not set(differing) <= _READ_FROM:
         return (
             f"{run.folder} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
             "Go on with the old values, or give another output=FOLDER, or remove the folder"
@@ -160,6 +168,7 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
             f"{run.folder} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
             f"tokenizer: "
             "the contents have changed since. Restore them, or give another output=FOLDER"
+            + (f"\n{rows}" if rows else "")
         )
     return None
 
