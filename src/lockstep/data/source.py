@@ -7,12 +7,14 @@ instead. Imports `datasets` only when called: a worker that finds its tokens in 
 
 from __future__ import annotations
 
+import codecs
 import glob
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.data import readable
 from lockstep.run import RunError
 from lockstep.sections import DataSection
 
@@ -59,7 +61,7 @@ def load(data: DataSection, seed: int, plain: str | None = None) -> Source:
     elif (local := local_splits(data)) is not None:
         source = Source(
             data.source or "local files",
-            {split: _read(files, f"data.{split}", plain) for split, files in local.items() if files},
+            {s: _read(files, f"data.{s}", plain, data.encoding) for s, files in local.items() if files},
         )
     else:
         source = _from_hub(data)
@@ -138,7 +140,7 @@ def _expand(value: str | list[str], key: str, root: Path | None = None) -> list[
     return files
 
 
-def _read(files: list[Path], key: str, plain: str | None) -> Dataset:
+def _read(files: list[Path], key: str, plain: str | None, encoding: str) -> Dataset:
     import datasets
 
     formats = {_FORMATS[f.suffix][0] for f in files}
@@ -146,43 +148,57 @@ def _read(files: list[Path], key: str, plain: str | None) -> Dataset:
         raise RunError(
             f"{key}: files of different formats ({', '.join(str(f) for f in files)}); use one format a split"
         )
+    for file in files:
+        readable.check(file, key, encoding)
     builder, options = _FORMATS[files[0].suffix]
     if builder == "lines":
-        return _read_plain(files, key, plain) if plain else _read_lines(files, key)
+        return _read_plain(files, plain, encoding) if plain else _read_lines(files, key, encoding)
+    utf8 = codecs.lookup(encoding).name == "utf-8"
+    if builder == "json" and not utf8:  # its reader knows UTF-8 only
+        return datasets.Dataset.from_list([row for file in files for row in _rows_of(file, key, encoding)])
+    if builder == "csv" and not utf8:
+        options = options | {"encoding": encoding}
     try:
         return datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:  # datasets wraps whatever its readers raise
         if any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error):  # a header alone
             raise RunError(f"{key}: {', '.join(str(f) for f in files)} is empty, it holds no example") from None
-        cause = error.__cause__ or error
+        for file in files if builder == "json" else ():
+            _rows_of(file, key, encoding)  # says on which line it goes wrong
+        cause = " ".join(str(error.__cause__ or error).split())
         raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
 
 
-def _text_of(file: Path, key: str) -> str:
+def _rows_of(file: Path, key: str, encoding: str) -> list[dict[str, Any]]:
     try:
-        return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"{key}: cannot read {file} as UTF-8 text: {error}") from error
+        return readable.json_rows(file, encoding)
+    except ValueError as error:
+        raise RunError(f"{key}: {file}, {error}") from None
 
 
-def _read_plain(files: list[Path], key: str, each: str) -> Dataset:
+def _text_of(file: Path, encoding: str) -> str:
+    """The text of a file that was found readable, with its ends of lines as they are on Unix."""
+    return file.read_text(encoding="utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding)
+
+
+def _read_plain(files: list[Path], each: str, encoding: str) -> Dataset:
     """Texts without labels: each `line` that is not blank, or each whole `file`."""
     import datasets
 
-    texts = [_text_of(file, key) for file in files]
+    texts = [_text_of(file, encoding) for file in files]
     if each == "line":
         texts = [line for text in texts for line in text.split("\n")]
     return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
 
 
-def _read_lines(files: list[Path], key: str) -> Dataset:
+def _read_lines(files: list[Path], key: str, encoding: str) -> Dataset:
     """`text;label` a line; the text may hold semicolons, the label may not."""
     import datasets
 
     texts: list[str] = []
     labels: list[str] = []
     for file in files:
-        lines = _text_of(file, key).split("\n")  # splitlines would also cut at U+2028 and the like
+        lines = _text_of(file, encoding).split("\n")  # splitlines would also cut at U+2028 and the like
         for number, line in enumerate(lines, 1):
             if line.strip():
                 text, mark, label = line.rpartition(";")

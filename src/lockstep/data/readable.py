@@ -1,0 +1,142 @@
+"""Whether a data file can be read as what its name says, and which line is at fault where it cannot.
+
+In: a local file and the encoding of texts. Out: nothing, or a `RunError` that names key, file, line and what to do.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep import messages
+from lockstep.run import RunError
+
+# How compressed files begin: `datasets` would unpack them whatever they are called, to any size.
+_PACKED = {
+    "gzip": (0, b"\x1f\x8b"),
+    "bzip2": (4, b"1AY&SY"),
+    "xz": (0, b"\xfd7zXZ\x00"),
+    "zstd": (0, b"\x28\xb5\x2f\xfd"),
+    "zip": (0, b"PK\x03\x04"),
+    "lz4": (0, b"\x04\x22\x4d\x18"),
+}
+_BLOCK = 2**20  # bytes decoded at a time
+MOST = 1000  # times its own size that a file may unpack to, if that is
+LARGE = 2**30  # bytes or more
+
+
+def check(file: Path, key: str, encoding: str) -> None:
+    """Refuse what is compressed, what is not text of this encoding, and a Parquet file that would fill the disk.
+
+    Reads the whole file. Errors: `RunError`."""
+    try:
+        with open(file, "rb") as opened:
+            start = opened.read(4096)
+        if file.suffix == ".parquet":
+            return _check_unpacked(file, key)
+        for name, (place, mark) in _PACKED.items():
+            if start.startswith(mark, place):
+                raise RunError(f"{key}: {file} is compressed ({name}), whatever its name says: unpack it first")
+        return _check_text(file, key, encoding, start)
+    except OSError as error:
+        raise RunError(f"{key}: cannot read {file}: {error.strerror or error}") from error
+
+
+def _check_text(file: Path, key: str, encoding: str, start: bytes) -> None:
+    decoder, line = codecs.getincrementaldecoder(encoding)(), 1
+    guess = _looks_like(start)
+    try:
+        with open(file, "rb") as opened:
+            while block := opened.read(_BLOCK):
+                line += decoder.decode(block).count("\n")
+        decoder.decode(b"", final=True)
+        if guess is None or codecs.lookup(guess).name[:6] == codecs.lookup(encoding).name[:6]:
+            return
+        reason = "it decodes, but as zeros between letters"
+    except UnicodeError as error:
+        line += str(getattr(error, "object", b"")[: getattr(error, "start", 0)], "latin-1").count("\n")
+        reason = f"line {line}: {getattr(error, 'reason', error)}"
+    others = f"{guess}: it begins as that does" if guess else "cp1252, latin-1, utf-16, or what it was written in"
+    raise RunError(
+        f"{key}: {file} is not text in {encoding.upper() if encoding == 'utf-8' else encoding} ({reason}): set "
+        f"data.encoding ({others}), or convert the file"
+    )
+
+
+def _looks_like(start: bytes) -> str | None:
+    """The encoding of two or four bytes a letter that a file begins in, or None."""
+    for mark, name in ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")):
+        if start.startswith(mark):
+            return name
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    even, odd = start[::2].count(0), start[1::2].count(0)
+    if max(even, odd) * 4 > len(start):
+        return "utf-16-le" if odd > even else "utf-16-be"
+    return None
+
+
+def _check_unpacked(file: Path, key: str) -> None:
+    """What a Parquet file unpacks to is estimated from its metadata and the first rows of each group of rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size, unpacked = file.stat().st_size, 0.0
+    try:
+        parquet = pq.ParquetFile(file)
+        for group in range(parquet.metadata.num_row_groups):
+            told = parquet.metadata.row_group(group)
+            first = next(parquet.iter_batches(batch_size=16, row_groups=[group]), None)
+            rows = first.nbytes / len(first) * told.num_rows if first is not None and len(first) else 0
+            unpacked += max(rows, told.total_byte_size)
+    except pa.ArrowException:
+        return  # its reader says what is wrong with it
+    if unpacked >= LARGE and unpacked > MOST * size:
+        raise RunError(
+            f"{key}: {file} has {size:,} bytes and unpacks to about {unpacked / 2**30:,.1f} GiB, "
+            f"{unpacked / size:,.0f} times as much, which looks like a mistake or a trap; if it is "
+            "meant, write it as .jsonl or .csv"
+        )
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def json_rows(file: Path, encoding: str) -> list[dict[str, Any]]:
+    """The rows of a .json or .jsonl file. Errors: `ValueError`, which says what is wrong and on which line."""
+    text = file.read_bytes().decode("utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding)
+    if text.lstrip()[:1] == "[":
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {error.lineno}, column {error.colno}: {_said(error)}") from None
+        for number, row in enumerate(rows):
+            _check_row(row, f"row {number}")
+        return rows
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number}, column {error.colno}: {_said(error)}: {_shown(line)}") from None
+            except RecursionError:
+                raise ValueError(f"line {number}: nested too deeply") from None
+            _check_row(rows[-1], f"line {number}")
+    return rows
+
+
+def _check_row(row: Any, place: str) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} holds {messages.kind(row)}; wanted is a mapping of columns on each line")
+
+
+def _said(error: json.JSONDecodeError) -> str:
+    return error.msg[:1].lower() + error.msg[1:]
+
+
+def _shown(line: str) -> str:
+    line = line.strip()
+    return repr(line if len(line) <= 80 else f"{line[:77]}...")

@@ -1,0 +1,107 @@
+"""Data files that cannot be read as they are: which line is at fault, which encoding it is, what fills the disk."""
+
+import bz2
+import gzip
+import lzma
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lockstep.data import readable, source
+from lockstep.run import DataSection, RunError, load
+
+GOOD = '{"text": "abc", "label": 1}\n'
+
+
+def read(path: Path, **keys: str) -> list[dict]:
+    return source.load(DataSection(source=str(path), **keys), 0).splits["train"].to_list()  # type: ignore[arg-type]
+
+
+def said(path: Path, content: bytes, **keys: str) -> str:
+    path.write_bytes(content)
+    with pytest.raises(RunError) as caught:
+        read(path, **keys)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ('{"text": "x", "label": ', "line 78, column 24: expecting value"),
+        ('{"text": "x" "label": 3}', 'line 78, column 14: expecting \',\' delimiter: \'{"text": "x" "label": 3}\''),
+        ("[1, 2]", "line 78 holds a list; wanted is a mapping of columns on each line"),
+        ("abc", "line 78, column 1: expecting value: 'abc'"),
+        ('{"text": ' * 3000, "line 78: nested too deeply"),
+    ],
+)
+def test_a_malformed_line_is_named(line: str, wanted: str, tmp_path: Path) -> None:
+    found = said(tmp_path / "a.jsonl", (GOOD * 50 + "\n" + GOOD * 26 + line + "\n" + GOOD * 10).encode())
+    assert f"a.jsonl, {wanted}" in found
+
+
+def test_a_malformed_json_file_names_its_line(tmp_path: Path) -> None:
+    assert "a.json, line 2, column 9: expecting ':'" in said(tmp_path / "a.json", b'[{"text": "a"},\n{"text" "b"}]')
+
+
+FILES = {
+    "a.txt": "été; oui;1\nb;2\n",
+    "a.csv": "text,label\nété; oui,1\nb,2\n",
+    "a.tsv": "text\tlabel\nété; oui\t1\nb\t2\n",
+    "a.jsonl": '{"text": "été; oui", "label": 1}\n{"text": "b", "label": 2}\n',
+    "a.json": '[{"text": "été; oui", "label": 1},\n {"text": "b", "label": 2}]',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("encoding", "hint"), [("latin-1", "cp1252, latin-1"), ("utf-16", "(utf-16: it"), ("utf-16-le", "(utf-16-le: it")]
+)
+def test_other_encodings_are_read_when_they_are_named(name: str, encoding: str, hint: str, tmp_path: Path) -> None:
+    content = FILES[name].encode(encoding)
+    found = said(tmp_path / name, content)
+    assert "is not text in UTF-8" in found
+    assert f"set data.encoding {hint}" in found if hint[0] == "(" else hint in found
+    if encoding == "latin-1":
+        assert f"(line {2 if name in ('a.csv', 'a.tsv') else 1}: invalid continuation byte)" in found
+    wanted = [{"text": "été; oui", "label": 1}, {"text": "b", "label": 2}]
+    assert read(tmp_path / name, encoding=encoding) == wanted
+    (tmp_path / name).write_bytes(FILES[name].encode("utf-8-sig"))
+    assert read(tmp_path / name) == wanted
+
+
+def test_zeros_between_letters_are_not_text(tmp_path: Path) -> None:
+    """ASCII in two bytes a letter decodes as UTF-8 and as latin-1 without complaint."""
+    for encoding in ("utf-8", "latin-1"):
+        found = said(tmp_path / "a.txt", "good;1\nbad;2\n".encode("utf-16-be"), encoding=encoding)
+        assert "zeros between letters" in found
+        assert "utf-16-be" in found
+
+
+def test_an_unknown_encoding_is_told() -> None:
+    values = {"data": {"source": "builtin/emotion", "encoding": "latin-99"}, "model": {"type": "gpt2"}}
+    with pytest.raises(RunError, match=r"data.encoding: Python knows no encoding 'latin-99'"):
+        load(None, [], values)
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"), [("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress)], ids=lambda p: str(p)
+)
+def test_what_is_packed_is_not_unpacked(name: str, pack: object, tmp_path: Path) -> None:
+    for file in ("a.jsonl", "a.csv", "a.txt"):
+        assert f"is compressed ({name})" in said(tmp_path / file, pack(GOOD.encode() * 100_000))  # type: ignore[operator]
+
+
+def test_a_file_that_would_fill_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same long text in every row: a few kilobytes, by the dictionary of the format."""
+    monkeypatch.setattr(readable, "LARGE", 2**22)
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": pa.array(["word " * 1000] * 2000), "label": [i % 2 for i in range(2000)]})
+    pq.write_table(table, path, compression="zstd")
+    assert path.stat().st_size < 9000
+    with pytest.raises(RunError, match=r"unpacks to about 0\.0 GiB, [0-9,]+ times as much, which looks like"):
+        read(path)
+    monkeypatch.setattr(readable, "LARGE", 2**25)
+    assert len(read(path)) == 2000
