@@ -126,6 +126,91 @@ def test_an_override_is_blamed_on_the_command_line(tmp_path: Path) -> None:
     assert "key=value" in said(tmp_path, GOOD, "batch_size")
 
 
+BASE = "data: {source: builtin/emotion}\nmodel: {type: gpt2}\nbatch_size: 64\nmicro_batches: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "wanted"),
+    [
+        (BASE, ["batch_size=4"], "needs an example (on the command line)"),
+        (BASE.replace("64", "4"), ["seed=1"], "needs an example (FILE)"),
+        (BASE, ["model.source=x"], "and not both (on the command line)"),
+        (BASE.replace("type:", "source: x, type:"), ["model.attention=eager"], "and not both (FILE, line 2)"),
+        (BASE + "task: {name: language_modeling, prompt: x}\n", ["task.text=y"], "or neither (FILE, line 5)"),
+        (BASE + "task: {name: language_modeling}\n", ["task.prompt=y"], "or neither (on the command line)"),
+        (BASE + "task: {txt: x}\n", ["task.text=y"], "did you mean 'text'? (FILE, line 5)"),
+        (BASE + "track: {to: [tensorbord]}\n", ["track.every=3"], "wandb (FILE, line 5)"),
+        (BASE, ["hub.token=hf_abcdefghijklmnopqrstuvwx"], "hub.token (on the command line) looks like a secret"),
+        (BASE + "output: hf_abcdefghijklmnopqrstuvwx\n", ["seed=1"], "output (FILE) looks like a secret"),
+    ],
+)
+def test_what_is_wrong_is_blamed_on_where_it_came_from(
+    tmp_path: Path, text: str, overrides: list[str], wanted: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    assert wanted.replace("FILE", str(path)) in said(tmp_path, text, *overrides)
+    values = dict(override.split("=", 1) for override in overrides)  # the same from Python
+    with pytest.raises(RunError) as caught:
+        Run.load(path, {key: yaml.safe_load(value) for key, value in values.items()})
+    assert wanted.replace("FILE", str(path)).replace("on the command line", "in the overrides") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ("seed: x", "seed: 'x' will not do: wanted is an integer (FILE, line 8)"),
+        ("optim: {betas: [0.9]}", "optim.betas: [0.9] will not do: values are missing"),
+        ("optim: {betas: [1, 2, 3]}", "optim.betas: [1, 2, 3] will not do: wanted are 2 values"),
+        ("optim: {momentum: 1}", "optim.momentum: 1 will not do: wanted is a number less than 1 ("),
+        ("data: {source: x, train: [5]}", "data.train: [5] will not do: wanted is a text or a list of texts ("),
+        ("stop_after: 3 hours", "time after which to stop as if asked to"),
+        ("launch: {processes: 1.5}", "launch.processes: 1.5 will not do: wanted is an integer or 'auto' ("),
+        ("task: {label_names: [1]}", "task.label_names: 1 will not do: wanted is a text ("),
+        ("model: {type: x, trust_remote_code: maybe}", "'maybe' will not do: wanted is true or false ("),
+        ("evaluate: 3", "evaluate: 3 will not do: wanted is a mapping of keys ("),
+    ],
+)
+def test_what_would_do_is_said_in_words_of_run_files(tmp_path: Path, change: str, wanted: str) -> None:
+    key = change.partition(":")[0]
+    kept = [line for line in (BASE + "#\n#\n#\n").splitlines() if not line.startswith(f"{key}:")]
+    message = said(tmp_path, "\n".join([*kept, change]))
+    assert wanted.replace("FILE", str(tmp_path / "run.yaml")) in message
+    assert not {"input", "valid", "dictionary", "instance", "parse", "string", "boolean", "tuple"} & set(
+        message.split()
+    )
+
+
+DEEP = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 60))
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (BASE + "batch_size: 3\n", "line 5, column 1: the key 'batch_size' is there twice, first on line 3"),
+        (BASE + "optim: {clip: 1, 'clip': 2}\n", "line 5, column 18: the key 'clip' is there twice"),
+        (BASE + "a: &a [*a]\n", "line 5, column 8: the alias 'a' stands inside what it stands for"),
+        (LAUGHS, "aliases make more than 100000 values"),
+        (DEEP, "aliases make more than 100000 values or 40 levels of it"),
+        ("a: " + "[" * 5000, "nested more than 40 levels deep"),
+        ("a: 'x", "line 1, column 6: while scanning a quoted scalar, found unexpected end of stream"),
+    ],
+)
+def test_yaml_that_would_be_misread_or_grow_without_end_is_refused(tmp_path: Path, text: str, wanted: str) -> None:
+    message = said(tmp_path, text)
+    assert f"{tmp_path}/run.yaml is not valid YAML: line " in message
+    assert wanted in message
+    with pytest.raises(RunError, match=r"the value of optim is not valid YAML: .* the key 'clip' is there twice"):
+        load(None, ["optim={clip: 1, clip: 2}"], {})
+
+
+def test_aliases_can_be_used(tmp_path: Path) -> None:
+    run = read(tmp_path, BASE + "task: {label_names: &n [a, b]}\nhub: {tags: *n}\n")
+    assert run.hub.tags == run.task.options["label_names"] == ["a", "b"]
+
+
 def test_bad_files(tmp_path: Path) -> None:
     assert "not valid YAML" in said(tmp_path, "name: [")
     assert "mapping" in said(tmp_path, "- 1")

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 # What a token or key looks like; a run file that holds one is refused, so that none ends up in OUTPUT or a tracker.
 _SECRET_VALUE = re.compile(
@@ -37,13 +38,27 @@ def secret(values: Any) -> str | None:
     return None
 
 
+class Overrides(dict[str, Any]):
+    """Overrides, dotted key -> value, and what messages call the place where they were given."""
+
+    place = "on the command line"
+
+
 def where(key: str, origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> str:
-    """File and line of a dotted key, or the command line."""
-    if any(o == key or o.startswith(key + ".") or key.startswith(o + ".") for o in overridden):
-        return "on the command line"
+    """File and line of a dotted key, or the place of the overrides. Of what keys are together (a section, or "": the
+    whole) overrides are blamed; `fair` tells those that are not to be."""
+    if any(o == key or o.startswith(f"{key}.") or key.startswith(f"{o}.") or not key for o in overridden):
+        return getattr(overridden, "place", Overrides.place)
     while key and key not in lines:
         key = key.rpartition(".")[0]
     return f"{origin}, line {lines[key]}" if key else origin
+
+
+def fair(told: str, alone: str) -> str:
+    """`told`, all that is wrong with a file and its overrides, where each line that is also `told` of the file `alone`
+    blames the file."""
+    of_file = {line.rpartition(" (")[0]: line for line in alone.splitlines()}
+    return "\n".join(of_file.get(line.rpartition(" (")[0], line) for line in told.splitlines())
 
 
 def explain(
@@ -59,33 +74,81 @@ def explain(
 
     `prefix`: the section whose keys were validated by themselves, and `options` what may stand in it.
     """
-    rows: dict[str, str] = {}
+    known = {f"{prefix}.{name}": field for o in options for name, field in o.model_fields.items()} or _described(model)
+    rows: dict[str, list[str]] = {}
     for item in error.errors():
-        # Pydantic adds the tried member of a union (`int`, `literal['auto']`) to the location: those are not keys.
-        location = [str(part) for part in item["loc"]]
-        if item["type"] != "extra_forbidden" and item["type"] != "missing":
-            known = _fields(model)
-            while len(location) > 1 and ".".join(location) not in known and ".".join(location[:-1]) in known:
-                location.pop()
-        key = ".".join([prefix, *location] if prefix else location)
+        # Pydantic adds places in a list and the tried members of a union (`int`, `list[str]`): those are not keys.
+        location = [*([prefix] if prefix else []), *(str(part) for part in item["loc"])]
+        if item["type"] != "extra_forbidden":
+            depth = next((n for n in range(len(location), 0, -1) if ".".join(location[:n]) in known), len(location))
+            location = location[:depth]
+        key = ".".join(location)
         if item["type"] == "extra_forbidden":
             parent, _, last = key.rpartition(".")
             siblings = [name for o in options for name in o.model_fields] or _siblings(model, parent)
             near = difflib.get_close_matches(last, siblings, 1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(siblings)}"
             message = f"unknown key {key!r}: {hint}"
-        elif item["type"] == "missing":
+        elif item["type"] == "missing" and not isinstance(item["loc"][-1], int):
             message = f"{key}: missing, and it has no default"
         elif item["type"] == "value_error":
             message = f"{key}: {item['ctx']['error']}" if key else str(item["ctx"]["error"])
         else:
-            wanted = item["msg"][:1].lower() + item["msg"][1:]
-            message = f"{key}: {item['input']!r} will not do: {wanted}"
-        if key in rows and " will not do" in rows[key]:
-            rows[key] += f"; or {message.partition('will not do: ')[2]}"
-        else:
-            rows[key] = f"{message} ({where(key, origin, lines, overridden)})"
-    return "\n".join(rows.values())
+            message = f"{key}: {item['input']!r} will not do: {_wanted(dict(item), known.get(key))}"
+        before = rows.setdefault(key, [])
+        further = message.partition(" will not do: ")[2]
+        before.append(f"or {further.removeprefix('wanted is ')}" if before and further else message)
+    told = (f"{' '.join(dict.fromkeys(found))} ({where(k, origin, lines, overridden)})" for k, found in rows.items())
+    return "\n".join(told)
+
+
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "a text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping of keys",
+    "model": "a mapping of keys",
+}
+
+
+def _wanted(item: dict[str, Any], field: FieldInfo | None) -> str:
+    """What would do, of one of pydantic's errors, in the words of run files."""
+    kind, context = str(item["type"]), item.get("ctx") or {}
+    if kind == "literal_error":
+        return f"wanted is {context['expected']}"
+    if kind == "string_pattern_mismatch":
+        told = f" ({field.description})" if field is not None and field.description else ""
+        return f"it has to match {context['pattern']}{told}"
+    if kind in ("too_long", "too_short", "missing"):
+        most = context.get("max_length", context.get("min_length"))
+        return f"wanted are {most} values" if most is not None else "values are missing"
+    if kind.startswith(("greater_than", "less_than")):
+        return (
+            f"wanted is {'a number' if field is None else _KINDS.get(_plain(field), 'a number')} "
+            + (str(item["msg"]).partition("should be ")[2])
+        )
+    found = _KINDS.get(kind.partition("_")[0])
+    if any(str(part).startswith("list[") for part in item["loc"]):  # the member of a union that was tried
+        found = "a list of texts"
+    return f"wanted is {found}" if found is not None else str(item["msg"])[:1].lower() + str(item["msg"])[1:]
+
+
+def _plain(field: FieldInfo) -> str:
+    return "int" if "int" in str(field.annotation) else "float"
+
+
+def _described(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Dotted key -> its field, sections' inner ones among them."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in model.model_fields.items():
+        found[f"{prefix}{name}"] = field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= _described(field.annotation, f"{prefix}{name}.")
+    return found
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, type[BaseModel] | None]:
@@ -124,7 +187,65 @@ def kind(value: Any) -> str:
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML without the numbers to base 60 of its version 1.1, which read `1:4` as 64."""
+    """YAML without the numbers to base 60 of its version 1.1, which read `1:4` as 64; a key that is there twice is an
+    error, and so is what nests or repeats itself (by aliases) without end."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._sizes: dict[int, tuple[int, int]] = {}  # of each node, aliases followed: values in it, levels below it
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        self._depth += 1
+        if self._depth > MOST_LEVELS:
+            raise _fault(event.start_mark, f"nested more than {MOST_LEVELS} levels deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self._sizes:
+                raise _fault(event.start_mark, f"the alias {event.anchor!r} stands inside what it stands for")
+            return node
+        _check_keys(node)
+        inner = [self._sizes[id(each)] for each in _inner(node)]
+        values, levels = 1 + sum(v for v, _ in inner), 1 + max((n for _, n in inner), default=0)
+        if values > MOST_VALUES or levels > MOST_LEVELS:
+            raise _fault(event.start_mark, f"aliases make more than {MOST_VALUES} values or {MOST_LEVELS} levels of it")
+        self._sizes[id(node)] = values, levels
+        return node
+
+
+MOST_LEVELS = 40
+MOST_VALUES = 100_000
+
+
+def _inner(node: yaml.Node | None) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _check_keys(node: yaml.Node | None) -> None:
+    """Errors: `yaml.YAMLError` when a mapping has a key twice: one of the values would be lost."""
+    seen: dict[tuple[str, str], yaml.Node] = {}
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        first = seen.setdefault((key.tag, str(key.value)), key)
+        if first is not key:
+            line = first.start_mark.line + 1
+            raise _fault(key.start_mark, f"the key {key.value!r} is there twice, first on line {line}")
+
+
+def _fault(mark: yaml.Mark, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def yaml_fault(error: Exception) -> str:
+    """What is wrong with a YAML text, and on which line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    context = getattr(error, "context", None)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {f'{context}, ' if context else ''}{problem}"
 
 
 def read_yaml(text: str) -> Any:
@@ -155,7 +276,7 @@ def lines_of(text: str) -> dict[str, int]:
                 found[path] = key.start_mark.line + 1
                 walk(value, path)
 
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root = yaml.compose(text, Loader=Yaml)
     if root is not None:
         walk(root, "")
     return found

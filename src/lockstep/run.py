@@ -174,13 +174,14 @@ def load(
         except OSError as error:
             raise RunError(f"cannot read the run file {path}: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RunError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+            raise RunError(f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
         if not isinstance(values, dict):
             raise RunError(
                 f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}"
             )
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = overrides_of(overrides)
+    alone = values
     for key, value in overridden.items():
         _set(values := _copied(values), key, value)
     for given, replaced in (("steps", "epochs"), ("epochs", "steps")):
@@ -188,10 +189,22 @@ def load(
             values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
     if (hidden := messages.secret(values)) is not None:
         raise RunError(
-            f"{hidden} in {origin} looks like a secret. Secrets come from the environment only "
-            "(HF_TOKEN, WANDB_API_KEY, ...): remove it, and revoke it if the file was shared"
+            f"{hidden} ({messages.where(hidden, origin, {}, overridden)}) looks like a secret. Secrets come from the "
+            "environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, and revoke it if the file was shared"
         )
     lines = messages.lines_of(text) if text else {}
+    try:
+        return _validated(values, origin, lines, overridden)
+    except RunError as error:
+        try:
+            _validated(alone, origin, lines, {})
+        except RunError as of_file:
+            raise RunError(messages.fair(str(error), str(of_file))) from None
+        raise
+
+
+def _validated(values: dict[str, Any], origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> Run:
+    """Errors: `RunError`."""
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
@@ -295,14 +308,16 @@ def schema() -> dict[str, Any]:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides:
     """Overrides as dotted key -> value. Errors: `RunError` for what is no key, or no `key=value`."""
     if not isinstance(given, Mapping):
-        return dict(map(_override, given))
+        return messages.Overrides(map(_override, given))
     for key in given:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise RunError(f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate")
-    return dict(given)
+    found = messages.Overrides(given)
+    found.place = "in the overrides"
+    return found
 
 
 def _override(text: str) -> tuple[str, Any]:
@@ -313,7 +328,7 @@ def _override(text: str) -> tuple[str, Any]:
     try:
         return key, messages.read_yaml(value)
     except yaml.YAMLError as error:
-        raise RunError(f"the value of {key} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise RunError(f"the value of {key} is not valid YAML: {messages.yaml_fault(error)}") from None
 
 
 def _copied(values: Any) -> Any:

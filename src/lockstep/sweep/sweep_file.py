@@ -129,7 +129,7 @@ def _sweep_file(path: str) -> SweepFile | None:
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RunError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise RunError(f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
     if not isinstance(values, dict) or not {"run", "over", "trials", "search"} & values.keys():
         return None
     values["over"] = {key: _range(key, found) for key, found in (values.get("over") or {}).items()}
