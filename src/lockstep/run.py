@@ -280,11 +280,16 @@ def keep(run: Run) -> None:
     """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
-        aside = run.folder / f".run.yaml.{socket.gethostname()}-{os.getpid()}.partial"  # machines may share OUTPUT
+        aside = run.folder / aside_of("run.yaml")
         aside.write_text(run.dump(), encoding="utf-8")
         os.replace(aside, run.folder / "run.yaml")
     except OSError as error:
         raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
+
+
+def aside_of(name: str) -> str:
+    """Where a small file of OUTPUT is written before it is renamed: machines may share OUTPUT."""
+    return f".{name}.{socket.gethostname()}-{os.getpid()}.partial"
 
 
 def schema() -> dict[str, Any]:

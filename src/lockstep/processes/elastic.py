@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from lockstep.checkpoint.manifest import newest_whole
 from lockstep.console import error
+from lockstep.processes.failure import MARKER
 from lockstep.processes.meeting import End, Meeting
 from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run
@@ -81,7 +82,7 @@ def run_agent(
             meeting.shutdown()
         for number, handler in before.items():
             signal.signal(number, handler)
-        for marker in Path(tempfile.gettempdir()).glob(f"lockstep-failure-{meeting.get_run_id()}*"):
+        for marker in Path(tempfile.gettempdir()).glob(f"{MARKER}{meeting.get_run_id()}-*"):
             marker.unlink(missing_ok=True)
 
 
