@@ -7,6 +7,7 @@ Nothing here imports torch: the machine you submit from may have none.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import socket
@@ -308,6 +309,11 @@ def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise RunError(f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate")
     return dict(given)
+
+
+def override_of(key: str, text: str) -> str:
+    """The `key=value` that gives a key this text, where YAML might read a number, a date or a mapping."""
+    return f"{key}={text if messages.read_yaml(text) == text else json.dumps(text)}"
 
 
 def _override(text: str) -> tuple[str, Any]:

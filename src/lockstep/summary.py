@@ -6,18 +6,16 @@ In: what a rank has built, and what came of it. Out: facts and tables for the co
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 
 from lockstep.console import Console, clock
 from lockstep.data.feed import Feed
-from lockstep.run import Run, RunError
+from lockstep.run import Run, RunError, override_of
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -121,8 +119,7 @@ def what_next(run: Run, world: World) -> tuple[str, str]:
             if processes == world.size:
                 continue
             strategies.checked(run, processes)
-            output = json.dumps(other) if yaml.safe_load(other := f"{run.folder}-{processes}") != other else other
-            words += [f"launch.processes={processes}", f"output={output}"]
+            words += [f"launch.processes={processes}", override_of("output", f"{run.folder}-{processes}")]
             # what belongs to this run, and not to one that is compared with it
             words += ["stop_after=null"] if run.stop_after else []
             words += ["hub.push_to=null"] if run.hub.push_to else []
