@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -307,6 +308,8 @@ def concluded(run: Run, task: Task, journal: Journal, console: Console, steps: i
 def conclude(run: Run, prepared: Prepared, steps: int) -> None:
     """For a run that is finished: what is missing where the start before was killed after its export. Rank 0 only."""
     task = plugins.find("tasks", run.task.name)(run, prepared)
+    for name in (".export.partial", ".export.removed"):
+        shutil.rmtree(run.folder / name, ignore_errors=True)
     console = Console(True, run.folder / LOG, run.track.console)
     concluded(run, task, Journal(World(run), run.folder), console, steps)
 
