@@ -1,6 +1,6 @@
 """Strategies that send a stop signal at a moment of their choice, and a terminal of one's own.
 
-In: three environment variables. Out: the signal, once, from rank 0: to the command that a person started ("launcher"),
+In: environment variables. Out: the signal, once, from rank 0: to the command that a person started ("launcher"),
 or to all of its processes ("group"), as a terminal does.
 """
 
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,9 @@ class Signalled(AllReduce):
         if self.sent or os.environ.get("RANK", "0") != "0" or os.environ.get("MOMENT") != moment:
             return
         self.sent = True
+        if "SPOIL" in os.environ:  # from now on no checkpoint can be written
+            shutil.rmtree("out/checkpoints", ignore_errors=True)
+            Path("out/checkpoints").touch()
         number = int(os.environ["NUMBER"])
         if os.environ["TARGET"] == "group":
             os.killpg(os.getpgid(0), number)

@@ -97,11 +97,9 @@ def test_after_the_last_step(
 
 @pytest.mark.parametrize("processes", [slow(1), 2])
 def test_stopped_without_a_checkpoint_is_no_75(processes: int, tmp_path: Path, cache: Path) -> None:
-    write(tmp_path, steps=20)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "checkpoints").touch()  # nothing can be written there
+    write(tmp_path, steps=20, checkpoint={"every": 1000})
     command = [*LOCKSTEP, "train", "run.yaml", SIGNALLED, f"launch.processes={processes}"]
-    status, out, err = ended(start(command, tmp_path, cache, **variables("step 3", signal.SIGTERM)))
+    status, out, err = ended(start(command, tmp_path, cache, SPOIL="1", **variables("step 3", signal.SIGTERM)))
     assert status == 1, (out, err)
     assert "no checkpoint could be written, and the same command begins from the start" in out
     assert state_of(tmp_path, cache)["state"] == "failed"
