@@ -212,19 +212,26 @@ def test_torchrun_gives_the_same_bits_and_resumes(tmp_path: Path, cache: Path, u
     assert bits(tmp_path) == bits(untouched)
 
 
-def test_two_failing_torchruns_both_show_their_traceback(
+def test_whatever_an_earlier_job_left_a_failing_one_shows_its_traceback_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says unless told
-    shown = []
-    for agent in (111, 111, 222):
-        monkeypatch.setattr(os, "getppid", lambda agent=agent: agent)
+
+    def shown(parent: int, born: str, port: str = "29500") -> int:
+        monkeypatch.setattr(os, "getppid", lambda: parent)
+        monkeypatch.setattr("lockstep.processes.launched.born", lambda pid: f"{pid}, {born}")
+        monkeypatch.setenv("MASTER_PORT", port)
         tell_failure(RuntimeError("the data went away"), None)
-        shown.append(capsys.readouterr().err.count("the data went away"))
-    assert shown[0] > 0
-    assert shown[1] == 0  # another rank of the same job
-    assert shown[2] > 0
+        return min(1, capsys.readouterr().err.count("the data went away"))
+
+    assert shown(111, "Monday") == 1
+    assert shown(111, "Monday") == 0  # another rank of the same job
+    assert shown(222, "Monday") == 1
+    assert shown(111, "Tuesday") == 1  # a container's parent is always 1
+    assert shown(111, "Tuesday", port="29501") == 1  # formed again, with other machines
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert shown(111, "Monday") == 1  # where nothing can be written, it is told rather twice
 
 
 def test_by_hand_over_tcp_gives_the_same_bits(tmp_path: Path, cache: Path, untouched: Path) -> None:

@@ -157,6 +157,19 @@ def test_other_ranks_are_silent() -> None:
     assert out.getvalue() == ""
 
 
+def test_nobody_needs_to_read_on(tmp_path: Path) -> None:
+    """A window that was closed, or `| head`: what is said later is in the log."""
+    say = (
+        "from pathlib import Path; from lockstep.console import Console\n"
+        "console = Console(True, Path('log.txt'))\n"
+        "for i in range(5000): console.say(f'line {i}')"
+    )
+    command = f'{sys.executable} -c "{say}" | head -n 1; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "line 0\n", "")
+    assert (tmp_path / "log.txt").read_text().endswith("line 4999\n")
+
+
 def test_samples_are_shown_by_column() -> None:
     told, out = console(terminal=False)
     told.show(20, [{"source": "a house", "written": "ein Haus", "reference": "ein [Haus]"}, {"prompt": "once"}])

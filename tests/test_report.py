@@ -150,6 +150,19 @@ def test_a_page_of_what_a_killed_run_left(tmp_path: Path) -> None:
     assert "no end recorded" in text_of(write_report(folder))
 
 
+def test_a_clock_that_was_set_back_does_not_unfinish_a_run(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "run")
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    for event in events[2:]:
+        event["time"] -= 5000  # an hour and more, on the first night of winter
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    history = read(folder)
+    assert history.state == "finished"
+    (attempt,) = history.attempts
+    assert (attempt.how, attempt.last) == ("finish", 40)
+    assert attempt.ended >= attempt.began
+
+
 def test_a_page_of_a_run_that_has_only_begun(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("name: young\n")
     assert "not finished, step 0" in text_of(write_report(tmp_path))

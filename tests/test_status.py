@@ -2,18 +2,26 @@
 
 import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command import LOCKSTEP, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
-from harness import lockstep_environment
+from harness import lockstep_environment, tiny
 
 from lockstep.cli import main
+from lockstep.commands.status import advice, run_of
+from lockstep.launchers.launcher import TRAIN
 from lockstep.processes import launched
 from lockstep.processes.launched import Launched, Process, State
+from lockstep.run import load
+from lockstep.worker import left
+from lockstep.world import World
 
 HERE = str(Path(__file__).parent)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -183,6 +191,54 @@ def test_outcomes() -> None:
     assert launched.outcome(None) == State("gone")
     assert launched.outcome(2) == State("failed", "", 2)
     assert not launched.outcome(75).live
+
+
+def test_what_killed_writers_left_is_swept_up_and_what_others_write_is_not(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    here = socket.gethostname()
+    left = [f".{name}.{here}-{child.pid}.partial" for name in ("launch.json", "run.yaml")]
+    others = [f".run.yaml.{here}-{os.getpid()}.partial", ".run.yaml.elsewhere-1.partial", ".metrics.jsonl.partial"]
+    for name in left + others:
+        (tmp_path / name).touch()
+    launched.write(tmp_path, launched.here("local", 1))
+    assert {path.name for path in tmp_path.iterdir()} == {*others, launched.FILE}
+
+
+def test_a_rank_that_will_be_started_again_does_not_say_that_the_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny(f"output={tmp_path}")
+    launched.write(tmp_path, launched.here("local", 2))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    for count, expected in (("0", None), ("1", 1)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        left(run, World(run), TRAIN, 1)
+        record = launched.read(tmp_path)
+        assert record is not None
+        assert record.status == expected
+
+
+def test_advice_is_a_command_that_trains_into_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(tiny("output=out").dump())
+    for place, output in ((folder, "."), (tmp_path, "a folder"), (tmp_path, str(folder))):
+        monkeypatch.chdir(place)
+        run, _ = run_of(output)
+        said = advice(run, State("gone"), False, 7)
+        words = shlex.split(said.split("`")[1])
+        assert words[:2] == ["lockstep", "train"]
+        assert load(words[2], words[3:]).folder.resolve() == folder
+
+
+def test_logs_may_be_cut_off_by_head(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(tiny("output=out").dump())
+    (tmp_path / "log.txt").write_text("a line of the log\n" * 100_000)
+    launched.write(tmp_path, replace(launched.here("local", 1), status=0))
+    command = f"{shlex.join(LOCKSTEP)} logs . | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a line of the log\n", "")
 
 
 @pytest.mark.parametrize("command", [["logs"], ["stop"]])

@@ -10,6 +10,7 @@ import pytest
 from command import LOCKSTEP, bits, ended, finish, start, step_of, until, write
 from harness import tiny
 
+from lockstep.processes.stops import AGAIN_S
 from lockstep.run import RunError
 from lockstep.strategies.allreduce import AllReduce
 
@@ -49,7 +50,9 @@ def test_the_second_interrupt_does_not_wait(tmp_path: Path, cache: Path) -> None
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=HERE)
     until(lambda: step_of(tmp_path) >= 15, "step 15", process)
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
+    time.sleep(AGAIN_S / 2)
+    process.send_signal(signal.SIGINT)  # as torchrun passes on what the terminal has sent already
+    time.sleep(AGAIN_S)
     assert process.poll() is None  # it waits for the end of the step
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == 130

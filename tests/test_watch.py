@@ -1,5 +1,6 @@
 """Ranks that stop answering: frozen, or busy with something else while the others wait. Named, and the job goes on."""
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from command import LOCKSTEP, STEPS, bits, ended, ranks_of, saved, start, step_of, until, write
 from harness import tiny
+from marks import slow
 
 from lockstep.processes.watch import Watch, verdict
 from lockstep.strategies.allreduce import AllReduce
@@ -36,17 +38,19 @@ class Dawdling(AllReduce):
         return super().train_step(batch, learning_rate)
 
 
-def test_a_frozen_rank_is_named_and_the_job_goes_on(tmp_path: Path, cache: Path, untouched: Path) -> None:
+@pytest.mark.parametrize("rank", [1, slow(0)])  # rank 0 holds the store that the others beat in
+def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
     options = ["launch.max_restarts=1", "launch.hang_s=4"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
     until(lambda: saved(tmp_path) >= 10, "a checkpoint", process)
-    frozen = ranks_of(process, tmp_path)[-1]
+    main = json.loads((tmp_path / "out" / "launch.json").read_text())["main"]["pid"]
+    (frozen,) = (pid for pid in ranks_of(process, tmp_path) if (pid == main) is (rank == 0))
     os.kill(frozen, signal.SIGSTOP)
     status, out, err = ended(process)
     assert status == 0, err
     assert err.count("no sign of life for 4 s") == 1
-    assert f"(pid {frozen})" in err
+    assert f"rank {rank} (pid {frozen})" in err
     assert re.search(r"on \S+, (step|saving after step) \d+\.", err)  # where it was
     assert "restarting from the last checkpoint" in err
     assert "resuming after step" in out

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from lockstep import __version__, commands
 from lockstep.commands import run_file
-from lockstep.console import error
+from lockstep.console import error, speak_to_nobody
 from lockstep.run import RunError
 
 
@@ -48,7 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if rest:
             raise RunError(f"unknown argument {rest[0]!r}; see lockstep {known.command} --help")
-        return modules[known.command].main(known)
+        status = modules[known.command].main(known)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has seen enough
+        speak_to_nobody()
+        return 0
     except RunError as caught:
         if os.environ.get("RANK", "0") == "0":
             error(str(caught))

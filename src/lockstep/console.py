@@ -7,12 +7,13 @@ job's log); and the same lines in a log file, for `lockstep logs`.
 from __future__ import annotations
 
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -32,13 +33,50 @@ LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a fail
 Voice = Literal["normal", "quiet", "verbose"]
 
 
+class Terminal:
+    """Standard output as it is now. Once nobody reads it any more (a closed window, `| head`), it takes no more and
+    complains no more, nor does Python at its exit: training goes on, and the log has it all."""
+
+    @property
+    def rich_proxied_file(self) -> Terminal:
+        """What rich's progress bars write to; they put themselves in the place of `sys.stdout`."""
+        return self
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError:
+            speak_to_nobody()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            speak_to_nobody()
+
+    @property
+    def _file(self) -> TextIO:
+        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def speak_to_nobody() -> None:
+    """What goes to standard output from now on, or waits to go there, is thrown away."""
+    with suppress(OSError, ValueError):
+        os.dup2(nowhere := os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+        os.close(nowhere)
+
+
 class Console:
     """Speaks on rank 0; on every other rank it is silent. Trackers' threads may call `say` and `note` too."""
 
     def __init__(self, loud: bool, log: Path | None = None, voice: Voice = "normal") -> None:
         """`log` is a file that gets the lines too, if this rank is the one that speaks. `voice`: quiet says notes only;
         verbose says every line of the log."""
-        self.rich = RichConsole(quiet=not loud, highlight=False, soft_wrap=True)
+        self.rich = RichConsole(file=cast(TextIO, Terminal()), quiet=not loud, highlight=False, soft_wrap=True)
         self._loud, self._voice = loud, voice
         self._log = log if loud else None
         self._bar: _Bar | None = None
@@ -201,7 +239,8 @@ def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
 
 def error(text: str, log: Path | None = None) -> None:
     """A message for the user on standard error, and in the run's log file where there is one."""
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # a window that was closed
+        print(f"lockstep: {text}", file=sys.stderr, flush=True)
     append(log, f"lockstep: {text}")
 
 

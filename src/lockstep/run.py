@@ -7,6 +7,7 @@ Nothing here imports torch: the machine you submit from may have none.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import socket
@@ -293,11 +294,16 @@ def keep(run: Run) -> None:
     """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
-        aside = run.folder / f".run.yaml.{socket.gethostname()}-{os.getpid()}.partial"  # machines may share OUTPUT
+        aside = run.folder / aside_of("run.yaml")
         aside.write_text(run.dump(), encoding="utf-8")
         os.replace(aside, run.folder / "run.yaml")
     except OSError as error:
         raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
+
+
+def aside_of(name: str) -> str:
+    """Where a small file of OUTPUT is written before it is renamed: machines may share OUTPUT."""
+    return f".{name}.{socket.gethostname()}-{os.getpid()}.partial"
 
 
 def schema() -> dict[str, Any]:
@@ -318,6 +324,11 @@ def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides
     found = messages.Overrides(given)
     found.place = "in the overrides"
     return found
+
+
+def override_of(key: str, text: str) -> str:
+    """The `key=value` that gives a key this text, where YAML might read a number, a date or a mapping."""
+    return f"{key}={text if messages.read_yaml(text) == text else json.dumps(text)}"
 
 
 def _override(text: str) -> tuple[str, Any]:

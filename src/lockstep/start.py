@@ -17,6 +17,7 @@ from lockstep import plugins
 from lockstep.console import Console
 from lockstep.processes import launched, ownership, srun
 from lockstep.processes.stops import listen_no_more
+from lockstep.report import history
 from lockstep.run import Run, RunError, check_output, keep
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ def launched_as(run: Run, launcher: Launcher, plan: Plan, lock: ownership.Lock |
         if finished(run, manifest) and not launcher.joins:
             assert manifest is not None
             console.say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
+            if not history.told_whole(run.folder):  # the start before was killed after its export
+                from lockstep.worker import conclude
+
+                conclude(run, prepared, manifest.steps)
             status = hub.push_pending(run, console.say)
             launched.note(run.folder, status=status, ended=time.time())  # the start before may not have come to it
             return status

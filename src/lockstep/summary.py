@@ -6,6 +6,8 @@ In: what a rank has built, and what came of it. Out: facts and tables for the co
 from __future__ import annotations
 
 import hashlib
+import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,8 @@ import torch
 
 from lockstep.console import Console, clock
 from lockstep.data.feed import Feed
-from lockstep.run import Run
+from lockstep.run import Run, RunError, override_of
+from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import World
@@ -63,7 +66,7 @@ def closing(
     task: Task,
     scores: dict[str, dict[str, float]],
     counts: Counts,
-    exact: bool,
+    world: World,
     weights: str,
 ) -> None:
     """The closing table, where the results are, and what to try next."""
@@ -88,16 +91,40 @@ def closing(
             }
         )
     folder = run.folder
-    again = f"lockstep train launch.processes=1 output={folder}-1" if run.name == "quickstart" else "launch.processes=1"
+    command, does = what_next(run, world)
     console.facts(
         {
             "weights": f"sha256 {weights}",
             "results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl",
-            "next": f"{again}: the same weights on another number of processes"
-            if exact
-            else "lockstep verify: whether this is the same training as on one process",
+            "next": command,
+            "": does,
         }
     )
+
+
+def what_next(run: Run, world: World) -> tuple[str, str]:
+    """A command for the shell and the folder that this run was started in, and what it does."""
+    file = str(run.folder / "run.yaml")
+    if run.launch.name != "local":  # whose ranks this shell may not be able to start
+        return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
+    if not strategies.of(run).gives_bits(run):
+        return shlex.join(["lockstep", "verify", file]), "whether this is the same training as on one process"
+    words = ["lockstep", "train", file]
+    most = run.micro_batches if world.device.type == "cpu" else torch.cuda.device_count()
+    if run.strategy.name == "single" and most > 1:
+        run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "ddp"})})
+        words.append("strategy.name=ddp")
+    for processes in range(1, most + 1):
+        with suppress(RunError):
+            if processes == world.size:
+                continue
+            strategies.checked(run, processes)
+            words += [f"launch.processes={processes}", override_of("output", f"{run.folder}-{processes}")]
+            # what belongs to this run, and not to one that is compared with it
+            words += ["stop_after=null"] if run.stop_after else []
+            words += ["hub.push_to=null"] if run.hub.push_to else []
+            return shlex.join(words), f"gives the same weights on {processes} process(es)"
+    return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
 
 
 def digest_of(folder: Path) -> str:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,17 @@ from lockstep.world import World
 class Meter:
     """Counts examples, tokens and seconds of steps; evaluation and checkpoints do not count as time."""
 
-    def __init__(self) -> None:
-        self.total = Counts()
-        self._line = Counts()
-        self._spikes = Spikes()
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        """`state`: what `state` gave when the checkpoint was made that the run goes on from."""
+        began = Counts(**state["line"]) if state else Counts()
+        self.total = Counts(*(-number for number in astuple(began)))  # what was done before does not count
+        self._line = began
+        self._spikes = Spikes(*state["spikes"]) if state else Spikes()
         self._since = time.perf_counter()
+
+    def state(self) -> dict[str, Any]:
+        """What the next line of the log needs to know of the steps so far; the same on every rank but for seconds."""
+        return {"line": asdict(self._line), "spikes": self._spikes.state}
 
     def add(self, batch: StepBatch, result: StepResult) -> None:
         """One step more."""
@@ -79,8 +85,12 @@ class Meter:
 class Spikes:
     """Tells a loss that jumps from one that wanders: running mean and variance, in which a jump does not count."""
 
-    def __init__(self) -> None:
-        self._count, self._mean, self._variance = 0, 0.0, 0.0
+    def __init__(self, count: int = 0, mean: float = 0.0, variance: float = 0.0) -> None:
+        self._count, self._mean, self._variance = count, mean, variance
+
+    @property
+    def state(self) -> tuple[int, float, float]:
+        return self._count, self._mean, self._variance
 
     def seen(self, loss: float) -> bool:
         """Whether this one is more than six standard deviations above those before it."""
@@ -152,7 +162,12 @@ def train(
 
     Returns updates done (fewer than `feed.total` after a stop; a checkpoint of them is written) and what they took.
     """
-    meter, journal, profiler, phases = Meter(), journal or Journal(None), Profiler(run, world), strategy.phases
+    meter, journal, profiler, phases = (
+        Meter(checkpoints.meter),
+        journal or Journal(None),
+        Profiler(run, world),
+        strategy.phases,
+    )
     phases.take()  # what came before the first step is not in its phases
     for batch in phases.during("data", feed.steps(after=step)):
         world.at(f"step {step}")
@@ -184,6 +199,7 @@ def train(
                 journal.event("evaluation", step)
             if due(step, run.checkpoint.every, last) or (scores and checkpoints.is_best(scores)):
                 world.at(f"saving after step {step}")
+                checkpoints.meter = meter.state()
                 with phases("checkpoint"):
                     checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
         if last:

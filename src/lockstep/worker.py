@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +35,9 @@ from lockstep.processes import launched
 from lockstep.processes.agreement import agree
 from lockstep.processes.failure import lost_contact, tell_failure
 from lockstep.processes.watch import Watch
+from lockstep.report.history import told_whole
 from lockstep.report.report import write_report
-from lockstep.run import Run, RunError, keep, load
+from lockstep.run import Run, RunError, aside_of, keep, load
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.summary import closing, digest_of, facts, precisions
@@ -88,6 +91,9 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
 
 def left(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
     """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if status == FAILED and count < most:
+        return status  # not the end yet
     if world is not None and world.is_main and tuple(job) == TRAIN and world.refusal is None:
         launched.note(run.folder, status=status, ended=time.time())
     return status
@@ -277,17 +283,35 @@ def deliver(job: Job, found: Trained, weights: Mapping[str, torch.Tensor]) -> in
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
     collective. Rank 0 only. Returns the exit status."""
     run, task, steps = job.run, job.task, job.feed.total
+    with suppress(OSError):  # before the export, which is what says that the run is finished
+        aside = run.folder / aside_of("tables.json")
+        aside.write_text(json.dumps(found.tables), encoding="utf-8")
+        os.replace(aside, run.folder / "tables.json")
     write_export(run, task, weights, found.scores, steps)
+    sha256 = concluded(run, task, job.journal, job.console, steps)
+    closing(job.console, run, task, found.scores, found.counts, job.world, sha256)
+    return pushed(job.run, job.world, job.console)
+
+
+def concluded(run: Run, task: Task, journal: Journal, console: Console, steps: int) -> str:
+    """The end in the journal, and the page about the run. Rank 0 only. Returns the hash of the exported weights."""
     sha256 = digest_of(run.folder / "export")
-    best = {split: task.best_possible(split) for split in found.scores}
-    job.journal.event("finish", steps, weights=sha256, best_possible=best)
+    best = {split: task.best_possible(split) for split in ("validation", "test") if split in task.splits}
+    journal.event("finish", steps, weights=sha256, best_possible=best)
     try:
-        (run.folder / "tables.json").write_text(json.dumps(found.tables), encoding="utf-8")
         write_report(run.folder)
     except (OSError, ValueError) as caught:  # the run is done, whatever becomes of a page about it
-        job.console.note(f"{run.folder}/report.html could not be written: {caught}")
-    closing(job.console, run, task, found.scores, found.counts, job.strategy.gives_bits(run), sha256)
-    return pushed(job.run, job.world, job.console)
+        console.note(f"{run.folder}/report.html could not be written: {caught}")
+    return sha256
+
+
+def conclude(run: Run, prepared: Prepared, steps: int) -> None:
+    """For a run that is finished: what is missing where the start before was killed after its export. Rank 0 only."""
+    task = plugins.find("tasks", run.task.name)(run, prepared)
+    for name in (".export.partial", ".export.removed"):
+        shutil.rmtree(run.folder / name, ignore_errors=True)
+    console = Console(True, run.folder / LOG, run.track.console)
+    concluded(run, task, Journal(World(run), run.folder), console, steps)
 
 
 def pushed(run: Run, world: World, console: Console) -> int:
@@ -333,9 +357,12 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
         try:
             if world.refusal is not None:
                 raise RunError(world.refusal)
-            found = finished(run, check_resumable(run, prepared))
+            manifest = check_resumable(run, prepared)
+            found = finished(run, manifest)
             keep(run)
             require(run)
+            if found and manifest is not None and not told_whole(run.folder):
+                conclude(run, prepared, manifest.steps)
         except RunError as caught:
             found = str(caught)
     found = world.from_main(found)

@@ -69,6 +69,7 @@ class Checkpoints:
         self.run, self.world, self.prepared, self.steps, self.say = run, world, prepared, steps, say
         self.folder = folder_of(run)
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
+        self.meter: dict[str, Any] = {}  # of the log line that is being gathered; travels too
         self.newest: int | None = None  # step of the last one that was written or resumed from
         self.best: float | None = None  # the highest score of `checkpoint.best` that is kept
         self._shard: Shard | None = None
@@ -101,6 +102,7 @@ class Checkpoints:
             bits=type(strategy).gives_bits(self.run),
             scores={name: float(value) for name, value in (scores or {}).items()},
             trackers=dict(self.trackers),  # a tracker's thread may add to it
+            meter=self.meter,
             **self._facts(),
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
@@ -292,6 +294,7 @@ class Checkpoints:
             strategy.load_parts(self._open(self.folder / name, manifest))
             self.newest = manifest.step
             self.trackers.update(manifest.trackers)
+            self.meter = manifest.meter
             return manifest.step, notes + self._differences(name, manifest, type(strategy).gives_bits(self.run))
         if faults:
             raise RunError(manifests.none_usable(self.run, faults))

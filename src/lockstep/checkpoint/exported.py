@@ -35,8 +35,8 @@ def settle(aside: Path, output: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
     with suppress(FileNotFoundError):
         os.rename(final, before)
+    os.replace(record, output / FILE)  # first: an export without its hashes would be taken for one of an older version
     os.rename(aside, final)
-    os.replace(record, output / FILE)
     _sync(output)
     shutil.rmtree(before, ignore_errors=True)
 

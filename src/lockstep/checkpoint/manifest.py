@@ -51,10 +51,12 @@ class Manifest:
     format: int = FORMAT
     hosts: list[str] = field(default_factory=list)  # of every rank
     launch: str = ""  # how they were started
+    meter: dict[str, Any] = field(default_factory=dict)  # what the next line of the log tells of steps before this one
 
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
-        values = {k: v for k, v in asdict(self).items() if v or k not in ("hosts", "launch")}  # older ones have neither
+        newer = ("hosts", "launch", "meter")  # older manifests have none of them
+        values = {k: v for k, v in asdict(self).items() if v or k not in newer}
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
 

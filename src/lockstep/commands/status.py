@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from lockstep import start
 from lockstep.checkpoint import exported
 from lockstep.console import Console
+from lockstep.messages import read_yaml
 from lockstep.processes import launched, ownership
 from lockstep.processes.launched import Launched, State
 from lockstep.report import history
-from lockstep.run import Run, RunError, load
+from lockstep.run import Run, RunError, load, override_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -142,7 +143,12 @@ def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:
     """Whether it can go on, from where, and how."""
     if finished:
         return f"nothing is left to do; the model is in {run.folder / 'export'}"
-    again = shlex.join(["lockstep", "train", str(run.folder / "run.yaml")])
+    words = ["lockstep", "train", str(run.folder / "run.yaml")]
+    if Path(str(read_yaml((run.folder / "run.yaml").read_text(encoding="utf-8")).get("output"))) != run.folder:
+        words.append(
+            override_of("output", str(run.folder))
+        )  # as one says it here: the run was started in another folder
+    again = shlex.join(words)
     if state.live:
         where = f"step {newest}" if newest else "the start"
         return (

@@ -33,6 +33,8 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from lockstep.checkpoint.manifest import newest_whole
 from lockstep.console import error
+from lockstep.processes import launched
+from lockstep.processes.failure import MARKER
 from lockstep.processes.meeting import End, Meeting
 from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run
@@ -69,10 +71,7 @@ def run_agent(
     before = {number: signal.signal(number, agent.hear) for number in heard()} if main else {}
     status = FAILED
     try:
-        status = _seen_to_end(agent, meeting)
-        if status == STOPPED and not agent.saved and newest_whole(run) is None:
-            error("stopped before there was a checkpoint: the same command begins from the start")
-            status = FAILED
+        status = _seen_to_end(run, agent, meeting)
         return status
     finally:
         agent.over = True  # nothing is left to interrupt
@@ -81,17 +80,18 @@ def run_agent(
             meeting.shutdown()
         for number, handler in before.items():
             signal.signal(number, handler)
-        for marker in Path(tempfile.gettempdir()).glob(f"lockstep-failure-{meeting.get_run_id()}*"):
+        for marker in Path(tempfile.gettempdir()).glob(f"{MARKER}{meeting.get_run_id()}-*"):
             marker.unlink(missing_ok=True)
 
 
-def _seen_to_end(agent: Agent, meeting: Meeting) -> int:
+def _seen_to_end(run: Run, agent: Agent, meeting: Meeting) -> int:
     try:
         result = agent.run()
     except SignalException:
-        meeting.end(STOPPED, "stopped on request")
+        status = _unheard(run)
+        meeting.end(FAILED if status == FAILED else STOPPED, "stopped on request")
         meeting.leave_together(GRACE_S)
-        return STOPPED
+        return status
     except RendezvousTimeoutError:
         there = ", ".join(meeting.there()) or "none"
         error(
@@ -114,7 +114,17 @@ def _seen_to_end(agent: Agent, meeting: Meeting) -> int:
         return agent.verdict
     if result.is_failed():
         return next((f.exitcode for f in result.failures.values() if f.exitcode == BAD), FAILED)
-    return max((status or 0 for status in result.return_values.values()), default=DONE)
+    status = max((status or 0 for status in result.return_values.values()), default=DONE)
+    return _unheard(run) if status == STOPPED and not agent.saved else status
+
+
+def _unheard(run: Run) -> int:
+    """The exit status of a job whose ranks were not there yet, or did not listen yet, when it was asked to stop."""
+    if newest_whole(run) is not None:
+        return STOPPED
+    error("stopped before there was a checkpoint: the same command begins from the start")
+    # by this one, job.sbatch knows that it may put the job back into the queue
+    return 128 + signal.SIGTERM if os.environ.get(launched.VARIABLE) == "slurm" else FAILED
 
 
 class Agent(LocalElasticAgent):
@@ -124,7 +134,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver", shutdown_timeout=timeout_s)
         self.meeting, self.say = meeting, say
         self.verdict: int | None = None  # another machine's exit status, once this one follows it
-        self.saved = False  # whether ranks said that they wrote a checkpoint and stopped
+        self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
         self.over = False
         self._hopeless = False  # a peer is gone for sure: ranks that wait for it will not end by themselves
         self._asked = False  # by a signal, or on another machine
@@ -205,7 +215,9 @@ class Agent(LocalElasticAgent):
             self.saved = True
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
         unheard = self._asked and statuses <= {-signal.SIGTERM, STOPPED}  # by ranks that were not yet listening
-        if unheard or (end is not None and end.status == STOPPED):
+        elsewhere = end is not None and end.status == STOPPED  # which knows of the checkpoint
+        if unheard or elsewhere:
+            self.saved = elsewhere
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
         if end is not None and end.status in (FAILED, BAD):
             return self._give_up(self.follow(end))

@@ -5,6 +5,7 @@ In: an exception. Out: one traceback on standard error and in OUTPUT/log.txt.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import time
@@ -12,22 +13,33 @@ import traceback
 from pathlib import Path
 
 from lockstep.console import error
+from lockstep.processes import launched
 from lockstep.world import World
+
+MARKER = "lockstep-failure-"  # begins the names of files in TMPDIR
 
 
 def tell_failure(caught: Exception, world: World | None, log: Path | None = None) -> None:
     """The traceback, from the first rank of this machine that fails; the others only lost contact with it.
 
-    The first one creates a file that no other can create. A restart has a number of its own.
+    The first one creates a file that no other can create. Its name is that of this formation of this job and of no
+    other, whatever earlier ones have left; where no file can be made, each rank speaks.
     """
-    # torchrun's run id is "none" unless given: its workers' parent tells one job from the next
-    job = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    attempt = f"{job}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    try:
-        with open(Path(tempfile.gettempdir()) / f"lockstep-failure-{attempt}", "x", encoding="utf-8"):
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # a run id may be "none", a parent 1, and membership may change without a restart being counted
+        parent = launched.born(os.getppid()) or ""
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+        formation = [os.environ.get(name, "") for name in names] + [os.getppid(), parent]
+        name = (
+            f"{MARKER}{os.environ['TORCHELASTIC_RUN_ID']}-{hashlib.sha256(repr(formation).encode()).hexdigest()[:16]}"
+        )
+        try:
+            with open(Path(tempfile.gettempdir()) / name, "x", encoding="utf-8"):
+                pass
+        except FileExistsError:
+            return
+        except OSError:  # a full disk, no folder: told twice is better than not at all
             pass
-    except OSError:
-        return
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
     if lost_contact(caught):
         error(f"{who} lost contact with another rank: {' '.join(str(caught).split())[:200]}", log)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.run import RunError
+from lockstep.run import RunError, aside_of
 
 FILE = "launch.json"
 # Set for ranks by a launcher that has written launch.json itself; ranks without it were started by hand (torchrun,
@@ -27,6 +28,8 @@ FILE = "launch.json"
 VARIABLE = "LOCKSTEP_LAUNCHER"
 JOB = "LOCKSTEP_JOB_ID"  # with it, the job's id, where it is known only once the job runs
 FACT = "LOCKSTEP_FACT"  # and one of the facts, as name=value
+
+_ASIDE = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)\.partial")  # what `aside_of` gives
 
 Word = Literal["waiting", "running", "done", "stopped", "failed", "gone", "unknown"]
 
@@ -87,11 +90,20 @@ def here(launcher: str, processes: int, job: str | None = None, facts: Mapping[s
 
 def write(folder: Path, launched: Launched) -> None:
     """Write OUTPUT/launch.json as a whole. A folder that cannot be written to is told by what needs it, not here."""
-    aside = folder / f".{FILE}.{os.getpid()}.partial"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
+        sweep_up(folder)
+        aside = folder / aside_of(FILE)
         aside.write_text(json.dumps(asdict(launched), indent=1) + "\n", encoding="utf-8")
         os.replace(aside, folder / FILE)
+
+
+def sweep_up(folder: Path) -> None:
+    """Remove what processes of this host that are gone have left of files they wrote aside. Errors: `OSError`."""
+    for path in folder.glob(".*.partial"):
+        found = _ASIDE.fullmatch(path.name)
+        if found and found["host"] == socket.gethostname() and born(int(found["pid"])) is None:
+            path.unlink(missing_ok=True)
 
 
 def read(folder: Path) -> Launched | None:

@@ -78,14 +78,14 @@ class History:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        """Every start, in order of time; empty for a folder without events."""
-        starts = [event for event in self.events if event["event"] == "start"]
-        signs = [*self.events, *self.ranks]
+        """Every start, in the order in which they came; empty for a folder without events."""
+        places = [i for i, event in enumerate(self.events) if event["event"] == "start"]
         found = []
-        for i, start in enumerate(starts):
-            until = starts[i + 1]["time"] if i + 1 < len(starts) else math.inf
-            during = [sign for sign in signs if start["time"] <= sign["time"] < until]
-            ends = [e["event"] for e in during if e.get("event") in ("finish", "stop", "failed")]
+        for place, after in zip(places, [*places[1:], len(self.events)], strict=False):
+            start, events = self.events[place], self.events[place:after]  # in the file's order: clocks are set back
+            until = self.events[after]["time"] if after < len(self.events) else math.inf
+            during = [*events, *(line for line in self.ranks if start["time"] <= line["time"] < until)]
+            ends = [e["event"] for e in events if e["event"] in ("finish", "stop", "failed")]
             found.append(
                 Attempt(
                     start["time"],
@@ -207,6 +207,14 @@ def read(folder: Path) -> History:
         _object(folder / "tables.json"),
         [found for path in sorted(folder.glob("profile/*.summary.json")) if (found := _object(path))],
     )
+
+
+def told_whole(folder: Path) -> bool:
+    """Whether the end of a run is in its journal, and the page about it is there."""
+    try:
+        return read(folder).state == "finished" and (folder / "report.html").is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:

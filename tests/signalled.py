@@ -1,0 +1,126 @@
+"""Strategies that send a stop signal at a moment of their choice, and a terminal of one's own.
+
+In: environment variables. Out: the signal, once, from rank 0: to the command that a person started ("launcher"),
+or to all of its processes ("group"), as a terminal does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from command import LOCKSTEP
+from harness import lockstep_environment
+
+from lockstep.run import Run
+from lockstep.strategies.allreduce import AllReduce
+
+HERE = str(Path(__file__).parent)
+MOMENTS = ("step 3", "evaluation", "export", "closing", "delivered")
+
+
+def variables(moment: str, number: signal.Signals, target: str = "launcher") -> dict[str, str]:
+    path = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "MOMENT": moment, "NUMBER": str(int(number)), "TARGET": target}
+
+
+class Signalled(AllReduce):
+    """`allreduce`, signalled at `$MOMENT`."""
+
+    sent = False
+
+    def _at(self, moment: str) -> None:
+        if self.sent or os.environ.get("RANK", "0") != "0" or os.environ.get("MOMENT") != moment:
+            return
+        self.sent = True
+        if "SPOIL" in os.environ:  # from now on no checkpoint can be written
+            shutil.rmtree("out/checkpoints", ignore_errors=True)
+            Path("out/checkpoints").touch()
+        number = int(os.environ["NUMBER"])
+        if os.environ["TARGET"] == "group":
+            os.killpg(os.getpgid(0), number)
+        else:
+            launcher = multiprocessing.parent_process()
+            os.kill(os.getpid() if launcher is None else int(launcher.pid or 0), number)
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        self._at(f"step {batch.step}")
+        return super().train_step(batch, learning_rate)
+
+    def forward(self, inputs: Any) -> Any:
+        if self.world.place.startswith("evaluation"):
+            self._at("evaluation")
+        return super().forward(inputs)
+
+    def export(self) -> Any:
+        self._at("export")
+        return super().export()
+
+    def close(self) -> None:
+        self._at("closing")
+        super().close()
+
+    @classmethod
+    def gives_bits(cls, run: Run) -> bool:
+        if (run.folder / "export").exists():
+            cls._at(cls, "delivered")  # type: ignore[arg-type] - the last lines ask the class
+        return super().gives_bits(run)
+
+
+class Terminal:
+    """A command in the foreground of a terminal of its own."""
+
+    def __init__(self, folder: Path, cache: Path, *words: str, **more: str) -> None:
+        self.pid, self._ours = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            environment = lockstep_environment(cache) | {"TERM": "dumb"} | more
+            os.execve(LOCKSTEP[0], [*LOCKSTEP, "train", "run.yaml", *words], environment)
+        self.text = ""
+
+    def press(self, key: bytes) -> None:
+        os.write(self._ours, key)
+
+    def close(self) -> None:
+        """Close the window."""
+        os.close(self._ours)
+
+    def read(self, until: Callable[[], bool] = lambda: False, seconds: float = 200) -> None:
+        """What it says until something is so, or until it has ended."""
+        while not until():
+            readable = select.select([self._ours], [], [], 0.05)[0]
+            seconds -= 0 if readable else 0.05
+            assert seconds > 0, f"it neither moves nor ends: {self.text}"
+            try:
+                data = os.read(self._ours, 65536) if readable else b" "
+            except OSError:  # nobody is at the other end
+                data = b""
+            if not data:
+                return
+            self.text += data.decode(errors="replace") if readable else ""
+
+    def status(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def state_of(folder: Path, cache: Path) -> dict[str, Any]:
+    """What `lockstep status` says of `folder/out`."""
+    import json
+
+    command = [*LOCKSTEP, "status", "out", "--json"]
+    done = subprocess.run(
+        command, cwd=folder, env=lockstep_environment(cache), capture_output=True, text=True, check=True
+    )
+    return dict(json.loads(done.stdout))
+
+
+assert sys.platform != "win32"
