@@ -84,7 +84,7 @@ def lines(folder: Path) -> list[dict]:
     """metrics.jsonl, without the half line that a kill may leave."""
     path = folder / "out" / "metrics.jsonl"
     found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
         try:
             found.append(json.loads(line))
         except ValueError:

@@ -123,7 +123,7 @@ def moment_of(job: Path, moment: str, instant: float, step: int, starts: int) ->
 def starts_of(job: Path) -> int:
     """How often the job has come to where it trains."""
     events = job / "out/events.jsonl"
-    return events.read_text().count('"event": "start"') if events.exists() else 0
+    return events.read_bytes().count(b'"event": "start"') if events.exists() else 0
 
 
 def wait_for(true: Callable[[], bool], process: subprocess.Popen[str]) -> bool:

@@ -39,7 +39,7 @@ FLOORS = {
     "world": 1,
     "data": 2,
     "optim": 3,
-    "models/models": 2,
+    "models/models": 3,
     "models/adapters": 1,
     "models/bleu": 2,
     "models/decoding": 2,

@@ -6,6 +6,8 @@ In: the run and an iterator over training texts. Out: a folder that `AutoTokeniz
 from __future__ import annotations
 
 import hashlib
+import inspect
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +30,23 @@ _SPECIAL = {
 }
 
 
-def load(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a prepared folder."""
+def load(folder: str, trusted: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a prepared folder. `trusted`: it may come with code of its own, which is run."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+
+
+def save(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer so that `from_pretrained` loads it, also one with code of its own: transformers writes the name
+    of its class alone, and reads a pair of names (of the slow class and the fast one)."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    own = values.get("auto_map")
+    if isinstance(own, dict) and isinstance(name := own.get("AutoTokenizer"), str):
+        own["AutoTokenizer"] = [None, name] if tokenizer.is_fast else [name, None]
+        path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool = False) -> Path:
@@ -41,7 +55,7 @@ def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool
     if run.tokenizer.train is not None:
         kind = "generative" if generative else _causal(run)
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
-        return kept(cache_folder() / "tokenizers" / key, lambda aside: _save(_train(run, texts, generative), aside))
+        return kept(cache_folder() / "tokenizers" / key, lambda aside: save(_train(run, texts, generative), aside))
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
@@ -82,8 +96,11 @@ def _kept(tokenizer: Any, source: str) -> Path:
     if tokenizer.pad_token is None:
         raise RunError(f"tokenizer: that of {source} has neither a padding nor an end token to pad with")
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
-    key = digest("tokenizer", 1, hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map))
-    return kept(cache_folder() / "tokenizers" / key, lambda aside: _save(tokenizer, aside))
+    parts = [hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map)]
+    if "auto_map" in tokenizer.init_kwargs:  # code of its own, which is saved with it
+        parts.append(Path(inspect.getfile(type(tokenizer))).read_text(encoding="utf-8"))
+    key = digest("tokenizer", 1, *parts)
+    return kept(cache_folder() / "tokenizers" / key, lambda aside: save(tokenizer, aside))
 
 
 def pair(source: Path, target: Path) -> Path:
@@ -119,10 +136,6 @@ def _local(source: str) -> str:
 
 def _revision(run: Run) -> str:
     return (None if run.tokenizer.source else run.model.revision) or "main"
-
-
-def _save(tokenizer: Any, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
 
 
 def _causal(run: Run) -> bool:

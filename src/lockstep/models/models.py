@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from lockstep.data import tokenizer as tokenizers
 from lockstep.hub.hub_errors import told
 from lockstep.models import adapters
 from lockstep.run import Run, RunError
@@ -201,7 +202,7 @@ def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder
         adapters.save(run, model, folder)
     else:
         model.save_pretrained(folder)  # type: ignore[operator]
-    tokenizer.save_pretrained(folder)
+    tokenizers.save(tokenizer, folder)
 
 
 def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
@@ -220,7 +221,7 @@ def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, folder)
-    return model.float().eval(), transformers.AutoTokenizer.from_pretrained(folder)
+    return model.float().eval(), tokenizers.load(str(folder), run.model.trust_remote_code)
 
 
 def most_uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:

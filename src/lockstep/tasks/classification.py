@@ -106,7 +106,7 @@ class Classification(Task):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer)
+        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.options = ClassificationOptions.model_validate(run.task.options)
         self.labels: list[str] = prepared.facts["labels"]
         self.token_types = "token_type_ids" in self.splits["train"].names
@@ -368,7 +368,7 @@ def _instead_of_none(tok: Any) -> int:
 def _encode(run: Run, dataset: Dataset, texts: list[str], codes: np.ndarray, folder: str, key: str) -> str:
     import datasets
 
-    tok: Any = tokenizer.load(folder)
+    tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
     empty = _instead_of_none(tok)
     numbers = datasets.List(datasets.Value("int32"))
     features = datasets.Features({"input_ids": numbers, "label": datasets.Value("int64")})

@@ -98,7 +98,7 @@ class LanguageModeling(PerToken):
         columns = [options.messages] if options.messages is not None else list(options.columns.values())
         hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
         folder = tokenizer.prepare(run, _batches(splits["train"], options), hashes["train"], generative=True)
-        tok = tokenizer.load(str(folder))
+        tok = tokenizer.load(str(folder), run.model.trust_remote_code)
         if options.messages is not None and not (options.chat_template or tok.chat_template):
             raise RunError("task.messages: the tokenizer has no chat template; give task.chat_template")
         if options.messages is not None and not tok.is_fast:
@@ -126,7 +126,7 @@ class LanguageModeling(PerToken):
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
         self.options = LanguageModelingOptions.model_validate(run.task.options)
-        self.tokenizer = tokenizer.load(prepared.tokenizer)
+        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.models import models

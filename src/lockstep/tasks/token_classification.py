@@ -79,7 +79,7 @@ class TokenClassification(PerToken):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer)
+        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.labels: list[str] = prepared.facts["labels"]
 
     def model(self, empty: bool = False) -> nn.Module:
@@ -200,7 +200,7 @@ def _nothing(value: Any, names: list[str] | None = None) -> bool:
 def _encode(run: Run, dataset: Dataset, names: list[str], folder: str, key: str) -> str:
     import datasets
 
-    tok: Any = tokenizer.load(folder)
+    tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
     if not tok.is_fast:
         raise RunError("tokenizer: it does not tell which word its tokens belong to")
     place_of = {name: code for code, name in enumerate(names)}

@@ -81,8 +81,8 @@ class Translation(Task):
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
         self.options = TranslationOptions.model_validate(run.task.options)
-        self.tokenizer = tokenizer.load(prepared.tokenizer)
-        self.target_tokenizer = _target_tokenizer(Path(prepared.tokenizer), self.tokenizer)
+        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
+        self.target_tokenizer = _target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.overlap = bleu.Overlap(self.options.bleu_tokenizer) if self.options.bleu else None
 
@@ -206,7 +206,7 @@ class Translation(Task):
 
         options = TranslationOptions.model_validate(run.task.options)
         model, sources = models.exported("seq2seq", folder, run)
-        targets = _target_tokenizer(folder, sources)
+        targets = _target_tokenizer(run, folder, sources)
         most, start = run.data.max_length, model.config.decoder_start_token_id
         how = Decoding(most, targets.pad_token_id, documents.end_of(targets), start, options.beams)
         found = []
@@ -222,7 +222,7 @@ class Translation(Task):
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
         if self.target_tokenizer is not self.tokenizer:
-            self.target_tokenizer.save_pretrained(folder / tokenizer.TARGET)
+            tokenizer.save(self.target_tokenizer, folder / tokenizer.TARGET)
 
 
 def _asked(batch: MicroBatch) -> dict[str, Tensor]:
@@ -282,8 +282,9 @@ def _tokenizers(run: Run, train: Dataset, hashed: str, options: TranslationOptio
     return tokenizer.pair(*both)
 
 
-def _target_tokenizer(folder: Path, shared: Any) -> Any:
-    return tokenizer.load(str(folder / tokenizer.TARGET)) if (folder / tokenizer.TARGET).is_dir() else shared
+def _target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
+    own = folder / tokenizer.TARGET
+    return tokenizer.load(str(own), run.model.trust_remote_code) if own.is_dir() else shared
 
 
 def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
@@ -310,7 +311,8 @@ def _check_model(run: Run, options: TranslationOptions, folder: Path) -> None:
 
     models.check(run, "seq2seq", use_cache=False)
     known = models.load_config(run).to_dict()
-    two = (folder / tokenizer.TARGET).is_dir() or getattr(tokenizer.load(str(folder)), "separate_vocabs", False)
+    known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
+    two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
     if run.model.source is not None and known.get("share_encoder_decoder_embeddings") is False and not two:
         raise RunError(
             f"model.source: {run.model.source} has a vocabulary of its own for targets, and no tokenizer for it was "
@@ -331,8 +333,8 @@ def _check_model(run: Run, options: TranslationOptions, folder: Path) -> None:
 def _encode(run: Run, dataset: Dataset, folder: Path, options: TranslationOptions, key: str) -> str:
     import datasets
 
-    sources: Any = tokenizer.load(str(folder))
-    targets = _target_tokenizer(folder, sources)
+    sources: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
+    targets = _target_tokenizer(run, folder, sources)
     numbers = datasets.List(datasets.Value("int32"))
     text = datasets.Value("string")
     features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
