@@ -232,13 +232,24 @@ def most_uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
 
     hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
+    training = model.training
+    model.eval()  # none of the layers is left out at random
     try:
         with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
             model(**inputs)
     finally:
+        model.train(training)
         for hook in hooks:
             hook.remove()
     return max(uses.values(), default=0)
+
+
+LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out
+
+
+def leaves_out_layers(config: Any) -> str | None:
+    """The entry of a config by which training leaves out layers at random, piece by piece; None: it does not."""
+    return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
