@@ -27,7 +27,8 @@ from lockstep.models.decoding import Decoding
 from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts.gate import gate
-from lockstep.strategies.parts.sharding import Shown, Uses, roomy
+from lockstep.strategies.parts.sharding import OTHER_LAYERS, Shown, Uses, roomy
+from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import World, seed_everything
@@ -328,7 +329,7 @@ class _TreeScatter(ReduceScatter):
         self.strategy = strategy
 
     def start(self, leaves: int) -> None:
-        self.tree = ReductionTree(leaves)
+        self.tree, self.calls = ReductionTree(leaves), 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -342,6 +343,7 @@ class _TreeScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         ours = self.strategy
+        self.calls += 1
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         block = share(self.tree.leaves, ours.replica, ours.replicas)
@@ -353,6 +355,8 @@ class _TreeScatter(ReduceScatter):
         output_tensor.zero_()
         if not ours.last:
             return
+        if self.calls != ours.turn + 1:  # a piece did not run this block
+            raise RunError(OTHER_LAYERS)
         if ours.replicas > 1:
             exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, ours.mesh.get_group("replicate"))
             exchange.submit(self.tree.nodes)

@@ -74,7 +74,7 @@ class Hooked(Native):
         self.steady, self.wrapped = False, self.ddp.module
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        if self.steady and not self.primed:
+        if not self.primed and self.steady is not False:
             self.prime(batch.micro_batches[0])
         self.arrived: dict[int, Tensor] = {}  # what DDP handed over of the last leaf
         self.sent = 0  # buckets

@@ -17,6 +17,12 @@ from torch.utils import _pytree
 from lockstep.run import RunError
 
 
+OTHER_LAYERS = (
+    "strategy.name: fsdp2 needs all ranks to run the same layers in the same order, and this model ran others for some "
+    "pieces (it leaves layers out by itself); nothing was updated. Use strategy.name=ddp"
+)
+
+
 def roomy(model: nn.Module) -> nn.Module:
     """A model on the meta device given memory on the CPU, in place; tied weights stay tied. Memory that is not touched
     is not taken."""
@@ -124,10 +130,7 @@ class Uses:
         """From the sums of all ranks' signatures. Errors: `RunError`, on every rank, when the orders differ: what the
         ranks gathered and reduced together was not the same block then."""
         if ranks * sums[1] != sums[0] ** 2:  # the variance of equal numbers is 0, of others it is not
-            raise RunError(
-                "strategy.name: fsdp2 needs all ranks to run the same layers in the same order, and this model ran "
-                "others for some pieces (it leaves layers out by itself); nothing was updated. Use strategy.name=ddp"
-            )
+            raise RunError(OTHER_LAYERS)
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.checkpoint.parts import Saved
+from lockstep.models import models
 from lockstep.run import Run
 from lockstep.strategies.parts import zero_config
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
 
@@ -57,7 +58,7 @@ class Sharded(Strategy):
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # DeepSpeed insists, in a job of one too
         self._join()
         receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
-        self.model = task.model(empty=receives)
+        self.model = made(task, empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         self.low_precision = zero_config.keeps_bf16_weights(self.options())
         self.config = zero_config.config(self.run, self.stage, self.parameter_count, self.options())
@@ -325,6 +326,7 @@ class Zero(Sharded):
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         cls.require(f"strategy.name: zero{cls.stage}")
+        models.check_layers(run, "DeepSpeed")
         zero_config.check(run, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:
