@@ -16,7 +16,6 @@ from torch.utils import _pytree
 
 from lockstep.run import RunError
 
-
 OTHER_LAYERS = (
     "strategy.name: fsdp2 needs all ranks to run the same layers in the same order, and this model ran others for some "
     "pieces (it leaves layers out by itself); nothing was updated. Use strategy.name=ddp"
