@@ -105,6 +105,16 @@ def test_what_no_piece_used_is_left_alone(single: dict) -> None:
     assert len(single["odd"]["names"]) == 1
 
 
+@pytest.mark.parametrize("stage", [2, slow(1), slow(3)])
+def test_zero_leaves_them_alone_too(stage: int, single: dict) -> None:
+    found, alone = of("unused", f"zero{stage}", 2), single["unused"]
+    assert found["norms"][:2] == pytest.approx(alone["norms"][:2], rel=1e-5)
+    entities = [k for k in alone["weights"][-1] if k.startswith("model.") and "entity" in k]
+    assert len(entities) == 6
+    for key in entities:
+        assert torch.equal(found["weights"][-1][key], alone["weights"][-1][key])
+
+
 def failed(name: str, ranks: int, task: str) -> str:
     run = tiny(f"strategy.name={name}", f"task.name=odd_models.{task}")
     with pytest.raises(AssertionError) as caught:
@@ -123,6 +133,10 @@ def test_layers_that_only_some_ranks_run_are_an_error_of_fsdp2() -> None:
 
 def test_weights_of_another_precision_are_refused() -> None:
     assert "weights that are trained must be torch.float32" in failed("single", 1, "Doubled")
+
+
+def test_weights_that_some_pieces_use_are_an_error_of_zero() -> None:
+    assert "DeepSpeed needs every piece to use the same weights" in failed("zero1", 2, "Task")
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "pipeline"])

@@ -29,7 +29,6 @@ from lockstep.run import Run, RunError
 from lockstep.strategies.parts.gate import gate
 from lockstep.strategies.parts.sharding import OTHER_LAYERS, Shown, Uses, roomy
 from lockstep.strategies.strategy import Share, Strategy, made
-from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import World, seed_everything
 
