@@ -59,6 +59,7 @@ FLOORS = {
     "strategies/parts/native": 5,
     "strategies/parts/hooked": 5,
     "strategies/parts/zero": 5,
+    "strategies/parts/sharding": 4,
     "checkpoint/parts": 2,
     "checkpoint/exported": 0,
     "checkpoint/manifest": 3,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from harness import lockstep_environment
+from harness import lockstep_environment, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForSequenceClassification,
@@ -17,10 +17,13 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    MarianConfig,
+    MarianMTModel,
     PreTrainedTokenizerFast,
 )
 
 from lockstep.data import builtin
+from lockstep.models.models import build
 
 
 def saved(folder: Path, kind: str) -> None:
@@ -51,6 +54,15 @@ def saved(folder: Path, kind: str) -> None:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]").save_pretrained(
             folder
         )
+
+
+class _Words:
+    """The little of a tokenizer that building a model asks for."""
+
+    pad_token_id, bos_token_id, eos_token_id, sep_token_id = 0, 1, 1, 1
+
+    def __len__(self) -> int:
+        return 50
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
@@ -87,3 +99,24 @@ def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, ca
     assert float((logits.argmax(-1) == labels).double().mean()) == recorded["accuracy"]
     assert float(torch.nn.functional.cross_entropy(logits, labels)) == pytest.approx(recorded["loss"], rel=1e-4)
     assert (export / "model.safetensors").read_bytes() != before
+
+
+def test_what_a_family_freezes_stays_frozen_when_it_is_pretrained(tmp_path: Path) -> None:
+    """The computed positions of Marian, which are in no export: `from_pretrained` lets go of them."""
+    sizes = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    tokens = {"vocab_size": 50, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    MarianMTModel(MarianConfig(**sizes, **tokens, forced_eos_token_id=None)).save_pretrained(tmp_path)
+    theirs = MarianMTModel.from_pretrained(tmp_path)
+    assert theirs.model.encoder.embed_positions.weight.requires_grad  # the control
+    run = tiny(model={"source": str(tmp_path)})
+    frozen = [
+        {name for name, p in build(run, "seq2seq", _Words(), empty).named_parameters() if not p.requires_grad}
+        for empty in (False, True)
+    ]
+    assert frozen == [{"model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"}] * 2
+
+
+@pytest.mark.parametrize("head", ["classification", "token_classification", "causal"])
+def test_no_head_keeps_a_cache_in_training(head: str) -> None:
+    assert build(tiny(), head, _Words()).config.use_cache is False

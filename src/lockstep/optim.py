@@ -69,6 +69,24 @@ def of_groups(optim: OptimSection, parts: list[dict]) -> torch.optim.Optimizer:
     return AdamW(parts, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=True)
 
 
+def complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give the parameters that no update has touched yet the state that they begin with, so that what is saved has the
+    same names after every step."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            _started(optimizer.state[p], group, p)
+
+
+def _started(state: dict[str, Any], group: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    """The state of a parameter of AdamW or SGD, made where there is none."""
+    if not state and "betas" in group:
+        state["step"] = torch.zeros((), device=p.device)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+    elif not state and group["momentum"]:
+        state["momentum_buffer"] = torch.zeros_like(p)
+    return state
+
+
 class AdamW(torch.optim.AdamW):
     """torch's fused AdamW, on whatever part of a tensor this rank holds.
 
@@ -79,11 +97,8 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
-            for p in held:
-                if not (state := self.state[p]):
-                    state["step"] = torch.zeros((), device=p.device)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            first, second = ([self.state[p][key] for p in held] for key in ("exp_avg", "exp_avg_sq"))
+            states = [_started(self.state[p], group, p) for p in held]
+            first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
             with aligned(held, [p.grad for p in held], first, second) as (params, gradients, means, squares):
                 adamw(
                     params,
@@ -91,7 +106,7 @@ class AdamW(torch.optim.AdamW):
                     means,
                     squares,
                     [],
-                    [self.state[p]["step"] for p in held],
+                    [state["step"] for state in states],
                     fused=True,
                     amsgrad=False,
                     beta1=group["betas"][0],
@@ -111,10 +126,8 @@ class SGD(torch.optim.SGD):
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
             momentum = group["momentum"]
-            for p in held:
-                if momentum and not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            buffers = [self.state[p]["momentum_buffer"] for p in held] if momentum else []
+            states = [_started(self.state[p], group, p) for p in held]
+            buffers = [state["momentum_buffer"] for state in states] if momentum else []
             with aligned(held, [p.grad for p in held], buffers) as (params, gradients, velocities):
                 sgd(
                     params,

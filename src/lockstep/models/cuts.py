@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.models.models import leaves_out_layers
 from lockstep.reduction import share
 from lockstep.run import RunError
 
@@ -63,9 +64,8 @@ def layer_count(config: Any) -> int:
             f"strategy.name: pipeline cannot cut a model of the type {config.model_type!r}; it can cut "
             f"{', '.join(sorted(FAMILIES))}. Use ddp or another strategy"
         )
-    for entry in ("encoder_layerdrop", "decoder_layerdrop"):
-        if getattr(config, entry, 0.0) > 0.0:
-            raise RunError(f"model.config.{entry}: a pipeline cannot leave out whole layers; set it to 0")
+    if (entry := leaves_out_layers(config)) is not None:
+        raise RunError(f"model.config.{entry}: a pipeline cannot leave out whole layers; set it to 0")
     return sum(int(getattr(config, stack.count)) for stack in FAMILIES[config.model_type])
 
 

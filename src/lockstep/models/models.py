@@ -162,6 +162,8 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     auto = getattr(transformers, HEADS[head][0])
     config = load_config(run)
     config.pad_token_id = tokenizer.pad_token_id
+    if hasattr(config, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
+        config.use_cache = False
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     seed_libraries(run.seed)
     if run.model.type is not None:
@@ -183,12 +185,26 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
             ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
             **options,
         )
+        freeze_as_from_config(model, auto)
     if run.model.adapter:
         with torch.device("meta" if empty else "cpu"):
             model = adapters.wrap(run, model, head)
     model = model.float()
     assert all(p.dtype == torch.float32 for p in model.parameters()), "weights must be float32"
     return model
+
+
+def freeze_as_from_config(model: Any, auto: Any) -> None:
+    """Freeze what a model of the same config would have frozen: `from_pretrained` lets go of it (the computed positions
+    of Marian, which are in no export, would be decayed)."""
+    if not type(model).__module__.startswith("transformers."):  # code from the Hub may need memory to be built
+        return
+    with torch.device("meta"):
+        fresh = auto.from_config(model.config)
+    trained = {name: parameter.requires_grad for name, parameter in fresh.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters():
+        if not trained.get(name, True):
+            parameter.requires_grad_(False)
 
 
 def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, run: Run | None = None) -> None:
@@ -233,13 +249,34 @@ def most_uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
 
     hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
+    training = model.training
+    model.eval()  # none of the layers is left out at random
     try:
         with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
             model(**inputs)
     finally:
+        model.train(training)
         for hook in hooks:
             hook.remove()
     return max(uses.values(), default=0)
+
+
+LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out
+
+
+def leaves_out_layers(config: Any) -> str | None:
+    """The entry of a config by which training leaves out layers at random, piece by piece; None: it does not."""
+    return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
+
+
+def check_layers(run: Run, engine: str) -> None:
+    """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones. Errors:
+    `RunError`."""
+    if (entry := leaves_out_layers(load_config(run))) is not None:
+        raise RunError(
+            f"model.config.{entry}: {engine} needs every rank to run the same layers, and this leaves some out at "
+            "random; set it to 0, or use strategy.name=ddp or fsdp2"
+        )
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

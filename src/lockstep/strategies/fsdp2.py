@@ -8,7 +8,7 @@ scattered at once. In exact runs the scatter hands every rank its slice of each 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from lockstep.models.decoding import Decoding
 from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts.gate import gate
-from lockstep.strategies.strategy import Share, Strategy
+from lockstep.strategies.parts.sharding import OTHER_LAYERS, Shown, Uses, roomy
+from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import World, seed_everything
 
@@ -113,11 +114,16 @@ class FSDP2(Strategy):
     def build(self, task: Task) -> None:
         self.task = task
         self.mesh = self.make_mesh()
-        source = task.model() if self.world.is_main else None  # the only whole copy of the model, gone when build ends
-        self.model = task.model(empty=True).to_empty(device="cpu")  # memory that is not touched is not taken
-        self.model.tie_weights()  # type: ignore[operator]
+        source = made(task) if self.world.is_main else None  # the only whole copy of the model, gone when build ends
+        self.model = roomy(made(task, empty=True))
+        # Ranks gather a block together: one that some of them leave out cannot be gathered by itself.
+        skips = models.leaves_out_layers(getattr(self.model, "config", None))
+        self.blocks = models.blocks(self.model) if skips is None else []
+        shown = [Shown(module) for module in [*self.blocks, self.model]]
         self.apply_shards(exempt=optim.undecayed(self.model))
-        for block in models.blocks(self.model) if self.in_tree_order else ():
+        for outputs in shown:
+            outputs.hide()
+        for block in self.blocks if self.in_tree_order else ():
             gate(block)
         self.scatters: list[_TreeScatter] = []
         for part in self.model.modules():
@@ -128,6 +134,7 @@ class FSDP2(Strategy):
                     self.scatters.append(_TreeScatter(self))
                     part.set_custom_reduce_scatter(self.scatters[-1])
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.uses = Uses(self.model, self.parameters)
         self.receive(source)
         self.model.train()
 
@@ -163,7 +170,7 @@ class FSDP2(Strategy):
             if options.get("cpu_offload")
             else OffloadPolicy(),
         }
-        for block in models.blocks(self.model):
+        for block in self.blocks:
             fully_shard(block, mp_policy=MixedPrecisionPolicy(param, reduce), **arguments)
         output = torch.float32 if param or reduce else None  # logits
         fully_shard(self.model, mp_policy=MixedPrecisionPolicy(param, reduce, output), **arguments)
@@ -175,7 +182,8 @@ class FSDP2(Strategy):
 
     def receive(self, source: nn.Module | None) -> None:
         """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
-        given = dict([*source.named_parameters(), *source.named_buffers()]) if source is not None else {}
+        every = {"remove_duplicate": False}  # which of its names a tied weight goes by may differ
+        given = dict([*source.named_parameters(**every), *source.named_buffers(**every)]) if source is not None else {}
         with torch.no_grad():
             for name, own in [*self.model.named_parameters(), *self.model.named_buffers()]:
                 whole = given[name].detach().to(self.world.device) if given else whole_like(own, self.world.device)
@@ -190,23 +198,25 @@ class FSDP2(Strategy):
         rounds = max(-(-len(share(batch.leaves, r, self.replicas)) // self.shards) for r in range(self.replicas))
         blanks = [batch.micro_batches[0].blank()] * (rounds - len(batch.micro_batches))  # all ranks take equal turns
         self.tree = ReductionTree(batch.leaves)
+        self.uses.clear()
         for scatter in self.scatters:
             scatter.start(batch.leaves)
         for turn, micro in enumerate([*batch.micro_batches, *blanks]):
-            self.turn, self.last = turn, turn == rounds - 1
+            self.turn, self.last, self.uses.counting = turn, turn == rounds - 1, turn < len(batch.micro_batches)
             self.root.set_requires_all_reduce(self.last)
             seed_everything(self.run.seed, batch.step, micro.leaf)
             with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
                 loss = self.task.loss_sum(self.model(**micro.inputs), micro.targets)
             with self.phases("backward"):
                 (loss / batch.targets).backward()
+                self.uses.check_reduced()
                 self.collect(micro.leaf)
             if turn < len(batch.micro_batches):
                 losses[micro.leaf] = loss.detach()
         with self.phases("reduction"):
-            losses = self.share.sum(losses)
+            losses, uses = self.agree(losses, self.uses.counts)
         with self.phases("optimizer"):
-            norm, used = self.update(learning_rate, losses)
+            norm, used = self.update(learning_rate, losses, uses)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     @property
@@ -228,16 +238,22 @@ class FSDP2(Strategy):
                 local(parameter.grad).copy_(gradient)
             self.tree = ReductionTree(0)  # lets go of its sums
 
+    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
+        order = losses.new_tensor(self.uses.signature())
+        losses, found = super().agree(torch.cat([losses, order]), uses)
+        self.uses.compare(losses[-2:].tolist(), self.share.size)
+        return losses[:-2], found
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named.values())
 
-    def update(self, learning_rate: float, losses: Tensor) -> tuple[Tensor, bool]:
-        """Clip, then one optimizer step on this rank's parts. Returns the norm before clipping, and whether the step
-        was made."""
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    def update(self, learning_rate: float, losses: Tensor, uses: list[int]) -> tuple[Tensor, bool]:
+        """Clip, then one optimizer step on this rank's parts of what was used. Returns the norm before clipping, and
+        whether the step was made."""
+        for parameter, count in zip(self.parameters, uses, strict=True):
+            if not count:
+                parameter.grad = None
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         squares: dict[int, list[Tensor]] = {}
         for gradient in gradients:
@@ -246,7 +262,8 @@ class FSDP2(Strategy):
         assert isinstance(total, Tensor)
         norm = self.world.sum(total).sqrt().float()
         if self.observe is not None:
-            self.observe({n: whole(p.grad).clone() for n, p in self.named.items()})
+            zero = {n: torch.zeros_like(p) for n, p in self.named.items() if p.grad is None}
+            self.observe({n: whole(zero.get(n, p.grad)).clone() for n, p in self.named.items()})
         if used := self.usable(losses, norm):
             clip_([local(g) for g in gradients], norm, self.run.optim.clip)
             optim.set_rate(self.optimizer, learning_rate)
@@ -274,6 +291,7 @@ class FSDP2(Strategy):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, Tensor]:
+        optim.complete(self.optimizer)
         found = {f"model.{n}": t.detach() for n, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
         for name, parameter in self.named.items():
             for key, value in self.optimizer.state[parameter].items():
@@ -310,7 +328,7 @@ class _TreeScatter(ReduceScatter):
         self.strategy = strategy
 
     def start(self, leaves: int) -> None:
-        self.tree = ReductionTree(leaves)
+        self.tree, self.calls = ReductionTree(leaves), 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -324,6 +342,7 @@ class _TreeScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         ours = self.strategy
+        self.calls += 1
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         block = share(self.tree.leaves, ours.replica, ours.replicas)
@@ -335,6 +354,8 @@ class _TreeScatter(ReduceScatter):
         output_tensor.zero_()
         if not ours.last:
             return
+        if self.calls != ours.turn + 1:  # a piece did not run this block
+            raise RunError(OTHER_LAYERS)
         if ours.replicas > 1:
             exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, ours.mesh.get_group("replicate"))
             exchange.submit(self.tree.nodes)

@@ -83,6 +83,7 @@ class _AcceleratedFSDP2(FSDP2):
         key = "strategy.options.fsdp"
         section = _only(run, "fsdp")
         cls.require(key)
+        models.check_layers(run, "FSDP2 through Accelerate")
         from accelerate import FullyShardedDataParallelPlugin
 
         known = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
@@ -114,7 +115,7 @@ class _AcceleratedFSDP2(FSDP2):
         section = dict(self.run.strategy.options["fsdp"])
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]
         # Accelerate 1.15 shards this one by itself, and would shard it twice inside of a block
-        inner = [b for b in models.blocks(self.model) if embedding not in b.modules()]
+        inner = [b for b in self.blocks if embedding not in b.modules()]
         section.setdefault("transformer_cls_names_to_wrap", sorted({type(b).__name__ for b in inner}))
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **section
@@ -143,6 +144,7 @@ class _AcceleratedZero(Sharded):
         key = "strategy.options.deepspeed"
         section = _only(run, "deepspeed")
         cls.require(key)
+        models.check_layers(run, "DeepSpeed")
         if section.get("zero_stage") not in (1, 2, 3):
             raise RunError(f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
         zero_config.check(run, section["zero_stage"], {k: v for k, v in section.items() if k != "zero_stage"}, key)

@@ -27,7 +27,7 @@ from lockstep.models.cuts import Cut, layer_count
 from lockstep.reduction import Exchange, buckets, clip_, share
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts.stages import Held, Links, Piece, Stage, random_state
-from lockstep.strategies.strategy import Share, Strategy
+from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import World, seed_everything
 
@@ -94,7 +94,7 @@ class Pipeline(Strategy):
     def build(self, task: Task) -> None:
         self.task = task
         self.make_groups()
-        model = task.model(empty=not self.world.is_main)
+        model = made(task, empty=not self.world.is_main)
         self.cut = Cut(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)
@@ -158,9 +158,10 @@ class Pipeline(Strategy):
             )
         with self.phases("reduction"):
             gradients = self.reduce()
-            losses = self.world.sum(self.losses)
+            own = [sum(held.uses.get(name, 0) for held in self.held) for name in self.order]
+            losses, uses = self.agree(self.losses, own, self.world.sum)  # the last stages have the losses
         with self.phases("optimizer"):
-            norm, used = self.update(gradients, learning_rate, losses)
+            norm, used = self.update(gradients, learning_rate, losses, uses)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def begin(self, micro: MicroBatch) -> None:
@@ -208,8 +209,11 @@ class Pipeline(Strategy):
             totals.append(total)
         return totals
 
-    def update(self, gradients: list[dict[str, Tensor]], learning_rate: float, losses: Tensor) -> tuple[Tensor, bool]:
-        """Clip, then one optimizer step. Returns the norm before clipping, and whether the step was made."""
+    def update(
+        self, gradients: list[dict[str, Tensor]], learning_rate: float, losses: Tensor, uses: list[int]
+    ) -> tuple[Tensor, bool]:
+        """Clip, then one optimizer step of what was used. Returns the norm before clipping, and whether the step was
+        made."""
         squares = torch.zeros(len(self.order), dtype=torch.float64, device=self.world.device)
         for held, found in zip(self.held, gradients, strict=True):
             for name in held.owned:
@@ -224,7 +228,7 @@ class Pipeline(Strategy):
             clip_([g for found in gradients for g in found.values()], norm, self.run.optim.clip)
             for held, found in zip(self.held, gradients, strict=True):
                 for name, parameter in held.parameters.items():
-                    parameter.grad = found[name]
+                    parameter.grad = found[name] if uses[held.position[name]] else None
             optim.set_rate(self.optimizer, learning_rate)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -262,6 +266,7 @@ class Pipeline(Strategy):
         return logits
 
     def parts(self) -> dict[str, Tensor]:
+        optim.complete(self.optimizer)
         own = self.weights()
         for held in self.held:
             for name, parameter in held.owned.items():

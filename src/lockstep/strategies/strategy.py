@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -137,6 +137,23 @@ class Strategy(ABC):
             raise NotFinite(bad, float(norm))
         return False
 
+    def agree(
+        self, losses: Tensor, uses: Sequence[int], total: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, list[int]]:
+        """Sums over the ranks that work on different examples: the losses of the step's pieces [M], and for each
+        trainable parameter how many pieces gave it a gradient. A parameter that none did is left alone by the update,
+        on every rank: neither decayed nor moved by its momentum. Collective. Errors: `RunError` when there is no
+        gradient at all, on every rank. `total`: sums where these are not `share`'s ranks."""
+        both = torch.cat([losses, torch.tensor(uses, dtype=losses.dtype, device=losses.device)])
+        losses, counts = (total or self.share.sum)(both).split([len(losses), len(uses)])
+        found = [int(count) for count in counts.tolist()]
+        if not any(found):
+            raise RunError(
+                "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
+                "the task's loss, and at what is frozen or detached)"
+            )
+        return losses, found
+
     def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is
         found here. `then`: what is tried while there is a state of the optimizer. Collective."""
@@ -182,6 +199,22 @@ class Strategy(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give everything back."""
+
+
+def made(task: Task, empty: bool = False) -> nn.Module:
+    """The task's model, its tensors laid out in memory as their shapes say; `empty`: on the meta device.
+
+    Sums, slices and fused updates walk through memory: the gradient of a transposed weight would be taken in another
+    order than the weight. Errors: `RunError` for trainable weights that are not float32.
+    """
+    model = task.model(empty=True) if empty else task.model()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be torch.float32")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+    return model
 
 
 def of(run: Run) -> type[Strategy]:

@@ -18,7 +18,7 @@ from lockstep.models import decoding, models
 from lockstep.models.decoding import Decoding
 from lockstep.reduction import Node, ReductionTree, clip_, gradient_norm
 from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
 
@@ -34,9 +34,10 @@ class Native(Strategy):
 
     def build(self, task: Task) -> None:
         self.task = task
-        self.model = task.model().to(self.world.device)
+        self.model = made(task).to(self.world.device)
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
+        self.uses = [0] * len(self.parameters)  # how many of this rank's pieces gave each a gradient, in this step
         sparse = row_sparse(self.model, self.world.device) if self.run.strategy.exact else set()
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
         self.optimizer = optim.build(self.run.optim, self.model)
@@ -49,6 +50,7 @@ class Native(Strategy):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.tree = ReductionTree(batch.leaves)
+        self.uses = [0] * len(self.parameters)
         if self.fresh_casts is None:
             self.fresh_casts = models.most_uses(self.model, batch.micro_batches[0].blank().inputs) > 2
         losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
@@ -60,10 +62,10 @@ class Native(Strategy):
                 losses[micro.leaf] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
         with self.phases("reduction"):
             gradients = self.reduce()
+            losses, uses = self.agree(losses, self.uses)
             self.tree = ReductionTree(0)  # lets go of partial sums
-            losses = self.world.sum(losses)
         with self.phases("optimizer"):
-            norm, used = self.update(gradients, learning_rate, losses)
+            norm, used = self.update(gradients, learning_rate, losses, uses)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
@@ -82,7 +84,9 @@ class Native(Strategy):
         """The sum of all leaves of all ranks, in the order of `self.parameters`."""
 
     def take_gradients(self) -> list[Tensor]:
-        """This piece's gradients, in the order of `self.parameters`; the parameters hold none afterwards."""
+        """This piece's gradients, in the order of `self.parameters`, zero where it has none; the parameters hold none
+        afterwards."""
+        self.uses = [uses + (p.grad is not None) for uses, p in zip(self.uses, self.parameters, strict=True)]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
         for i in self.rows:
             gradients[i] = by_row(gradients[i])
@@ -99,8 +103,11 @@ class Native(Strategy):
             for j, i in enumerate(self.rows)
         }
 
-    def update(self, gradients: list[Tensor], learning_rate: float, losses: Tensor) -> tuple[Tensor, bool]:
-        """Clip, then one optimizer step. Returns the norm before clipping, and whether the step was made."""
+    def update(
+        self, gradients: list[Tensor], learning_rate: float, losses: Tensor, uses: list[int]
+    ) -> tuple[Tensor, bool]:
+        """Clip, then one optimizer step of what was used. Returns the norm before clipping, and whether the step was
+        made."""
         norm = gradient_norm(gradients)
         if self.observe is not None:
             self.observe({n: g.to_dense() for n, g in zip(self.named, gradients, strict=True)})
@@ -108,8 +115,8 @@ class Native(Strategy):
             clip_(gradients, norm, self.run.optim.clip)
             for i, rows in self.rows.items():
                 gradients[i] = rows.filled(gradients[i])
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                parameter.grad = gradient
+            for parameter, gradient, count in zip(self.parameters, gradients, uses, strict=True):
+                parameter.grad = gradient if count else None
             optim.set_rate(self.optimizer, learning_rate)
             self.optimizer.step()
             for parameter in self.parameters:
@@ -133,6 +140,7 @@ class Native(Strategy):
         return tokens
 
     def parts(self) -> dict[str, Tensor]:
+        optim.complete(self.optimizer)
         parts = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
         parts |= {f"model.{n}": b for n, b in self.model.named_buffers()}
         for name, parameter in self.named.items():

@@ -83,7 +83,7 @@ class Stage(PipelineStage):
         """The pieces of the step that comes; unless `exact`, autograd adds them up."""
         self.clear_runtime_states()
         self.micro_batches, self.chunks, self.exact = micro_batches, len(micro_batches), exact
-        self.held.tree = ReductionTree(leaves if exact else 1)
+        self.held.tree, self.held.uses = ReductionTree(leaves if exact else 1), {}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.part.first:
@@ -190,6 +190,7 @@ class Held:
     """The trainable weights of one part, and the tree of their gradients."""
 
     tree: ReductionTree
+    uses: dict[str, int]  # how many pieces gave each weight a gradient, in this step; a tied one is used by the head
 
     def __init__(self, part: Part, order: list[str], links: Links) -> None:
         self.part, self._links = part, links
@@ -211,6 +212,7 @@ class Held:
         """Move the gradients that backward left into the tree, or on to an earlier stage that uses the weight too."""
         gradients = []
         for name, parameter in self.parameters.items():
+            self.uses[name] = self.uses.get(name, 0) + (parameter.grad is not None)
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             parameter.grad = None
             earlier = [stage for stage in self._links.holders[name] if stage < self.part.stage]

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.checkpoint.parts import Saved
-from lockstep.run import Run
+from lockstep.models import models
+from lockstep.run import Run, RunError
 from lockstep.strategies.parts import zero_config
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
 
@@ -57,7 +58,7 @@ class Sharded(Strategy):
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # DeepSpeed insists, in a job of one too
         self._join()
         receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
-        self.model = task.model(empty=receives)
+        self.model = made(task, empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         self.low_precision = zero_config.keeps_bf16_weights(self.options())
         self.config = zero_config.config(self.run, self.stage, self.parameter_count, self.options())
@@ -71,6 +72,9 @@ class Sharded(Strategy):
             cast = torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=self.stage < 3)
             self.model.forward = cast(self.model.forward)
         self.named = dict(self.model.named_parameters())
+        self.uses = {n: 0 for n, _ in self._trained()}  # how many of this rank's pieces gave each a gradient
+        for name, parameter in self._trained():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._count(name))
         self.optimizer = optim.build(self.run.optim, self.model)
         self.engine = self.start_engine()
         assert self.engine.zero_optimization_stage() == self.stage, self.engine.zero_optimization_stage()
@@ -119,7 +123,9 @@ class Sharded(Strategy):
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
         pieces = self._levelled(batch)
+        self.uses = dict.fromkeys(self.uses, 0)
         for i, micro in enumerate(pieces):
+            self.counting = i < len(batch.micro_batches)  # blank pieces are nobody's
             seed_everything(self.run.seed, batch.step, micro.leaf)
             self.engine.set_gradient_accumulation_boundary(i == len(pieces) - 1)
             with self.phases("forward"), self.autocast(not self.low_precision):
@@ -129,16 +135,37 @@ class Sharded(Strategy):
                 self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
             losses[micro.leaf] += loss.detach()
         with self.phases("reduction"):
-            losses = self.world.sum(losses)
+            losses, uses = self.agree(losses, list(self.uses.values()))
             self.usable(losses, losses.sum())
+        unused = self._unused(uses, batch.leaves)
         if self.observe is not None:
             self.observe(self._whole_gradient())
         optim.set_rate(self.optimizer, learning_rate)
         with self.phases("optimizer"):
+            kept = [(p, key, self._whole_state(p, key)) for p in unused for key in (None, *self._moments())]
             self.engine.step()
+            for parameter, key, whole in kept:  # DeepSpeed took their gradient for zero: decay and momentum moved them
+                self._set(parameter, whole, key)
+            if kept:
+                self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         self.usable(losses, norm)
         return StepResult(losses.sum() / batch.targets, norm)
+
+    def _count(self, name: str) -> None:
+        self.uses[name] += self.counting
+
+    def _unused(self, uses: list[int], pieces: int) -> list[nn.Parameter]:
+        """The parameters that no piece gave a gradient. Errors: `RunError`, on every rank, when some pieces gave one
+        and others not: what the ranks reduced together was not the same then."""
+        counts = dict(zip(self.uses, uses, strict=True))
+        name = next((name for name, count in counts.items() if 0 < count < pieces), None)
+        if name is not None and self.world.size > 1:
+            raise RunError(
+                f"strategy.name: DeepSpeed needs every piece to use the same weights, and {counts[name]} of {pieces} "
+                f"used {name}; nothing was updated. Use strategy.name=ddp or fsdp2"
+            )
+        return [parameter for name, parameter in self._trained() if not counts[name]]
 
     def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         super().rehearse(batch, then)
@@ -193,6 +220,20 @@ class Sharded(Strategy):
         with zero.GatheredParameters([parameter], enabled=self.stage == 3):
             return parameter.detach().float().clone()
 
+    def _moments(self) -> list[str]:
+        """The names of the optimizer's moments, once there are some."""
+        held = self.optimizer.state.get(self._flat()[0], {})
+        return [key for key in _STATE_KEYS if isinstance(held.get(key), Tensor)]
+
+    def _whole_state(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        """A copy of a weight (`key` None) or of a moment, whole. Collective."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        if key is None:
+            return self._whole_weight(parameter).clone()
+        self._link_optimizer_state()
+        return safe_get_full_optimizer_state(parameter, key).clone()
+
     def _whole_weights(self, keepers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
         """fp32 on the CPU of rank 0 (or of a parameter's keeper), nothing elsewhere; no rank holds more than one
         parameter whole on its device. Collective."""
@@ -208,18 +249,15 @@ class Sharded(Strategy):
 
     def parts(self) -> dict[str, Tensor]:
         """Whole tensors: DeepSpeed gives them to every rank, one at a time, and each is kept by one rank."""
-        from deepspeed.utils import safe_get_full_optimizer_state
-
         load = [0] * self.world.size  # numbers that each rank keeps
         found = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
         held = self.optimizer.state.get(self._flat()[0], {})
-        self._link_optimizer_state()
-        for key in (k for k in _STATE_KEYS if isinstance(held.get(k), Tensor)):
+        for key in self._moments():
             keepers = self._keepers(load)
             for name, parameter in self._trained():
-                value = safe_get_full_optimizer_state(parameter, key)
+                value = self._whole_state(parameter, key)
                 if self.world.rank == keepers[name]:
-                    found[f"optimizer.{key}.{name}"] = value.to("cpu", copy=True)
+                    found[f"optimizer.{key}.{name}"] = value.cpu()
         found |= {f"model.{n}": b for n, b in self.model.named_buffers()}
         if "step" in held:  # one for all: every parameter is in every update
             found |= {f"optimizer.step.{n}": held["step"].cpu().clone() for n, _ in self._trained()}
@@ -325,6 +363,7 @@ class Zero(Sharded):
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         cls.require(f"strategy.name: zero{cls.stage}")
+        models.check_layers(run, "DeepSpeed")
         zero_config.check(run, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:
