@@ -17,6 +17,7 @@ from task_runs import GPT2, make, sentence
 
 from lockstep.batch import IGNORED
 from lockstep.cli import main
+from lockstep.data.long_texts import ends_of
 from lockstep.data.packing import Document, blocks, example, measured
 from lockstep.data.prepare import prepare
 from lockstep.models.decoding import Decoding, by_forward
@@ -53,7 +54,7 @@ def test_bytes_and_words_are_those_of_the_text(text: str) -> None:
     for width in (1, 2, 5):  # any cut of the text into tokens, white space between them left out
         offsets = [(i, min(len(text), i + width)) for i in range(0, len(text), width) if text[i : i + width].strip()]
         if offsets:
-            found = measured(text, [0] * len(offsets), offsets)
+            found = measured(text, [0] * len(offsets), ends_of(offsets))
             assert found.bytes.sum() == len(text.encode())
             assert found.words.sum() == len(text.split())
 

@@ -6,12 +6,13 @@ not scored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.data import long_texts
 from lockstep.data.packing import Document, joined, measured
 from lockstep.run import RunError
 
@@ -21,16 +22,31 @@ if TYPE_CHECKING:
 
 def of_texts(dataset: Dataset, tokenizer: Any, column: str) -> Iterator[Document]:
     """A document a row, closed by the end token."""
-    offsets = bool(tokenizer.is_fast)
+    column_of = dataset.select_columns([column]).with_format("arrow")
     for start in range(0, len(dataset), 1000):
-        texts = dataset[start : start + 1000][column]
-        found = tokenizer(
-            texts, return_attention_mask=False, return_offsets_mapping=offsets, verbose=False, truncation=False
-        )
-        for i, text in enumerate(texts):
-            yield _closed(
-                measured(text, found["input_ids"][i], found["offset_mapping"][i] if offsets else None), tokenizer
-            )
+        for some in _shares(value.as_py() for value in column_of[start : start + 1000].column(0)):
+            if len(some) == 1:
+                yield _closed(measured(some[0], *long_texts.tokenized(tokenizer, some[0])), tokenizer)
+                continue
+            offsets = bool(tokenizer.is_fast)
+            found = tokenizer(some, return_attention_mask=False, return_offsets_mapping=offsets, verbose=False)
+            for i, text in enumerate(some):
+                ends = long_texts.ends_of(found["offset_mapping"][i]) if offsets else None
+                yield _closed(measured(text, found["input_ids"][i], ends), tokenizer)
+
+
+def _shares(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in order, as many at a time as have the characters of a part, or one that has more."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        if some and size + len(text) > long_texts.PART:
+            yield some
+            some, size = [], 0
+        some.append(text)
+        size += len(text)
+    if some:
+        yield some
 
 
 def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str) -> Iterator[Document]:
@@ -42,7 +58,7 @@ def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str) -> 
         told = tokenizer(
             row[response], add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast), verbose=False
         )
-        answer = measured(row[response], told["input_ids"], told.get("offset_mapping"))
+        answer = measured(row[response], told["input_ids"], long_texts.ends_of(told.get("offset_mapping")))
         yield joined([unscored(asked), _closed(answer, tokenizer)])
 
 
@@ -70,7 +86,7 @@ def of_messages(dataset: Dataset, tokenizer: Any, column: str, template: str | N
             said = " ".join(str(error).split())
             raise RunError(f"task.messages: the chat template cannot be used on row {number}: {said}") from error
         found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        document = measured(whole, found["input_ids"], found["offset_mapping"])
+        document = measured(whole, found["input_ids"], long_texts.ends_of(found["offset_mapping"]))
         ends = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 1]
         scored = np.zeros(len(document), dtype=bool)
         for start, stop in spans:
@@ -82,7 +98,7 @@ def of_messages(dataset: Dataset, tokenizer: Any, column: str, template: str | N
 
 def unscored(ids: list[int]) -> Document:
     """Tokens that are read and not predicted."""
-    nothing = np.zeros(len(ids), dtype=np.int64)
+    nothing = np.zeros(len(ids), dtype=np.int32)
     return Document(np.asarray(ids, dtype=np.int32), nothing.astype(bool), nothing, nothing)
 
 
@@ -95,7 +111,7 @@ def _closed(document: Document, tokenizer: Any) -> Document:
     end = end_of(tokenizer)
     if end is None or (len(document) and document.ids[-1] == end):
         return document
-    zero = np.zeros(1, dtype=np.int64)
+    zero = np.zeros(1, dtype=np.int32)
     return joined([document, Document(np.asarray([end], dtype=np.int32), np.ones(1, dtype=bool), zero, zero)])
 
 

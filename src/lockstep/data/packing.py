@@ -6,7 +6,7 @@ In: documents as tokens, with the text that each token stands for measured. Out:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from lockstep.data.cache import cache_folder, kept
 
+_WINDOW = 2**20  # characters that are measured at once
 IGNORED = -100  # as in batch.py, which imports torch
 _NUMBERS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
@@ -29,8 +30,8 @@ class Document:
 
     ids: np.ndarray  # int32 [N]
     scored: np.ndarray  # bool [N]: whether it is to be predicted; a prompt is not
-    bytes: np.ndarray  # int64 [N]: of UTF-8 that it adds to the text
-    words: np.ndarray  # int64 [N]: words of the text that begin with it or inside it
+    bytes: np.ndarray  # int32 [N]: of UTF-8 that it adds to the text
+    words: np.ndarray  # int32 [N]: words of the text that begin with it or inside it
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -41,28 +42,38 @@ class Document:
         return Document(self.ids[span], self.scored[span], self.bytes[span], self.words[span])
 
 
-def measured(text: str, ids: list[int], offsets: list[tuple[int, int]] | None) -> Document:
-    """The document of a text. `offsets` say which characters each token stands for; None: not known, nothing is
-    measured. What lies between two tokens (white space that a tokenizer drops) belongs to the second."""
-    zeros = np.zeros(len(ids), dtype=np.int64)
+def measured(text: str, ids: Sequence[int] | np.ndarray, ends: np.ndarray | None) -> Document:
+    """The document of a text. `ends` says before which character each token ends, int64 [N], in order; None: not known,
+    nothing is measured. What lies between two tokens (white space that a tokenizer drops) belongs to the second."""
     numbers = np.asarray(ids, dtype=np.int32)
-    if offsets is None or not ids:
-        return Document(numbers, np.ones(len(ids), dtype=bool), zeros, zeros)
-    ends = np.maximum.accumulate(np.asarray(offsets, dtype=np.int64)[:, 1])
-    ends[-1] = len(text)
+    counted = np.zeros((2, len(numbers)), dtype=np.int32)  # bytes, words
+    if ends is not None and len(numbers):
+        ends = np.concatenate([ends[:-1], [len(text)]])
+        before, rest = True, [0, 0]  # after white space; what was counted since the last token
+        for start in range(0, len(text), _WINDOW):
+            part = text[start : start + _WINDOW]
+            first, last = np.searchsorted(ends, [start, start + len(part)], side="right")
+            space = np.fromiter((c.isspace() for c in part), dtype=bool, count=len(part))
+            begins = ~space & np.concatenate([[before], space[:-1]])
+            before = bool(space[-1])
+            for row, each in enumerate((_wide(part), begins)):
+                until = np.concatenate([[0], np.cumsum(each)])  # up to each character
+                at = np.concatenate([[-rest[row]], until[ends[first:last] - start]])
+                counted[row, first:last] = np.diff(at)
+                rest[row] = int(until[-1] - at[-1])
+    return Document(numbers, np.ones(len(numbers), dtype=bool), counted[0], counted[1])
+
+
+def _wide(text: str) -> np.ndarray:
+    """Bytes of UTF-8 of each character."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    wide = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)  # bytes of UTF-8 a character
-    space = np.fromiter((c.isspace() for c in text), dtype=bool, count=len(text))
-    begins = ~space & np.concatenate([[True], space[:-1]])
-    counted = []
-    for each in (wide, begins):
-        until = np.concatenate([[0], np.cumsum(each)])[ends]  # up to the end of each token
-        counted.append(np.diff(until, prepend=0).astype(np.int64))
-    return Document(numbers, np.ones(len(ids), dtype=bool), *counted)
+    return 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
 
 
 def joined(parts: list[Document]) -> Document:
     """One document after the other."""
+    if len(parts) == 1:
+        return parts[0]
     names = ("ids", "scored", "bytes", "words")
     return Document(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lockstep.data import documents, missing, packing, source, tokenizer
+from lockstep.data import documents, long_texts, missing, packing, source, tokenizer
 from lockstep.data.cache import discard
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.run import Run, RunError
@@ -271,7 +271,8 @@ def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[
         if options.messages is not None:
             yield [message["content"] for messages in rows[options.messages] for message in messages]
         else:
-            yield [text for column in options.columns.values() for text in rows[column]]
+            texts = (text for column in options.columns.values() for text in rows[column])
+            yield [piece for text in texts for piece in long_texts.pieces(text)]
 
 
 def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions) -> Iterator[Document]:
