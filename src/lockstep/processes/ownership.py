@@ -26,7 +26,7 @@ from lockstep.console import error
 from lockstep.processes import launched
 from lockstep.processes.launched import Launched, Process, State
 from lockstep.processes.output import check_ours
-from lockstep.run import Run, RunError
+from lockstep.run import Run, RunError, check_output
 
 FILE = ".lock"
 BEAT_S, STALE_S = 5.0, 60.0
@@ -166,6 +166,7 @@ class Lock:
 def owned(run: Run, say: Callable[[str], None]) -> Iterator[Lock]:
     """The lock of OUTPUT for as long as this lasts, for this process and those it starts. Errors: `RunError`, where
     another job has it, or where the folder is not one of a run."""
+    check_output(run)
     check_ours(run)
     lock = take(run.folder, say)
     os.environ[VARIABLE] = lock.holder.token
