@@ -28,7 +28,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
@@ -269,8 +268,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for side in ("lockstep", "Trainer")
     }
-    error = float(np.hypot(*(side["deviation"] for side in spread.values())) / len(rows) ** 0.5)
-    return spread | {"difference": statistics.mean(apart), "its standard error": error}
+    deviation = statistics.stdev(apart)
+    return spread | {
+        "difference": statistics.mean(apart),
+        "its deviation": deviation,
+        "its standard error": deviation / len(apart) ** 0.5,
+    }
 
 
 def main() -> None:
