@@ -235,7 +235,7 @@ def _check_keys(node: yaml.Node | None) -> None:
             raise _fault(key.start_mark, f"the key {key.value!r} is there twice, first on line {line}")
 
 
-def _fault(mark: yaml.Mark, problem: str) -> yaml.MarkedYAMLError:
+def _fault(mark: yaml.Mark | Any, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 

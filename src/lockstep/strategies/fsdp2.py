@@ -8,7 +8,7 @@ scattered at once. In exact runs the scatter hands every rank its slice of each 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,8 +182,10 @@ class FSDP2(Strategy):
 
     def receive(self, source: nn.Module | None) -> None:
         """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
-        every = {"remove_duplicate": False}  # which of its names a tied weight goes by may differ
-        given = dict([*source.named_parameters(**every), *source.named_buffers(**every)]) if source is not None else {}
+        given: dict[str, Tensor] = {}
+        if source is not None:  # all names: which of them a tied weight goes by may differ
+            given |= dict(source.named_parameters(remove_duplicate=False))
+            given |= dict(source.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, own in [*self.model.named_parameters(), *self.model.named_buffers()]:
                 whole = given[name].detach().to(self.world.device) if given else whole_like(own, self.world.device)
@@ -238,9 +240,11 @@ class FSDP2(Strategy):
                 local(parameter.grad).copy_(gradient)
             self.tree = ReductionTree(0)  # lets go of its sums
 
-    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def agree(
+        self, losses: Tensor, uses: Sequence[int], total: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, list[int]]:
         order = losses.new_tensor(self.uses.signature())
-        losses, found = super().agree(torch.cat([losses, order]), uses)
+        losses, found = super().agree(torch.cat([losses, order]), uses, total)
         self.uses.compare(losses[-2:].tolist(), self.share.size)
         return losses[:-2], found
 

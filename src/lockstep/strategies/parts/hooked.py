@@ -14,7 +14,8 @@ whole step has given every weight a gradient of every piece, and no more after a
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ class Hooked(Native):
         if self.primed:
             self.arrived |= {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
             if not self.run.strategy.exact:
-                return allreduce_hook(dist.group.WORLD, bucket)
+                return allreduce_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)
             while self.sent < len(self.buckets) and self.arrived.keys() >= set(self.buckets[self.sent]):
                 self.send()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -141,8 +142,10 @@ class Hooked(Native):
             )
         return gradients
 
-    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        losses, found = super().agree(losses, uses)
+    def agree(
+        self, losses: Tensor, uses: Sequence[int], total: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, list[int]]:
+        losses, found = super().agree(losses, uses, total)
         if self.ddp is not None and self.steady is not False and self.in_tree:
             self.steady = min(found) == self.tree.leaves
             if not self.steady:
