@@ -7,6 +7,7 @@ as the job is queued. `status`, `logs` and `stop` ask SLURM about it from any ma
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -22,7 +23,7 @@ from pydantic import Field, field_validator
 from lockstep.console import Console
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.parts import sbatch
-from lockstep.processes import launched
+from lockstep.processes import launched, secret
 from lockstep.processes.launched import Launched, State
 from lockstep.processes.srun import Task
 from lockstep.run import Run, RunError
@@ -235,6 +236,7 @@ def submit(plan: Plan) -> str:
             Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"output: cannot write {error.filename}: {error.strerror}") from None
+    os.environ.setdefault(secret.VARIABLE, secret.given_or_made())  # sbatch hands its environment to the job's tasks
     return _ask(*plan.command).strip().partition(";")[0]
 
 
