@@ -22,7 +22,6 @@ from lockstep.run import Run, RunError
 LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
 
 
-
 class Local(Launcher):
     """The launcher of a laptop or of one machine with GPUs."""
 

@@ -274,9 +274,12 @@ def agent_of(run: Run, task: Task) -> int:
 def log_of(run: Run, record: Launched) -> Path:
     """What the ranks of a job said."""
     if "log" in record.facts:
-        return Path(record.facts["log"])
+        path = Path(record.facts["log"])  # of a task of an array: beside the folders of its runs
+        if not re.fullmatch(r"slurm-\d+_\d+\.out", path.name):
+            raise RunError(f"{launched.FILE}: {path} is no log of an array's task; it is not read")
+        return launched.inside(path, run.folder.absolute().parent)
     found = run.folder / f"slurm-{record.job}.out"
-    return found if "step" not in record.facts else run.folder / "log.txt"
+    return launched.inside(found if "step" not in record.facts else run.folder / "log.txt", run.folder)
 
 
 def state_of(record: Launched) -> State:
