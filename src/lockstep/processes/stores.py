@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from lockstep.processes import network, secret
 
 
-def opened(host: str, port: int, several: bool, timeout_s: float, **options: Any) -> TCPStore:
+def opened(host: str, port: int, several: bool, timeout_s: float) -> TCPStore:
     """A store on the address that `host` has here; on every address only where several machines shall reach it and the
     name leads to the loopback on this one. Port 0: any. Errors: `NetworkError`."""
     address = network.address_of(host)
@@ -33,8 +33,14 @@ def opened(host: str, port: int, several: bool, timeout_s: float, **options: Any
     except OSError as caught:
         raise network.NetworkError(f"{host}:{port} cannot be opened here: {caught.strerror}") from None
     port = int(listener.getsockname()[1])
-    options = {"wait_for_workers": False, "timeout": timedelta(seconds=timeout_s)} | options
-    return TCPStore(address, port, is_master=True, master_listen_fd=listener.detach(), **options)
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _listener(address: str, port: int) -> socket.socket:
@@ -49,10 +55,10 @@ def _listener(address: str, port: int) -> socket.socket:
     return listener
 
 
-def connected(host: str, port: int, limit_s: float, timeout_s: float, **options: Any) -> TCPStore:
+def connected(host: str, port: int, limit_s: float, timeout_s: float) -> TCPStore:
     """A store that another process holds, once it answers. Errors: `NetworkError` after `limit_s`."""
     network.answers(host, port, limit_s)
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), **options)
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 class Sealed:
