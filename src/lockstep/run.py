@@ -197,16 +197,18 @@ def load(
         )
     lines = messages.lines_of(text) if text else {}
     try:
-        return _validated(values, origin, lines, overridden)
+        return _validated(values, origin, lines, overridden, imports)
     except RunError as error:
         try:
-            _validated(alone, origin, lines, {})
+            _validated(alone, origin, lines, {}, imports)
         except RunError as of_file:
             raise RunError(messages.fair(str(error), str(of_file))) from None
         raise
 
 
-def _validated(values: dict[str, Any], origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> Run:
+def _validated(
+    values: dict[str, Any], origin: str, lines: dict[str, int], overridden: dict[str, Any], imports: bool
+) -> Run:
     """Errors: `RunError`."""
     try:
         run = Run.model_validate(values)
