@@ -5,9 +5,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from lockstep.launchers.kubernetes import Kubernetes
 from lockstep.launchers.parts.kubernetes_manifests import pod
@@ -106,3 +109,22 @@ def test_what_is_copied_suffices_to_install(tmp_path: Path) -> None:
     ours = {p.relative_to(ROOT / "src") for p in (ROOT / "src/lockstep").rglob("*") if p.is_file()}
     there = {p.relative_to(tmp_path / "installed") for p in (tmp_path / "installed/lockstep").rglob("*")}
     assert {p for p in ours if "__pycache__" not in p.parts} <= there
+
+
+def test_the_lock_is_what_pyproject_allows_and_names_no_place() -> None:
+    """.ci/constraints.txt: one version of every package that is asked for, from nowhere in particular."""
+    lines = [line for line in (ROOT / ".ci/constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+", line) for line in lines), "no addresses, paths or local versions"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        asked = Requirement(text)
+        assert asked.specifier.contains(pins[canonicalize_name(asked.name)]), text
+    assert not [name for name in pins if name.startswith(("nvidia-", "triton"))], "which torch is not for a lock to say"
+
+
+def test_no_release_of_lightning_that_was_withdrawn() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (asked,) = [text for text in project["optional-dependencies"]["bench"] if text.startswith("lightning")]
+    for withdrawn in ("2.6.2", "2.6.3"):
+        assert not Requirement(asked).specifier.contains(withdrawn)

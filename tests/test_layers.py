@@ -11,7 +11,7 @@ import lockstep
 
 ROOT = Path(lockstep.__file__).parent
 # file or folder -> floor; a file may import from its own floor's folder-mates and from lower floors
-FLOORS = {
+FLOORS: dict[str, float] = {
     "checkpoint": -1,
     "models": -1,
     "report": -1,
@@ -25,6 +25,7 @@ FLOORS = {
     "__init__": 0,
     "plugins": -1,
     "messages": -1,
+    "disclosure": -2,
     "sections": -1,
     "processes/network": -1,
     "processes/stops": -1,
@@ -63,6 +64,9 @@ FLOORS = {
     "checkpoint/parts": 2,
     "checkpoint/exported": 0,
     "checkpoint/manifest": 3,
+    "processes/secret": 0.5,
+    "processes/stores": 0.5,
+    "processes/meeting_state": 1,
     "processes/agreement": 3,
     "processes/meeting": 4,
     "processes/elastic": 5,
@@ -120,7 +124,7 @@ FLOORS = {
 }
 
 
-def floor(module: str) -> int:
+def floor(module: str) -> float:
     path = module.removeprefix("lockstep").strip(".").replace(".", "/") or "__init__"
     while path not in FLOORS:
         path = path.rpartition("/")[0]

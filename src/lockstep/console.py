@@ -29,6 +29,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.disclosure import said
+
 LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
 Voice = Literal["normal", "quiet", "verbose"]
 
@@ -240,7 +242,7 @@ def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
 def error(text: str, log: Path | None = None) -> None:
     """A message for the user on standard error, and in the run's log file where there is one."""
     with suppress(OSError):  # a window that was closed
-        print(f"lockstep: {text}", file=sys.stderr, flush=True)
+        print(f"lockstep: {said(text)}", file=sys.stderr, flush=True)
     append(log, f"lockstep: {text}")
 
 
@@ -248,7 +250,7 @@ def append(log: Path | None, text: str) -> None:
     """A line, or more, at the end of a log file. A disk that is full ends no training because of it."""
     if log is not None:
         with suppress(OSError), open(log, "a", encoding="utf-8") as file:
-            file.write(f"{text}\n")
+            file.write(f"{said(text)}\n")
 
 
 def clock(seconds: float) -> str:
@@ -261,4 +263,4 @@ def clock(seconds: float) -> str:
 def _plain(text: str) -> str:
     from rich.markup import escape
 
-    return escape(text)
+    return escape(said(text))

@@ -14,7 +14,7 @@ from lockstep import plugins
 from lockstep.console import Console
 from lockstep.data.prepare import prepare
 from lockstep.models import adapters
-from lockstep.run import Run, RunError, load
+from lockstep.run import Run, RunError, load, overrides_of
 from lockstep.strategies import strategy as strategies
 from lockstep.train import evaluate as evaluated
 from lockstep.world import World
@@ -27,7 +27,13 @@ def finished(output: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
     export = output / "export"
     if not (export / "config.json").is_file():
         raise RunError(f"{output} has no export: its run is not finished; lockstep train goes on with it")
-    return load(output / "run.yaml", overrides), export
+    run = load(output / "run.yaml", overrides)
+    if run.model.trust_remote_code and "model.trust_remote_code" not in overrides_of(overrides):
+        raise RunError(
+            f"model.trust_remote_code: {output / 'run.yaml'} asks for it, and code of a folder runs only if you do, "
+            "too: read it, then add model.trust_remote_code=true (lockstep predict: --set model.trust_remote_code=true)"
+        )
+    return run, export
 
 
 def of_export(run: Run, export: Path, output: Path) -> Run:

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-# What a token or key looks like; a run file that holds one is refused, so that none ends up in OUTPUT or a tracker.
-_SECRET_VALUE = re.compile(
-    r"(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY)"
-)
-_SECRET_KEY = re.compile(r"(^|_)(token|api_?key|secret|password|secret_access_key|access_key_id)$", re.IGNORECASE)
+from lockstep import disclosure
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -30,12 +25,31 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def secret(values: Any) -> str | None:
-    """The key of a value that looks like a secret, or None."""
+    """The key of a value that looks like a secret, or None: a run file that holds one is refused, so that none ends up
+    in OUTPUT or a tracker. `launch.secrets` holds names of secrets, which are none."""
     for key, value in flat(values).items():
-        texts = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
-        if any(_SECRET_VALUE.search(t) for t in texts) or (_SECRET_KEY.search(key.rpartition(".")[2]) and any(texts)):
-            return key
+        texts = [value] if isinstance(value, str) else list(_texts(value))
+        if key == "launch.secrets":
+            texts = [text.partition("=")[2] or text for text in texts]
+        last = key.rpartition(".")[2]
+        if any(map(disclosure.holds_secret, texts)) or (disclosure.names_secret(last) and any(texts)):
+            return disclosure.said(key)
     return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text of nested lists and mappings, also `key=value` of a mapping's."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield str(key)
+            found = list(_texts(inner))
+            yield from found
+            yield from (f"{key}={text}" for text in found if disclosure.names_secret(str(key)) and text)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
 
 
 class Overrides(dict[str, Any]):

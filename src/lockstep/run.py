@@ -49,7 +49,7 @@ class Run(Section):
     """One training job, complete: everything that decides its arithmetic, and how and where it runs."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder")
-    output: str | None = Field(None, description="default: outputs/NAME")
+    output: str | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
     task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
     data: DataSection
@@ -159,9 +159,11 @@ def load(
     overrides: Sequence[str] | Mapping[str, Any],
     defaults: Mapping[str, Any] | None = None,
     origin: str = "the command line",
+    imports: bool = True,
 ) -> Run:
     """The run of a file and overrides (`key=value` words, or dotted key -> value); `defaults` is the mapping used where
-    there is no file, and `origin` what messages call it.
+    there is no file, and `origin` what messages call it. Without `imports` modules that the file names are not
+    imported: keys of such plug-ins stay as they were written.
 
     Errors: `RunError` with key, value, what is allowed, file and line.
     """
@@ -195,27 +197,31 @@ def load(
         )
     lines = messages.lines_of(text) if text else {}
     try:
-        return _validated(values, origin, lines, overridden)
+        return _validated(values, origin, lines, overridden, imports)
     except RunError as error:
         try:
-            _validated(alone, origin, lines, {})
+            _validated(alone, origin, lines, {}, imports)
         except RunError as of_file:
             raise RunError(messages.fair(str(error), str(of_file))) from None
         raise
 
 
-def _validated(values: dict[str, Any], origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> Run:
+def _validated(
+    values: dict[str, Any], origin: str, lines: dict[str, int], overridden: dict[str, Any], imports: bool
+) -> Run:
     """Errors: `RunError`."""
     try:
         run = Run.model_validate(values)
     except ValidationError as error:
         raise RunError(messages.explain(error, Run, origin, lines, overridden)) from None
-    return check_plugins(run, origin, lines, overridden)
+    return check_plugins(run, origin, lines, overridden, imports)
 
 
-def check_plugins(run: Run, origin: str, lines: dict[str, int], overridden: dict[str, Any]) -> Run:
+def check_plugins(
+    run: Run, origin: str, lines: dict[str, int], overridden: dict[str, Any], imports: bool = True
+) -> Run:
     """Resolve the names of plug-ins and type the keys of their own; only torch-free plug-ins are imported."""
-    source = _Source(origin, lines, overridden)
+    source = _Source(origin, lines, overridden, imports)
     if "." not in run.strategy.name:
         source.known("strategy.name", "strategies", run.strategy.name)
     for name in run.track.to:
@@ -236,6 +242,7 @@ class _Source:
     origin: str
     lines: dict[str, int]
     overridden: dict[str, Any]
+    imports: bool = True  # modules of the user's own that it names
 
     def where(self, key: str) -> str:
         return messages.where(key, self.origin, self.lines, self.overridden)
@@ -270,6 +277,8 @@ class _Source:
         self, key: str, named_by: str, kind: str, name: str, given: dict[str, Any], beside: tuple[type[Section], ...]
     ) -> dict[str, Any]:
         """A plug-in's own keys, defaults filled in; `beside` are those that may stand with them."""
+        if "." in name and not self.imports:
+            return dict(given)
         try:
             options: type[Section] = plugins.find(kind, name).Options  # type: ignore[attr-defined]
             return options.model_validate(given).model_dump()

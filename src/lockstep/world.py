@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.console import LOG
-from lockstep.processes import network
+from lockstep.processes import network, secret, stores
 from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run, RunError
 
@@ -111,9 +111,10 @@ class World:
             arguments: dict[str, Any] = {"device_id": self.device} if self.device.type == "cuda" else {}
             try:
                 self._choose_interface()
+                stores.seal_pickles(secret.given())
                 dist.init_process_group(
                     backend,
-                    init_method=self._init_method,
+                    **self._place(),
                     rank=self.rank,
                     world_size=self.size,
                     timeout=self._timeout,
@@ -135,6 +136,19 @@ class World:
             return os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         host, _, port = self._init_method.partition("tcp://")[2].rpartition(":")
         return host, port
+
+    def _place(self) -> dict[str, Any]:
+        """Where `init_process_group` shall meet the others: a store, opened by rank 0 on the address it is known by."""
+        host, port = self._meets_at()
+        if not host or not port:
+            return {"init_method": self._init_method}
+        several, limit_s = self.size > self.local_size, self._timeout.total_seconds()
+        held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
+        if self.rank or (held and self._init_method == "env://"):
+            store = stores.connected(host, int(port), limit_s, limit_s)
+        else:
+            store = stores.opened(host, int(port), several, limit_s)
+        return {"store": dist.PrefixStore("default_pg", store)}
 
     def _choose_interface(self) -> None:
         """Tell gloo and NCCL which interface the others reach this process at: the one towards where the ranks meet."""

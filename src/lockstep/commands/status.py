@@ -20,6 +20,7 @@ from lockstep.run import Run, RunError, load, override_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
+    from lockstep.launchers.launcher import Launcher
 
 HELP = "what the run of OUTPUT is doing, how far it is, and whether it can be resumed"
 
@@ -27,12 +28,13 @@ HELP = "what the run of OUTPUT is doing, how far it is, and whether it can be re
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output")
     parser.add_argument("--verify", action="store_true", help="read every byte of the checkpoints and the export")
+    trust(parser)
     parser.add_argument("--json", action="store_true", help="the same facts as one JSON object")
 
 
 def main(known: argparse.Namespace) -> int:
-    run, record = run_of(known.output)
-    state = state_of(run, record)
+    run, record = run_of(known.output, known.trust)
+    state = state_of(run, record, known.trust)
     metrics = last_metrics(run.folder)
     sound, damaged = checkpoints(run, known.verify)
     total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
@@ -80,22 +82,40 @@ NOT_WRITTEN = (
 )
 
 
-def run_of(output: str) -> tuple[Run, Launched | None]:
-    """The run of an output folder and its last launch. Errors: `RunError` where it is no output folder."""
+def trust(parser: argparse.ArgumentParser) -> None:
+    """The option of the commands that look after a run: OUTPUT may be a stranger's."""
+    parser.add_argument(
+        "--trust", action="store_true", help="OUTPUT is yours: import the modules that its files name, if any"
+    )
+
+
+def launcher_of(record: Launched, trusted: bool) -> Launcher:
+    """The launcher that launch.json names. Errors: `RunError` for a module's class, unless OUTPUT is trusted."""
+    if "." in record.launcher and not trusted:
+        raise RunError(
+            f"{launched.FILE} names the launcher {record.launcher}, a class of a module that would be imported; if "
+            "OUTPUT is yours, ask with --trust"
+        )
+    return start.launcher_named(record.launcher)
+
+
+def run_of(output: str, trusted: bool = False) -> tuple[Run, Launched | None]:
+    """The run of an output folder and its last launch; nothing that the folder names is imported unless it is trusted.
+    Errors: `RunError` where it is no output folder."""
     folder = Path(output)
     record, state = ownership.now(folder, launched.read(folder))
     if not (folder / "run.yaml").is_file():
         if state is not None:
             raise RunError(f"{output}: {state.text} prepares a run there; there is nothing to see yet")
         raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
-    return load(folder / "run.yaml", [f"output={json.dumps(output)}"]), record
+    return load(folder / "run.yaml", [f"output={json.dumps(output)}"], imports=trusted), record
 
 
-def state_of(run: Run, record: Launched | None) -> State:
+def state_of(run: Run, record: Launched | None, trusted: bool = False) -> State:
     """What the run is doing now. Errors: `RunError`, if nobody can be asked."""
     if record is None:
         return State("unknown", NOT_WRITTEN)
-    state = start.launcher_named(record.launcher).state(run, record)
+    state = launcher_of(record, trusted).state(run, record)
     _, seen = ownership.now(run.folder, record)
     return seen if seen is not None and state.word in ("unknown", "gone") else state
 

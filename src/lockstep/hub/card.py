@@ -6,12 +6,14 @@ In: a run, its task and final scores. Out: Markdown under a YAML head. The words
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
+from lockstep.disclosure import said, struck
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
 
@@ -40,24 +42,28 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}")
 def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps: int) -> str:
     """The card of a run that ended after `steps`, with the scores of its splits."""
     base, data = hub_model(run), _data_name(run, task)
-    where = f"[{run.data.source}](https://huggingface.co/datasets/{run.data.source})" if hub_data(run) else f"`{data}`"
-    labels = ", ".join(task.prepared.facts.get("labels", []))
+    where = f"[{run.data.source}](https://huggingface.co/datasets/{run.data.source})" if hub_data(run) else code(data)
+    labels = ", ".join(words(str(label)) for label in task.prepared.facts.get("labels", []))
     labels = f" Labels: {labels}." if labels else ""
     origin = f"A {run.model.type} trained from scratch"
     if run.model.source is not None:
         named = (
-            f"[{base}](https://huggingface.co/{base})" if base else f"the local model `{Path(run.model.source).name}`"
+            f"[{base}](https://huggingface.co/{base})"
+            if base
+            else f"the local model {code(Path(run.model.source).name)}"
         )
         origin = f"{'An adapter of' if _adapter_alone(run) else 'Fine-tuned from'} {named}"
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
-    head = metadata(run, task, scores).to_yaml(line_break="\n")
+    head = struck(metadata(run, task, scores).to_yaml(line_break="\n"))
+    file = struck(without_home(run.dump()))
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any in the file
     return (
         f"---\n{head}\n---\n\n# {run.name}\n\n"
         f"{origin} on {where} for {steps} steps of {run.batch_size} examples in {run.precision}.{labels}\n\n"
         f"## Use\n\n```python\n{_usage(run, task, base)}\n```\n\n"
         f"## Metrics\n\n{_table(scores)}\n\n"
         f"## Training\n\nTrained with lockstep {__version__}.{same} The run file, complete:\n\n"
-        f"```yaml\n{without_home(run.dump())}```\n\n"
+        f"{fence}yaml\n{file}{fence}\n\n"
         f"## Licence\n\n{_licence(run, base)}\n"
     )
 
@@ -121,6 +127,17 @@ def languages(run: Run) -> list[str]:
     columns = [str(run.task.options.get(side, "")) for side in ("source", "target")]
     translates = run.task.name == "translation" and all(_LANGUAGE.fullmatch(column) for column in columns)
     return columns if translates else []
+
+
+def words(text: str) -> str:
+    """A person's text as words of Markdown: on one line, and none of it a link, markup or HTML."""
+    plain = html.escape(" ".join(said(text).split()), quote=False)
+    return re.sub(r"([\\`*_{}\[\]()#|!~])", r"\\\1", plain)
+
+
+def code(text: str) -> str:
+    """A person's text as code of Markdown, on one line."""
+    return f"`{' '.join(said(text).split()).replace('`', chr(39))}`"
 
 
 def without_home(text: str) -> str:
@@ -199,7 +216,7 @@ def _usage(run: Run, task: Task, base: str | None) -> str:
 
 def _licence(run: Run, base: str | None) -> str:
     if run.hub.license is not None:
-        return f"{run.hub.license}."
+        return f"{words(run.hub.license)}."
     others = [f"of the base model `{base}`"] if base else []
     others += ["of the data"]
     return f"None is stated. Those {' and '.join(others)} apply."

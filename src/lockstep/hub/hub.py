@@ -166,6 +166,8 @@ def push(
     folder, patience = output / "export", patience or Patience()
     if not (folder / "README.md").is_file():
         raise RunError(f"{output} has no export to push: its run is not finished; lockstep train goes on with it")
+    if link := next((path for path in (folder, *sorted(folder.rglob("*"))) if path.is_symlink()), None):
+        raise RunError(f"{link} is a link; what it leads to is not pushed. Put a copy there, or remove it")
     token = _token(repository)
     card.check((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")
     for attempt in range(1, patience.tries + 1):

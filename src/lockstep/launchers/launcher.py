@@ -83,7 +83,8 @@ class Launcher(ABC):
 
     def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
         """Lines of its log, oldest first; with `follow` on until it has ended. Errors: `RunError`."""
-        return launched.lines_of(run.folder / LOG, follow, lambda: self.state(run, record).live)
+        path = launched.inside(run.folder / LOG, run.folder)
+        return launched.lines_of(path, follow, lambda: self.state(run, record).live)
 
     def follow(self, run: Run, record: Launched) -> None:
         """Show the log until the job has ended. An interrupt ends the showing, and not the job."""

@@ -15,8 +15,11 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.plugins import importing
+from lockstep.processes import secret
 from lockstep.processes.stops import STOP_SIGNALS
 from lockstep.run import Run, RunError
+
+LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
 
 
 class Local(Launcher):
@@ -58,9 +61,11 @@ class Local(Launcher):
         from lockstep.processes.meeting import Limits, Machine, Meeting
 
         prestart()
-        machine = Machine(socket.gethostname(), "localhost", plan.processes, holds=True)
-        meeting = Meeting("localhost", 0, 1, 1, machine, Limits())
-        return run_agent(run, plan.processes, meeting, entry, (str(run.folder / "run.yaml"), tuple(job)), print)
+        machine = Machine(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
+        key = secret.given_or_made()
+        meeting = Meeting(LOOPBACK, 0, 1, 1, machine, Limits(), key=key)
+        arguments = (str(run.folder / "run.yaml"), tuple(job), {secret.VARIABLE: key})
+        return run_agent(run, plan.processes, meeting, entry, arguments, print)
 
 
 def processes_of(run: Run) -> int:

@@ -26,7 +26,7 @@ from pydantic import Field
 from lockstep.console import Console, error
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.local import processes_of
-from lockstep.processes import network
+from lockstep.processes import network, secret
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section
 
@@ -95,6 +95,7 @@ class Ray(Launcher):
             "folder": os.getcwd(),
             "job": list(job),
             "board": board,
+            "secret": secret.given_or_made(),
         }
         before = {n: signal.signal(n, _asking(board)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         try:
@@ -229,7 +230,7 @@ def work(config: dict[str, Any]) -> None:
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
-    from lockstep.processes import launched, network
+    from lockstep.processes import launched, network, secret
 
     context, board = ray.train.get_context(), config["board"]
     rank = context.get_world_rank()
@@ -244,6 +245,7 @@ def work(config: dict[str, Any]) -> None:
         "MASTER_PORT": port,
     }
     environment = os.environ | {name: str(value) for name, value in variables.items()} | {launched.VARIABLE: "ray"}
+    environment[secret.VARIABLE] = config["secret"]
     interface = network.interface_to(host, several=context.get_world_size() > context.get_local_world_size())
     if interface is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -7,6 +7,7 @@ as the job is queued. `status`, `logs` and `stop` ask SLURM about it from any ma
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -22,7 +23,7 @@ from pydantic import Field, field_validator
 from lockstep.console import Console
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.parts import sbatch
-from lockstep.processes import launched
+from lockstep.processes import launched, secret
 from lockstep.processes.launched import Launched, State
 from lockstep.processes.srun import Task
 from lockstep.run import Run, RunError
@@ -235,6 +236,7 @@ def submit(plan: Plan) -> str:
             Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"output: cannot write {error.filename}: {error.strerror}") from None
+    os.environ.setdefault(secret.VARIABLE, secret.given_or_made())  # sbatch hands its environment to the job's tasks
     return _ask(*plan.command).strip().partition(";")[0]
 
 
@@ -272,9 +274,12 @@ def agent_of(run: Run, task: Task) -> int:
 def log_of(run: Run, record: Launched) -> Path:
     """What the ranks of a job said."""
     if "log" in record.facts:
-        return Path(record.facts["log"])
+        path = Path(record.facts["log"])  # of a task of an array: beside the folders of its runs
+        if not re.fullmatch(r"slurm-\d+_\d+\.out", path.name):
+            raise RunError(f"{launched.FILE}: {path} is no log of an array's task; it is not read")
+        return launched.inside(path, run.folder.absolute().parent)
     found = run.folder / f"slurm-{record.job}.out"
-    return found if "step" not in record.facts else run.folder / "log.txt"
+    return launched.inside(found if "step" not in record.facts else run.folder / "log.txt", run.folder)
 
 
 def state_of(record: Launched) -> State:

@@ -19,7 +19,7 @@ from pydantic import Field
 from lockstep.console import Console
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.local import entry, prestart, processes_of
-from lockstep.processes import network
+from lockstep.processes import network, secret
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section, Steps
 
@@ -139,6 +139,11 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     where = f"{address} on {interface}" if interface else address
     say(f"machine    {socket.gethostname()}, {where}; meeting at {host}:{port}")
+    key = secret.given() if most > 1 else secret.given_or_made()
+    if key:
+        variables[secret.VARIABLE] = key
+    else:
+        say(f"note: no {secret.VARIABLE}: whoever reaches {host}:{port} can disturb this job (docs/security.md)")
     if not holds:
         network.reach(host, port, options.join_s, say)
     machine = Machine(socket.gethostname(), address, processes_of(run), options.node_rank, holds)
@@ -148,7 +153,7 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
         return next((manifest.step for _, manifest in newest_first(run)), 0)
 
     try:
-        meeting = Meeting(host, port, fewest, most, machine, limits, newest)
+        meeting = Meeting(host, port, fewest, most, machine, limits, newest, key)
         meeting.admit(facts(run, prepare(run, plugins.find("tasks", run.task.name))))
     except RendezvousConnectionError as caught:
         raise RunError(f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}") from None

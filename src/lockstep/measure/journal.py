@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lockstep.disclosure import struck_all
 from lockstep.measure import phases
 from lockstep.run import Run
 from lockstep.world import World
@@ -83,7 +84,7 @@ class Journal:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     file.write(b"\n")  # after half a line, which a kill has left
-            file.write((json.dumps(line) + "\n").encode())
+            file.write((json.dumps(struck_all(line)) + "\n").encode())
 
 
 def facts(run: Run, world: World, opening: dict[str, str], clock: str, waits_inside: Sequence[str]) -> dict[str, Any]:

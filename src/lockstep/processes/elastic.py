@@ -108,6 +108,9 @@ def _seen_to_end(run: Run, agent: Agent, meeting: Meeting) -> int:
             f"command again on every machine, and it goes on from its last checkpoint"
         )
         return FAILED
+    except RendezvousError as caught:  # forged or damaged: what torch elastic raises for it, and what is raised here
+        error(f"the machines cannot meet at {meeting.at}:{meeting.port}: {caught}")
+        return FAILED
     if result is None:  # the job ended while this machine was one too many
         return agent.follow(meeting.ended())
     if agent.verdict is not None:

@@ -30,6 +30,8 @@ JOB = "LOCKSTEP_JOB_ID"  # with it, the job's id, where it is known only once th
 FACT = "LOCKSTEP_FACT"  # and one of the facts, as name=value
 
 _ASIDE = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<pid>\d+)\.partial")  # what `aside_of` gives
+# What a scheduler's ids, names of namespaces, regions and steps look like: never like an option of a program.
+_NAME = re.compile(r"[A-Za-z0-9][\w.:@/\[\]%+,-]*")
 
 Word = Literal["waiting", "running", "done", "stopped", "failed", "gone", "unknown"]
 
@@ -114,9 +116,31 @@ def read(folder: Path) -> Launched | None:
         values = {name: value for name, value in values.items() if name in known}
         for name in ("process", "main"):
             values[name] = Process(**values[name]) if values.get(name) else None
-        return Launched(**values)
+        record = Launched(**values)
+        names = [record.job, *(value for name, value in record.facts.items() if name != "log")]
+        if not all(not name or _NAME.fullmatch(name) for name in names):
+            return None
+        return record
     except (OSError, ValueError, TypeError, AttributeError):
         return None
+
+
+def stranger(folder: Path) -> int | None:
+    """The user that OUTPUT/launch.json or its lock belongs to, if that is not this one: they name a process."""
+    for name in (FILE, ".lock"):
+        with suppress(OSError):
+            owner = (folder / name).stat().st_uid
+            if hasattr(os, "geteuid") and owner != os.geteuid():
+                return owner
+    return None
+
+
+def inside(path: Path, folder: Path) -> Path:
+    """The path, if what it leads to is below the folder. Errors: `RunError`: a link in a stranger's OUTPUT, or a path
+    in its files, may lead anywhere."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise RunError(f"{path} leads out of {folder}; it is not read")
+    return path
 
 
 def note(folder: Path, **changes: Any) -> None:

@@ -15,17 +15,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousInfo,
+    RendezvousStateError,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from lockstep.processes import network
+from lockstep.processes import network, secret, stores
 from lockstep.processes.agreement import disagreement
+from lockstep.processes.meeting_state import Backend
+from lockstep.processes.stores import Sealed
 from lockstep.run import RunError
 
 
@@ -79,35 +82,46 @@ class Meeting:
         machine: Machine,
         limits: Limits,
         newest: Callable[[], int] = lambda: 0,
+        key: str | None = None,
     ) -> None:
         """Open the store at `at:port` if this is its machine, else connect to it. `newest` tells the step of this
-        machine's newest checkpoint. Errors: `NetworkError`, `RendezvousConnectionError`."""
+        machine's newest checkpoint; `key` is the job's secret, by default the one that was given. Errors:
+        `NetworkError`, `RendezvousConnectionError`, `RendezvousStateError`."""
         self.at, self.fewest, self.most, self.limits = at, fewest, most, limits
         self._machine, self._newest = machine, newest
         self.machines: list[Machine] = []  # of this formation, in the order of their ranks
         self.place = 0  # of this machine among them
         self.gone = False  # whether the store is
+        self._key = secret.given() if key is None else key
+        timeout_s = max(limits.lost, 10)
         try:
-            self._store: Any = TCPStore(
-                at, port, is_master=machine.holds, multi_tenant=True, timeout=_seconds(max(limits.lost, 10))
-            )
+            if machine.holds:
+                self._store: Any = stores.opened(at, port, most > 1, timeout_s)
+            else:
+                self._store = stores.connected(at, port, limits.join, timeout_s)
             number = self._store.add("lockstep-job", 0)  # a store may outlive a job: the next one has its own number
-            name = self._store.compare_set(f"lockstep-name-{number}", "", uuid.uuid4().hex).decode()
+            jobs = Sealed(self._store, "jobs", self._key)
+            name = jobs.compare_set(f"lockstep-name-{number}", "", uuid.uuid4().hex).decode()
         except (ValueError, RuntimeError) as caught:
             raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
         self.port = int(self._store.port)
         network.end_silent(self.port, limits.lost)
-        self._number, self._job = number, PrefixStore(f"lockstep-{name}", self._store)
+        self._number = number
+        self._job = Sealed(PrefixStore(f"lockstep-{name}", self._store), name, self._key)
         self._inner = DynamicRendezvousHandler.from_backend(
             name,
             self._store,
-            C10dRendezvousBackend(self._store, name),
+            Backend(Sealed(PrefixStore(f"lockstep-state-{name}", self._store), f"{name}/state", self._key)),
             fewest,
             most,
             machine.address,
             RendezvousTimeout(_seconds(limits.join), _seconds(limits.more), _seconds(10), _seconds(5)),
             keep_alive_interval=max(1, round(limits.lost / 3)),
             keep_alive_max_attempt=3,
+        )
+        inner: Any = self._inner
+        inner._get_store = lambda: Sealed(  # where the machines of a round tell each other who they are
+            inner._wrap_store(self._store), f"{name}/{inner._state_holder.state.round}", self._key
         )
         self._nodes: set[Any] = set()
         self._missing: tuple[set[Any], float] = set(), 0.0
@@ -126,11 +140,12 @@ class Meeting:
         found = self._inner.next_rendezvous()
         while not self._wait_for(keys := self._introduce(found), 2 * self.limits.lost):
             found = self._inner.next_rendezvous()  # one was lost just now
-        told = self._call(lambda: [self._round.get(key) for key in keys])
-        machines = [Machine(**json.loads(text)) for text in told]
+        told = self._call(lambda: self._round.multi_get(keys))
+        machines = [_parsed(Machine, text) for text in told]
         order = sorted(range(len(machines)), key=lambda rank: machines[rank].precedence)
         self.machines, self.place = [machines[rank] for rank in order], order.index(found.rank)
-        where = RendezvousStoreInfo.build(self.place, PrefixStore("first", self._round), self._machine.address)
+        first: Any = self._round.within("first")
+        where = self._call(lambda: RendezvousStoreInfo.build(self.place, first, self._machine.address))
         return RendezvousInfo(found.store, self.place, len(machines), where)
 
     def num_nodes_waiting(self) -> int:
@@ -164,7 +179,7 @@ class Meeting:
         others end with the same message, else they go on without this one."""
         mine = json.dumps([self._machine.host, facts], sort_keys=True)
         first = self._call(lambda: self._job.compare_set("facts", "", mine)).decode()
-        host, theirs = json.loads(first)
+        host, theirs = _parsed(lambda host, facts: (str(host), dict(facts)), first)
         if not (text := disagreement([(host, theirs), (self._machine.host, facts)])):
             return
         self._call(self._inner.num_nodes_waiting)  # looks at the others' signs of life
@@ -202,6 +217,8 @@ class Meeting:
         word = json.dumps(asdict(End(status, self._machine.host, text)))
         try:
             self._job.compare_set("end", "", word)
+        except RendezvousStateError:  # forged: the others cannot read it either
+            pass
         except RuntimeError:
             self.gone = True
 
@@ -214,7 +231,9 @@ class Meeting:
         try:
             if not self._job.check(["end"]):
                 return None
-            found = End(**json.loads(self._job.get("end")))
+            found: End = _parsed(End, self._job.get("end"))
+        except RendezvousStateError as caught:
+            return End(1, self.at, str(caught))
         except RuntimeError:
             self.gone = True
             return None
@@ -240,7 +259,7 @@ class Meeting:
                 if self._round.check([f"left/{place}" for place in everyone]):
                     return
                 time.sleep(0.05)
-        except (RuntimeError, RendezvousConnectionError):
+        except (RuntimeError, RendezvousError):
             self.gone = True
 
     def there(self) -> list[str]:
@@ -249,7 +268,8 @@ class Meeting:
 
     def _introduce(self, found: RendezvousInfo) -> list[str]:
         """Say who this is. Returns the keys under which all machines of this formation do so."""
-        self._nodes, self._missing, self._round = set(self._state().participants), (set(), 0.0), found.store
+        self._nodes, self._missing = set(self._state().participants), (set(), 0.0)
+        self._round: Any = found.store
         mine = asdict(self._machine) | {"step": self._newest()}
         self._call(lambda: self._round.set(f"machine/{found.rank}", json.dumps(mine)))
         return [f"machine/{rank}" for rank in range(found.world_size)]
@@ -284,7 +304,17 @@ def serve(host: str, port: int) -> Any:
     `NetworkError`."""
     if not network.holds(host, port):
         raise network.NetworkError(f"{host}:{port} cannot be opened here: not an address of this machine, or in use")
-    return TCPStore(host, port, is_master=True, multi_tenant=True, wait_for_workers=False, timeout=_seconds(30))
+    return stores.opened(host, port, True, 30)
+
+
+def _parsed(kind: Callable[..., Any], text: bytes) -> Any:
+    """What another machine has written, made of its JSON: an object's or a list's members. Errors:
+    `RendezvousStateError`."""
+    try:
+        found = json.loads(text)
+        return kind(**found) if isinstance(found, dict) else kind(*found)
+    except (ValueError, TypeError, RecursionError) as caught:
+        raise RendezvousStateError(f"what another machine wrote cannot be read: {caught!r:.200}") from None
 
 
 def _seconds(seconds: float) -> Any:

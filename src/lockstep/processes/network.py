@@ -10,6 +10,7 @@ import errno
 import ipaddress
 import os
 import socket
+import stat
 import struct
 import sys
 import time
@@ -132,6 +133,9 @@ def end_silent(port: int, limit_s: float) -> None:
         return
     third = max(1, round(limit_s / 3))
     for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
         # options belong to the connection, whatever number it has here
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as same:
             if same.family not in (socket.AF_INET, socket.AF_INET6) or same.getpeername()[1] != port:
@@ -163,3 +167,22 @@ def reach(host: str, port: int, limit_s: float, say: Callable[[str], None]) -> N
             say(f"waiting for {host}:{port}: {reason}")
             told = True
         time.sleep(min(0.5, max(0.0, limit_s - spent)))
+
+
+def answers(host: str, port: int, limit_s: float) -> None:
+    """Wait until a store of torch listens there and speaks. Something that accepts connections and says nothing would
+    be waited for without an end. Errors: `NetworkError` after `limit_s` seconds."""
+    until = time.monotonic() + limit_s
+    reach(host, port, limit_s, say=lambda text: None)
+    with socket.create_connection((host, port), timeout=max(1.0, until - time.monotonic())) as probe:
+        try:
+            # what torch's client begins with: VALIDATE with its magic number, PING with a number that comes back
+            probe.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 1))
+            probe.recv(4)
+        except TimeoutError:
+            raise NetworkError(
+                f"something listens at {host}:{port} and has said nothing for {limit_s:g} s: it is stopped, or no "
+                "place where machines meet"
+            ) from None
+        except OSError:  # it closed: torch's own client says why
+            return

@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.console import error
+from lockstep.processes import secret
+from lockstep.processes.stores import Sealed
 from lockstep.world import World
 
 FAILED = 1  # exit status: a launcher may start the job again
@@ -45,7 +48,8 @@ class Watch:
         if self.world.size > 1 and self.limit_s > 0:
             default: Any = dist.distributed_c10d._get_default_store()
             store = default.clone()  # a connection of its own
-            self._store: Any = dist.PrefixStore("lockstep-watch", store)
+            # a beat names a process that may be killed: it bears the job's seal
+            self._store: Any = Sealed(dist.PrefixStore("lockstep-watch", store), "watch", secret.given())
             self._main = threading.get_ident()
             self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
             self._thread.start()
@@ -82,6 +86,9 @@ class Watch:
                 if silent or (stuck and everyone_waits):
                     self._tell(found, silent)
             self._store.set(str(self.world.rank), json.dumps({"over": True}))
+        except RendezvousStateError as caught:
+            error(f"rank {self.world.rank} cannot read what the others say: {caught}", self.world.log)
+            os._exit(FAILED)
         except RuntimeError as caught:  # the store is gone, and with it whoever held it
             if self._over.wait(LEFT_S):
                 return

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep import messages
+from lockstep.disclosure import said
 from lockstep.report import charts, panels
 from lockstep.report.history import History, read
 
@@ -53,6 +54,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
     )
     pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
     text = pages.get_template(template).render(written=time.strftime("%Y-%m-%d %H:%M"), **values)
+    text = said(text)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(text, encoding="utf-8")

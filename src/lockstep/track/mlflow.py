@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from lockstep import messages
+from lockstep.disclosure import struck
 from lockstep.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
@@ -65,7 +66,7 @@ class MLflow(Tracker):
         from mlflow.entities import Param
 
         flat = messages.flat(self.run.model_dump(mode="json"))
-        rows = [Param(key, str(value)[:6000]) for key, value in flat.items()]
+        rows = [Param(key, struck(str(value))[:6000]) for key, value in flat.items()]
         for start in range(0, len(rows), 100):  # as many as a request may hold
             self._client.log_batch(self.run_id, params=rows[start : start + 100])
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from lockstep.disclosure import struck_all
 from lockstep.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
@@ -70,7 +71,7 @@ class WandB(Tracker):
             name=options.name or self.run.name,
             tags=options.tags or None,
             notes=options.notes,
-            config=self.run.model_dump(mode="json"),
+            config=struck_all(self.run.model_dump(mode="json")),
             dir=str(self.run.folder),
             id=self.run_id,
             resume="allow",

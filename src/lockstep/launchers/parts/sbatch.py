@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep import __version__
+from lockstep.run import RunError
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ class Job:
 
 
 def text_of(job: Job) -> str:
-    """The file."""
+    """The file. Errors: `RunError` for a folder whose name would end a line of it."""
+    for path in (job.folder, job.here, *job.array):
+        if not str(path).isprintable():
+            raise RunError(f"output: the folder {str(path)!r} has a character in its name that no sbatch file can hold")
     return "\n".join([*_head(job), "", *_before(job), "", *_ranks(job), "", *_after(job)]) + "\n"
 
 
@@ -74,8 +78,8 @@ FILE = "job.sbatch"
 def _before(job: Job) -> list[str]:
     lines = ["export LOCKSTEP_LAUNCHER=slurm LOCKSTEP_JOB_ID=$SLURM_JOB_ID PYTHONUNBUFFERED=1", *job.setup]
     if job.array:
-        log = f"{job.folder}/slurm-${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID.out"
-        lines.append(f'export LOCKSTEP_FACT="log={log}"')
+        folder = shlex.quote(f"log={job.folder}")  # the shell reads nothing in a folder's name
+        lines.append(f'export LOCKSTEP_FACT={folder}"/slurm-${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID.out"')
         runs = [f"  {shlex.quote(str(path))}" for path in job.array]
         lines += ["runs=(", *runs, ")", "run=${runs[$SLURM_ARRAY_TASK_ID]}"]
     return lines

@@ -1,0 +1,101 @@
+"""What may leave this process as text: secrets are struck out, and characters that command a terminal are made visible.
+
+In: any text, such as a person's data, a library's error, a path. Out: the same text without what looks like a token, a
+key or a password, and without what is one in this process's environment. Every sink calls this: the terminal, log.txt,
+run.yaml, events, trackers, the report, the model card. No pattern finds a password that looks like a word.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+STRUCK = "***"
+_SHORTEST = 8  # characters of a variable's value that is struck out wherever it is found: shorter ones are words
+# What tokens and keys look like, by who gives them out.
+_TOKENS = [
+    r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}",  # Hugging Face
+    r"sk-[A-Za-z0-9_-]{20,}|[rs]k_(?:live|test)_[A-Za-z0-9]{16,}",  # OpenAI, Anthropic; Stripe
+    r"(?:AKIA|ASIA)[A-Z0-9]{12,}",  # AWS
+    r"gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}",
+    r"gl(?:pat|dt|rt|cbt|ptt|ft|soat|agent|imt|oas)-[A-Za-z0-9_.-]{20,}",  # GitLab
+    r"xox[a-z]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{10,}|hooks\.slack\.com/services/[A-Za-z0-9/]{20,}",
+    r"AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{20,}|GOCSPX-[A-Za-z0-9_-]{20,}",  # Google
+    r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]*",  # JWTs
+    r"npm_[A-Za-z0-9]{30,}|pypi-[A-Za-z0-9_-]{40,}|dckr_pat_[A-Za-z0-9_-]{20,}",
+    r"SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}|nvapi-[A-Za-z0-9_-]{20,}|dapi[a-f0-9]{32}|r8_[A-Za-z0-9]{30,}",
+    r"wandb_v1_[A-Za-z0-9_-]{20,}|local-[a-f0-9]{40}",  # Weights & Biases
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?!-----END)[\s\S])*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
+]
+_TOKEN = re.compile("(?<![A-Za-z0-9])(?:" + "|".join(_TOKENS) + ")|-----BEGIN [A-Z ]*PRIVATE KEY")
+# scheme://user:password@host, also with an @ in the password, and a token alone before the @
+_ADDRESS = re.compile(r"(?P<keep>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/@:\"']*:[^\s/\"']+|[^\s/@:\"']{20,})(?=@)")
+_QUERY = re.compile(
+    r"(?P<keep>[?&;](?:access_|auth_|api_?|x-amz-)?(?:token|key|secret|password|passwd|sig|signature|credential"
+    r"|security-token)=)(?!\*\*\*)[^\s&#\"'<>]+",
+    re.IGNORECASE,
+)
+_WORDS = "API_?KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD|PASSPHRASE|ACCESS_KEY|ACCESS_KEY_ID|PRIVATE_KEY"
+# NAME=value of a variable or an argument, and 'name': 'value' of a mapping
+_ASSIGNED = re.compile(
+    rf"(?P<keep>\b(?:(?-i:(?:[A-Z][A-Z0-9_]*_)?(?:TOKEN|CREDENTIALS?|{_WORDS}))|(?:\w+_)?(?:{_WORDS}|access_token|auth_token))"
+    r"(?:\s?=\s?|[\"']\s?:\s?(?=[\"'])))(?!\*\*\*|[\"']\*\*\*|\.\.\.)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\"']+)",
+    re.IGNORECASE,
+)
+_PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED)
+_NAME = re.compile(rf"(^|[_.-])(token|credentials?|{_WORDS})$", re.IGNORECASE)
+_SPECIAL = re.compile(r"(^|[_.-])(pad|eos|bos|unk|sep|cls|mask|start|end|additional_special)_token$", re.IGNORECASE)
+# C0 but for tab and newline, DEL, C1; what turns the direction of text; what only some programs take for a line's end
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+
+
+def struck(text: str) -> str:
+    """The text with *** instead of secrets."""
+    for value in _held():
+        text = text.replace(value, STRUCK)
+    text = _TOKEN.sub(STRUCK, text)
+    for pattern in _PATTERNS:
+        text = pattern.sub(rf"\g<keep>{STRUCK}", text)
+    return text
+
+
+def struck_all(values: Any) -> Any:
+    """Mappings and lists with every text in them struck, and every value whose key is a secret's."""
+    if isinstance(values, str):
+        return struck(values)
+    if isinstance(values, dict):
+        return {
+            k: STRUCK if isinstance(v, str) and v and isinstance(k, str) and names_secret(k) else struck_all(v)
+            for k, v in values.items()
+        }
+    return [struck_all(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+def names_secret(key: str) -> bool:
+    """Whether what a key or variable is called says that it holds a secret."""
+    return _NAME.search(key) is not None and _SPECIAL.search(key) is None
+
+
+def holds_secret(text: str) -> bool:
+    """Whether a text holds what looks like a secret. What is already struck out is none."""
+    return _TOKEN.search(text) is not None or any(
+        STRUCK not in found.group() for pattern in _PATTERNS for found in pattern.finditer(text)
+    )
+
+
+def visible(text: str) -> str:
+    """The text with control characters written out, `\\x1b` for an escape; tabs and newlines stay."""
+    return _COMMANDS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+def said(text: str) -> str:
+    """As a terminal or a log may have it."""
+    return visible(struck(text))
+
+
+def _held() -> Iterator[str]:
+    """Secrets in this process's environment, longest first, each also as it stands in an address."""
+    values = {value.strip() for name, value in os.environ.items() if names_secret(name)}
+    yield from sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)

@@ -1,0 +1,183 @@
+"""What a stranger who reaches a job's ports can do: a pickle that is written there is never loaded, a port of one
+machine is open on the loopback alone, and whoever says nothing is not waited for without an end."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import socket
+import sys
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+from lockstep.processes import meeting_state, network, secret, stores
+from lockstep.processes.meeting import Limits, Machine, Meeting
+from lockstep.processes.stores import Sealed
+from lockstep.run import RunError
+
+KEY = "0123456789abcdef0123456789abcdef"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc")
+
+
+class Code:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def meeting(port: int = 0, holds: bool = True, key: str = KEY, join: float = 20) -> Meeting:
+    return Meeting("127.0.0.1", port, 1, 2, Machine("a", "127.0.0.1", 1, holds=holds), Limits(join, 1, 60), key=key)
+
+
+def everywhere(raw: Any, met: Meeting, value: bytes) -> None:
+    """Write under every key that a machine reads before it trains, where torch kept its pickle too."""
+    name = met.get_run_id()
+    raw.set(f"torch.rendezvous.{name}", value)
+    PrefixStore(f"lockstep-state-{name}", raw).set("state", value)
+
+
+@pytest.mark.parametrize("key", [KEY, ""])
+@pytest.mark.parametrize("how", [bytes, b64encode])
+def test_a_stranger_s_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -> None:
+    first = meeting(key=key)
+    attack = pickle.dumps(Code(tmp_path / "ran"))
+    with pytest.raises(FileExistsError):  # the attack works where it is loaded
+        (tmp_path / "ran").mkdir() or pickle.loads(attack)
+    (tmp_path / "ran").rmdir()
+    stranger = stores.connected("127.0.0.1", first.port, 5, 5)
+    everywhere(stranger, first, how(attack))
+    with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
+        first.next_rendezvous()
+    with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
+        meeting(first.port, False, key).next_rendezvous()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_seal_without_the_secret_opens_nothing_of_a_job_that_has_one() -> None:
+    first = meeting()
+    with pytest.raises(RendezvousStateError, match="LOCKSTEP_SECRET is not the same on every machine"):
+        meeting(first.port, False, "another secret of a stranger")
+    with pytest.raises(RendezvousStateError, match="another machine has a LOCKSTEP_SECRET and this one has none"):
+        meeting(first.port, False, "")
+
+
+def test_a_forged_end_is_one_message() -> None:
+    first = meeting()
+    raw = stores.connected("127.0.0.1", first.port, 5, 5)
+    PrefixStore(f"lockstep-{first.get_run_id()}", raw).set("end", b'{"status": 0, "host": "b"}')
+    end = first.ended()
+    assert end is not None
+    assert end.status == 1
+    assert "'end' in the store bears no seal" in end.text.replace(f"{first.get_run_id()}/", "")
+
+
+def test_what_is_sealed_holds_for_its_own_key_only() -> None:
+    raw = dist.HashStore()
+    store = Sealed(raw, "room", KEY)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    raw.set("b", raw.get("a"))  # moved by a stranger
+    with pytest.raises(RendezvousStateError):
+        store.get("b")
+    with pytest.raises(RendezvousStateError):
+        Sealed(raw, "another room", KEY).get("a")
+    assert store.compare_set("c", "", "1") == b"1"
+    assert store.compare_set("c", "", "2") == b"1"
+    assert store.compare_set("c", "1", "2") == b"2"
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+KEYS = ("round", "complete", "deadline", "closed", "participants", "wait_list", "redundancy_list", "last_heartbeats")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.binary(max_size=60)
+    | json_like.map(lambda v: json.dumps(v).encode())
+    | st.fixed_dictionaries(dict.fromkeys(KEYS, json_like)).map(lambda v: json.dumps(v).encode())
+)
+def test_a_malformed_state_is_one_error(text: bytes) -> None:
+    with contextlib.suppress(RendezvousStateError):  # and nothing else
+        meeting_state._state(text)
+
+
+@pytest.mark.parametrize("text", [b"", b"3", b'{"round": "many"}', b"[" * 100_000, pickle.dumps(3)])
+def test_what_is_no_state_is_told(text: bytes) -> None:
+    with pytest.raises(RendezvousStateError, match="is no such state"):
+        meeting_state._state(text)
+
+
+def test_a_state_survives_its_text() -> None:
+    first = meeting()
+    first.next_rendezvous()
+    state = first._state()
+    again = meeting_state._state(meeting_state._text(state).encode())
+    assert vars(again) == vars(state)
+    assert state.participants
+
+
+def test_objects_between_ranks_bear_the_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = dist.distributed_c10d
+    for name in ("_pickler", "_unpickler"):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    stores.seal_pickles(KEY)
+    tensor, size = module._object_to_tensor({"a": (1, "two")}, "cpu", None)
+    assert module._tensor_to_object(tensor, int(size), None) == {"a": (1, "two")}
+    with pytest.raises(secret.ForgedError):
+        module._unpickler(io.BytesIO(pickle.dumps(Code(tmp_path / "ran")))).load()
+    forged = secret.sealed("", "object", pickle.dumps(Code(tmp_path / "ran")))
+    with pytest.raises(secret.ForgedError):
+        module._unpickler(io.BytesIO(forged)).load()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(secret.VARIABLE, "hunter2")
+    with pytest.raises(RunError, match="shorter than 16 characters"):
+        secret.given()
+
+
+def listening(port: int) -> set[str]:
+    """Addresses, as the kernel writes them, on which something listens at a port."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:] + Path("/proc/net/tcp6").read_text().splitlines()[1:]
+    places = [line.split()[1].split(":") for line in lines if line.split()[3] == "0A"]
+    return {address for address, number in places if int(number, 16) == port}
+
+
+@linux
+def test_one_machine_s_store_listens_on_the_loopback_alone() -> None:
+    first = Meeting("127.0.0.1", 0, 1, 1, Machine("a", "127.0.0.1", 2, holds=True), Limits(), key=KEY)
+    assert listening(first.port) == {"0100007F"}
+
+
+@linux
+def test_several_machines_meet_on_the_address_that_was_given() -> None:
+    own = network.route_to(network.OUTSIDE) if len(network.interfaces()) > 1 else "127.0.0.1"
+    store = stores.opened(own, 0, own != "127.0.0.1", 5)
+    written = socket.inet_aton(own)[::-1].hex().upper()
+    assert listening(store.port) == {written}
+    behind_a_name = stores.opened("127.0.0.1", 0, True, 5)  # others resolve the name to another address of this machine
+    assert listening(behind_a_name.port) == {"00000000"}
+
+
+def test_whoever_says_nothing_is_not_waited_for_for_ever() -> None:
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, pytest.raises(network.NetworkError, match="has said nothing for 1 s"):
+        meeting(silent.getsockname()[1], holds=False, join=1)
