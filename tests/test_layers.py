@@ -30,6 +30,7 @@ FLOORS = {
     "processes/stops": -1,
     "run": 0,
     "quick_start": 0,
+    "user_code": 1,
     "console": 0,
     "processes/launched": 1,
     "processes/output": 2,

@@ -68,6 +68,7 @@ class Checkpoints:
     ) -> None:
         self.run, self.world, self.prepared, self.steps, self.say = run, world, prepared, steps, say
         self.folder = folder_of(run)
+        self.code = manifests.code_of(run)  # as it was when this process started
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
         self.newest: int | None = None  # step of the last one that was written or resumed from
         self.best: float | None = None  # the highest score of `checkpoint.best` that is kept
@@ -98,6 +99,7 @@ class Checkpoints:
             world_size=self.world.size,
             hosts=self.world.hosts,
             launch=launched_by(self.run),
+            code=self.code,
             bits=type(strategy).gives_bits(self.run),
             scores={name: float(value) for name, value in (scores or {}).items()},
             trackers=dict(self.trackers),  # a tracker's thread may add to it
@@ -338,6 +340,8 @@ class Checkpoints:
             who = self.run.strategy.name if manifest.bits else manifest.strategy
             did = "goes on from it" if manifest.bits else "made it"
             notes.append(f"{name}: {who}, which {did}, is equal to other strategies to rounding only")
+        if files := manifests.changed_code(self.run, manifest):
+            notes.append(f"{name} was made with other code of {', '.join(files)}")
         now = self._facts()
         then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
         return notes + [

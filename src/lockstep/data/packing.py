@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lockstep.data.cache import cache_folder, kept
+from lockstep.data.cache import folder_of, kept
 
 IGNORED = -100  # as in batch.py, which imports torch
 _NUMBERS = pa.list_(pa.int32())
@@ -113,7 +113,7 @@ def write(parts: Iterable[Document], key: str) -> str:
             while rows := list(islice(found, 10_000)):
                 stream.write_batch(_batch(rows))
 
-    return str(kept(cache_folder() / "tokens" / f"{key}.arrow", make))
+    return str(kept(folder_of("tokens") / f"{key}.arrow", make))
 
 
 def _batch(rows: list[dict]) -> pa.RecordBatch:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.cache import cache_folder, kept
+from lockstep.data.cache import folder_of, kept
 from lockstep.data.tokens import digest
 from lockstep.run import Run, RunError
 
@@ -41,7 +41,7 @@ def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool
     if run.tokenizer.train is not None:
         kind = "generative" if generative else _causal(run)
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
-        return kept(cache_folder() / "tokenizers" / key, lambda aside: _save(_train(run, texts, generative), aside))
+        return kept(folder_of("tokenizers") / key, lambda aside: _save(_train(run, texts, generative), aside))
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
@@ -83,7 +83,7 @@ def _kept(tokenizer: Any, source: str) -> Path:
         raise RunError(f"tokenizer: that of {source} has neither a padding nor an end token to pad with")
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
     key = digest("tokenizer", 1, hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map))
-    return kept(cache_folder() / "tokenizers" / key, lambda aside: _save(tokenizer, aside))
+    return kept(folder_of("tokenizers") / key, lambda aside: _save(tokenizer, aside))
 
 
 def pair(source: Path, target: Path) -> Path:

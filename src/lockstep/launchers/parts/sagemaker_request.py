@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any
 
-from lockstep import messages
+from lockstep import messages, user_code
 from lockstep.launchers.parts import aws
 from lockstep.launchers.parts.parcel import Parcel, pairs
 from lockstep.run import Run, RunError
@@ -26,7 +26,8 @@ COMMAND = (
 
 def name_of(run: Run) -> str:
     """The name of a run's first training job. Names are used once in a region, so it depends on what is trained."""
-    told = json.dumps([run.arithmetic(), str(run.folder)], sort_keys=True, default=str)
+    code = user_code.hashes_of(user_code.named(run).values())
+    told = json.dumps([run.arithmetic(), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
     slug = re.sub(r"[^a-zA-Z0-9]+", "-", run.name).strip("-")[:40].strip("-") or "run"
     return f"{slug}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
