@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import plugins
 from lockstep.console import Console
+from lockstep.launchers.parts import accelerate_config
 from lockstep.processes import launched, ownership, srun
 from lockstep.processes.stops import listen_no_more
 from lockstep.run import Run, RunError, check_output, keep
@@ -111,6 +112,7 @@ def joined(run: Run) -> int:
         from lockstep import worker
     from lockstep.launchers.launcher import JOB, TRAIN, WANTED
 
+    accelerate_config.check_variables(run, os.environ)
     came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
     if wanted is not None and wanted != came:
         leave_status(2)
@@ -162,7 +164,9 @@ def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
     """`lockstep verify`: a few steps, and the same as one process. `verdict`: where it is written, as JSON."""
     launcher = None
     task_of_srun(run)
-    if not joining():
+    if joining():
+        accelerate_config.check_variables(run, os.environ)
+    else:
         launcher, plan = planned(run)
         checked(run, plan)
     from lockstep.verify import verify
