@@ -6,6 +6,7 @@ In: what a rank has built, and what came of it. Out: facts and tables for the co
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,11 +101,16 @@ def closing(
     )
 
 
-def digest_of(folder: Path) -> str:
-    """SHA-256 over the exported weights: an adapter's, or all parts of a large model's."""
+def digest_of(folder: Path, weights: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over the exported weights: an adapter's, or all parts of a large model's. Of an export in another format,
+    which may hold a date or be pickled, over the weights that it was written of: name, type, shape and numbers."""
     found = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
         with open(path, "rb") as file:
             while block := file.read(2**20):
                 found.update(block)
+    for name, tensor in sorted(weights.items()) if not files else ():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

@@ -278,7 +278,7 @@ def deliver(job: Job, found: Trained, weights: Mapping[str, torch.Tensor]) -> in
     collective. Rank 0 only. Returns the exit status."""
     run, task, steps = job.run, job.task, job.feed.total
     write_export(run, task, weights, found.scores, steps)
-    sha256 = digest_of(run.folder / "export")
+    sha256 = digest_of(run.folder / "export", weights)
     best = {split: task.best_possible(split) for split in found.scores}
     job.journal.event("finish", steps, weights=sha256, best_possible=best)
     try:
