@@ -45,6 +45,7 @@ FLOORS = {
     "models/bleu": 2,
     "models/decoding": 2,
     "reduction": 2,
+    "strategies/parts/zero_agreement": 1,
     "strategies/parts/zero_config": 2,
     "rows": 3,
     "models/cuts": 3,

@@ -1,6 +1,7 @@
 """A user's own code: found without being executed, and what an edit of it does to caches, checkpoints, agreement and
 parcels."""
 
+import hashlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -148,9 +149,12 @@ def test_machines_with_other_code_do_not_train(here: Path, numbered: None) -> No
 def test_a_resume_with_edited_code(name: str, exact: bool, edited: str, refused: bool, here: Path) -> None:
     run = run_of(strategy={"name": name, "exact": exact}, output=str(here / "out"))
     known: Any = type("Known", (), {"key": "k"})
-    made = Manifest(1, 6, run.arithmetic(), "k", name, 1, True, "cpu", 1, {}, {}, code=manifests.code_of(run))
     folder = here / "out/checkpoints/step-000001"
     folder.mkdir(parents=True)
+    (folder / "shard").write_text("")
+    hashes = {"shard": hashlib.sha256(b"").hexdigest()}
+    made = Manifest(1, 6, run.arithmetic(), "k", name, 1, True, "cpu", 1, {}, {}, {}, hashes)
+    made = replace(made, code=manifests.code_of(run))
     (folder / "manifest.json").write_bytes(made.dump())
     read = manifests.read_manifest(folder)
     assert isinstance(read, Manifest)

@@ -21,6 +21,7 @@ from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.checkpoint.parts import Saved
 from lockstep.run import Run
 from lockstep.strategies.parts import zero_config
+from lockstep.strategies.parts.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
@@ -37,7 +38,7 @@ class Sharded(Strategy):
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        if zero_config.keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options)):
+        if keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options)):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
 
@@ -59,7 +60,7 @@ class Sharded(Strategy):
         receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
         self.model = task.model(empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
-        self.low_precision = zero_config.keeps_bf16_weights(self.options())
+        self.low_precision = keeps_bf16_weights(self.options())
         self.config = zero_config.config(self.run, self.stage, self.parameter_count, self.options())
         if self.stage == 3:
             self._shard()
@@ -325,7 +326,7 @@ class Zero(Sharded):
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         cls.require(f"strategy.name: zero{cls.stage}")
-        zero_config.check(run, cls.stage, run.strategy.options)
+        zero_config.check(run, processes, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:
         return self.run.strategy.options
