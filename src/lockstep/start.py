@@ -19,6 +19,7 @@ from lockstep.launchers.parts import accelerate_config
 from lockstep.processes import launched, ownership, srun
 from lockstep.processes.stops import listen_no_more
 from lockstep.run import Run, RunError, check_output, keep
+from lockstep.strategies.parts import zero_agreement
 
 if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
@@ -207,6 +208,15 @@ def planned(run: Run) -> tuple[Launcher, Plan]:
 
         prestart()
     return launcher, plan
+
+
+def examined(run: Run, launcher: Launcher, plan: Plan) -> None:
+    """What `lockstep plan` finds wrong, beside the plan itself: options of an engine, asked of it where it is here.
+    Errors: `RunError`."""
+    zero_agreement.check(run, plan.processes)
+    here = not launcher.submits or launcher.shares_files
+    if run.strategy.options and here and importlib.util.find_spec("torch") is not None:
+        check(run, plan)
 
 
 def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> Prepared:

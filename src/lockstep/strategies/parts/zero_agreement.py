@@ -6,10 +6,10 @@ DeepSpeed to read, and a line for each entry that says otherwise than the run fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.run import Run
+from lockstep.run import Run, RunError
 
 # What the run file says already: DeepSpeed's key -> ours.
 OURS = {
@@ -80,6 +80,24 @@ def differing(run: Run, processes: int, stage: int, options: Mapping[str, Any], 
     if keeps_bf16_weights(options) and run.precision != "bf16":
         rows.append(f"{key}.bf16: the run's precision is {run.precision}; set precision=bf16 too")
     return rows
+
+
+def check(run: Run, processes: int) -> None:
+    """All of this, of whatever strategy may have a config of DeepSpeed. Errors: `RunError`."""
+    name, options, key = run.strategy.name, run.strategy.options, "strategy.options"
+    stage: Any = {"zero1": 1, "zero2": 2, "zero3": 3}.get(name)
+    if name == "hf_accelerate" and isinstance(options.get("deepspeed"), Mapping):
+        options, key = options["deepspeed"], f"{key}.deepspeed"
+        stage, options = options.get("zero_stage"), {k: v for k, v in options.items() if k != "zero_stage"}
+    if stage in (1, 2, 3):
+        refuse(differing(run, processes, stage, options, key), key)
+
+
+def refuse(rows: Sequence[str], key: str) -> None:
+    """Errors: `RunError`, if there is anything to tell."""
+    if rows:
+        head = f"{key}: {len(rows)} entries cannot be used:\n  " if len(rows) > 1 else ""
+        raise RunError(head + "\n  ".join(rows))
 
 
 def _as_it_is(value: float | None) -> str:

@@ -10,11 +10,11 @@ import difflib
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.run import Run, RunError
-from lockstep.strategies.parts.zero_agreement import OURS, differing, left
+from lockstep.strategies.parts.zero_agreement import OURS, differing, left, refuse
 
 
 def prepare_import(device_type: str) -> None:
@@ -76,13 +76,6 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
         rest = left(options)
         rows += _ask_deepspeed(config(run, stage, 1_000_000, rest), rest, key)
     refuse(rows, key)
-
-
-def refuse(rows: Sequence[str], key: str) -> None:
-    """Errors: `RunError`, if there is anything to tell."""
-    if rows:
-        head = f"{key}: {len(rows)} entries cannot be used:\n  " if len(rows) > 1 else ""
-        raise RunError(head + "\n  ".join(rows))
 
 
 class _Asked(dict):
