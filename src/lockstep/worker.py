@@ -36,12 +36,12 @@ from lockstep.processes.watch import Watch
 from lockstep.report.report import write_report
 from lockstep.run import Run, RunError, keep, load
 from lockstep.strategies import strategy as strategies
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.summary import closing, digest_of, facts, precisions
 from lockstep.tasks.task import Task
 from lockstep.track.parts.trackers import Trackers
 from lockstep.track.tracker import End, Sample
-from lockstep.train import Counts, Interrupted, TrainingFailed, samples, scored, train
+from lockstep.train import Counts, Interrupted, TrainingFailed, explained, samples, scored, train, try_the_end
 from lockstep.world import Stopped, Unreached, World, keep_freed_memory
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
@@ -180,7 +180,16 @@ def resumed(job: Job) -> int:
     run, world, console, strategy = job.run, job.world, job.console, job.strategy
     opening = facts(run, world, job.task, strategy, job.feed)
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
-    rehearse(run, world, strategy, job.feed, lambda: job.checkpoints.rehearse(strategy))
+
+    def then() -> None:
+        job.checkpoints.rehearse(strategy)
+        try:
+            try_the_end(run, world, job.task, strategy, job.checkpoints)
+        except Exception as caught:
+            caught.add_note(f"({world.place}, tried before training: it would have failed after it)")
+            raise
+
+    rehearse(run, world, strategy, job.feed, then)
     if world.is_main:
         launched.arrived(run.folder, world.size, job.feed.total)
     step, notes = job.checkpoints.resume(strategy)
@@ -307,10 +316,14 @@ def pushed(run: Run, world: World, console: Console) -> int:
 
 def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed, then: Callable[[], None] = lambda: None) -> None:
     """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
-    where memory does not suffice."""
+    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number."""
     keep_freed_memory()  # not before: building a model frees what no step asks for again
+    batch = feed.longest().to(world.device)
     try:
-        strategy.rehearse(feed.longest().to(world.device), then)
+        strategy.rehearse(batch, then)
+    except NotFinite as caught:
+        when = "before step 0, tried with the longest examples of the training split"
+        raise TrainingFailed(explained(caught, feed, batch, when)) from caught
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
         text = " ".join(str(caught).split())
         if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
