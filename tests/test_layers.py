@@ -42,6 +42,7 @@ FLOORS = {
     "optim": 3,
     "models/models": 2,
     "models/adapters": 1,
+    "models/attention": 1,
     "models/bleu": 2,
     "models/decoding": 2,
     "reduction": 2,

@@ -215,7 +215,7 @@ def examined(run: Run, launcher: Launcher, plan: Plan) -> None:
     Errors: `RunError`."""
     zero_agreement.check(run, plan.processes)
     here = not launcher.submits or launcher.shares_files
-    if run.strategy.options and here and importlib.util.find_spec("torch") is not None:
+    if (run.strategy.options or run.model.attention) and here and importlib.util.find_spec("torch") is not None:
         check(run, plan)
 
 
@@ -234,8 +234,10 @@ def check(run: Run, plan: Plan) -> None:
     for name in run.track.to:
         tracker: Any = _find("track.to", "track", name)
         tracker.check()
+    from lockstep.models import attention
     from lockstep.strategies import strategy as strategies
 
+    attention.check(run, here=not launcher_of(run).submits)
     strategies.checked(run, plan.processes)
 
 

@@ -29,6 +29,7 @@ from lockstep.launchers.launcher import TRAIN
 from lockstep.measure.journal import Journal, launched_by
 from lockstep.measure.journal import facts as start_facts
 from lockstep.measure.usage import Usage
+from lockstep.models import attention
 from lockstep.processes import launched
 from lockstep.processes.agreement import agree
 from lockstep.processes.failure import lost_contact, tell_failure
@@ -148,6 +149,7 @@ class Sinks:
 
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
+    attention.check(run, here=True)
     strategy = strategies.checked(run, world.size)(run, world)
     task_class = plugins.find("tasks", run.task.name)
     prepared = prepare(run, task_class)
