@@ -396,5 +396,5 @@ def test_four_processes_at_once(tmp_path: Path) -> None:
         process.join()
     assert len(set(found)) == 1
     assert [p.exitcode for p in processes] == [0] * 4
-    assert len(list((tmp_path / "cache" / "tokens").glob("*.arrow"))) == 2
+    assert len(list((tmp_path / "cache" / "tokens").rglob("*.arrow"))) == 2
     assert not list((tmp_path / "cache").rglob("*.tmp"))

@@ -193,6 +193,9 @@ class CheckpointSection(Section):
     on_failure: Literal["continue", "stop"] = Field(
         "continue", description="when a checkpoint cannot be written: train on, or stop with status 1"
     )
+    changed_code: Literal["refuse", "allow"] = Field(
+        "refuse", description="when your own task or strategy was edited since: refuse to go on, or say so and go on"
+    )
 
 
 class TrackSection(OpenSection):

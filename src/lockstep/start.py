@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import plugins
 from lockstep.console import Console
+from lockstep.launchers.parts import accelerate_config
 from lockstep.processes import launched, ownership, srun
 from lockstep.processes.stops import listen_no_more
 from lockstep.report import history
 from lockstep.run import Run, RunError, check_output, keep
+from lockstep.strategies.parts import zero_agreement
 
 if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
@@ -116,6 +118,7 @@ def joined(run: Run) -> int:
         from lockstep import worker
     from lockstep.launchers.launcher import JOB, TRAIN, WANTED
 
+    accelerate_config.check_variables(run, os.environ)
     came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
     if wanted is not None and wanted != came:
         leave_status(2)
@@ -167,7 +170,9 @@ def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
     """`lockstep verify`: a few steps, and the same as one process. `verdict`: where it is written, as JSON."""
     launcher = None
     task_of_srun(run)
-    if not joining():
+    if joining():
+        accelerate_config.check_variables(run, os.environ)
+    else:
         launcher, plan = planned(run)
         checked(run, plan)
     from lockstep.verify import verify
@@ -210,6 +215,15 @@ def planned(run: Run) -> tuple[Launcher, Plan]:
     return launcher, plan
 
 
+def examined(run: Run, launcher: Launcher, plan: Plan) -> None:
+    """What `lockstep plan` finds wrong, beside the plan itself: options of an engine, asked of it where it is here.
+    Errors: `RunError`."""
+    zero_agreement.check(run, plan.processes)
+    here = not launcher.submits or launcher.shares_files
+    if (run.strategy.options or run.model.attention) and here and importlib.util.find_spec("torch") is not None:
+        check(run, plan)
+
+
 def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> Prepared:
     """Data, tokens, and every check that needs no process group; `tell` hears where the tokens came from. Errors:
     `RunError`."""
@@ -225,8 +239,10 @@ def check(run: Run, plan: Plan) -> None:
     for name in run.track.to:
         tracker: Any = _find("track.to", "track", name)
         tracker.check()
+    from lockstep.models import attention
     from lockstep.strategies import strategy as strategies
 
+    attention.check(run, here=not launcher_of(run).submits)
     strategies.checked(run, plan.processes)
 
 

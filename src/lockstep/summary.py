@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ def closing(
     scores: dict[str, dict[str, float]],
     counts: Counts,
     world: World,
-    weights: str,
+    weights: str | None,
 ) -> None:
     """The closing table, where the results are, and what to try next."""
     best = {split: task.best_possible(split) for split in scores}
@@ -127,11 +128,19 @@ def what_next(run: Run, world: World) -> tuple[str, str]:
     return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
 
 
-def digest_of(folder: Path) -> str:
-    """SHA-256 over the exported weights: an adapter's, or all parts of a large model's."""
+def digest_of(folder: Path, weights: Mapping[str, torch.Tensor] | None) -> str | None:
+    """SHA-256 over the exported weights: an adapter's, or all parts of a large model's. Of an export in another format,
+    which may hold a date or be pickled, over the weights that it was written of: name, type, shape and numbers; None
+    where those are not at hand."""
     found = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
         with open(path, "rb") as file:
             while block := file.read(2**20):
                 found.update(block)
+    if not files and weights is None:
+        return None
+    for name, tensor in sorted((weights or {}).items()) if not files else ():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

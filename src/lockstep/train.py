@@ -5,11 +5,12 @@ In: everything already built. Out: trained weights in the strategy, numbers in t
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,17 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data import pieces
 from lockstep.data.feed import Feed
 from lockstep.data.tokens import Columns
+from lockstep.hub.hub import try_export
 from lockstep.measure.journal import Journal
 from lockstep.measure.profiling import Profiler
+from lockstep.models.decoding import Decoding
 from lockstep.run import Run
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
 from lockstep.world import World
+
+EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
 
 
 class Meter:
@@ -112,8 +117,8 @@ class TrainingFailed(Exception):
     """Training cannot go on: one message for the user, exit status 1."""
 
 
-def explained(caught: NotFinite, feed: Feed, batch: StepBatch) -> str:
-    """Which step, micro-batches and examples."""
+def explained(caught: NotFinite, feed: Feed, batch: StepBatch, when: str = "") -> str:
+    """Which step (or `when`), micro-batches and examples."""
     groups = pieces.cut(feed.columns.lengths[batch.ids], feed.micro_batches)
     lines = []
     for piece in caught.pieces:
@@ -124,9 +129,9 @@ def explained(caught: NotFinite, feed: Feed, batch: StepBatch) -> str:
         )
     what = "the loss" if caught.pieces else f"the gradient (norm {caught.norm}), though no loss,"
     return (
-        f"step {batch.step}: {what} is not a finite number; nothing was updated. Look at these examples, or lower "
-        "optim.learning_rate or optim.clip; on_nonfinite=skip leaves such steps out" + "".join("\n" + x for x in lines)
-    )
+        f"{when or f'step {batch.step}'}: {what} is not a finite number; nothing was updated. Look at these examples, "
+        "or lower optim.learning_rate or optim.clip; on_nonfinite=skip leaves such steps out"
+    ) + "".join("\n" + line for line in lines)
 
 
 @dataclass(frozen=True)
@@ -214,15 +219,53 @@ def train(
     return step, meter.total
 
 
-def samples(task: Task, strategy: Strategy, world: World) -> list[dict[str, str]]:
-    """What the model makes of a few examples. Collective."""
+def samples(
+    task: Task,
+    strategy: Strategy,
+    world: World,
+    generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None = None,
+) -> list[dict[str, str]]:
+    """What the model makes of a few examples, by `generate` or the strategy's own. Collective."""
 
     def here(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(world.device) for name, tensor in inputs.items()}
 
     return task.samples(
-        lambda inputs, how: strategy.generate(here(inputs), how), lambda inputs: strategy.forward(here(inputs))
+        lambda inputs, how: (generate or strategy.generate)(here(inputs), how),
+        lambda inputs: strategy.forward(here(inputs)),
     )
+
+
+def try_the_end(run: Run, world: World, task: Task, strategy: Strategy, checkpoints: Checkpoints) -> None:
+    """What comes after training, before it: evaluation of the longest examples, samples, and an export unless the model
+    is large. A mistake in a task of one's own is found here and not after hours; nothing is left behind. Collective."""
+
+    def briefly(inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
+        return strategy.generate(inputs, replace(how, new_tokens=min(2, how.new_tokens)))
+
+    scores: dict[str, dict[str, float]] = {}
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        for split in (split for split in ("validation", "test") if split in task.splits):
+            columns = task.splits[split]
+            longest = np.argsort(-columns.lengths, kind="stable")[: evaluated_at_once(run)]
+            scores[split], tables = scored(run, world, task, strategy, columns, longest, generate=briefly)
+            json.dumps(tables)
+        if run.checkpoint.best:
+            checkpoints.is_best(scores["validation"])
+        world.at("trying samples")
+        samples(task, strategy, world, briefly)
+        world.at("trying the export")
+        weights = strategy.export() if strategy.parameter_count <= EXPORTED_TWICE else None
+        if weights is not None:
+            try:
+                try_export(run, task, weights, scores)
+            except OSError as caught:  # such as a full disk, which training may outlast
+                checkpoints.say(f"the export could not be tried: {caught}")
+
+
+def evaluated_at_once(run: Run) -> int:
+    """Examples of an evaluation batch on a rank."""
+    return run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
 
 
 def due(step: int, every: int, last: bool) -> bool:
@@ -252,15 +295,17 @@ def scored(
     rows: np.ndarray | None = None,
     texts: bool = True,
     stop: Callable[[], bool] = lambda: False,
+    generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics of a split, as `evaluate`, and its tables, which a report shows. Collective. `stop`: asked before every
     batch, the same on every rank. Errors: `Interrupted`, once it says so.
 
     Batches are cut from the examples sorted by length, the same at any number of ranks; ranks take turns, and
     blank batches (every target ignored) level them. Sums are rounded to 2^-20, so that adding them is exact and its
-    order cannot matter. `texts`: with the scores of what the model writes, which take the longest.
+    order cannot matter. `texts`: with the scores of what the model writes, by `generate` or the strategy's own, which
+    take the longest.
     """
-    size = run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
+    size = evaluated_at_once(run)
     rows = np.arange(len(columns)) if rows is None else rows
     order = rows[np.argsort(-columns.lengths[rows], kind="stable")]
     batches = [order[i : i + size] for i in range(0, len(order), size)]
@@ -274,7 +319,7 @@ def scored(
         batch = task.collate(columns, chosen, 0).to(world.device)
         found = task.score(strategy.forward, batch)
         if texts:
-            found |= task.score_texts(strategy.generate, batch, columns, chosen)
+            found |= task.score_texts(generate or strategy.generate, batch, columns, chosen)
         for name, value in found.items():
             value = torch.round(value.double() * 2**20) / 2**20
             sums[name] = sums[name] + value if name in sums else value

@@ -31,6 +31,7 @@ from lockstep.launchers.launcher import TRAIN
 from lockstep.measure.journal import Journal, launched_by
 from lockstep.measure.journal import facts as start_facts
 from lockstep.measure.usage import Usage
+from lockstep.models import attention
 from lockstep.processes import launched
 from lockstep.processes.agreement import agree
 from lockstep.processes.failure import lost_contact, tell_failure
@@ -39,12 +40,12 @@ from lockstep.report.history import told_whole
 from lockstep.report.report import write_report
 from lockstep.run import Run, RunError, aside_of, keep, load
 from lockstep.strategies import strategy as strategies
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.summary import closing, digest_of, facts, precisions
 from lockstep.tasks.task import Task
 from lockstep.track.parts.trackers import Trackers
 from lockstep.track.tracker import End, Sample
-from lockstep.train import Counts, Interrupted, TrainingFailed, samples, scored, train
+from lockstep.train import Counts, Interrupted, TrainingFailed, explained, samples, scored, train, try_the_end
 from lockstep.world import Stopped, Unreached, World, keep_freed_memory
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
@@ -154,6 +155,7 @@ class Sinks:
 
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
+    attention.check(run, here=True)
     strategy = strategies.checked(run, world.size)(run, world)
     task_class = plugins.find("tasks", run.task.name)
     prepared = prepare(run, task_class)
@@ -186,7 +188,16 @@ def resumed(job: Job) -> int:
     run, world, console, strategy = job.run, job.world, job.console, job.strategy
     opening = facts(run, world, job.task, strategy, job.feed)
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
-    rehearse(run, world, strategy, job.feed, lambda: job.checkpoints.rehearse(strategy))
+
+    def then() -> None:
+        job.checkpoints.rehearse(strategy)
+        try:
+            try_the_end(run, world, job.task, strategy, job.checkpoints)
+        except Exception as caught:
+            caught.add_note(f"({world.place}, tried before training: it would have failed after it)")
+            raise
+
+    rehearse(run, world, strategy, job.feed, then)
     if world.is_main:
         launched.arrived(run.folder, world.size, job.feed.total)
     step, notes = job.checkpoints.resume(strategy)
@@ -288,14 +299,22 @@ def deliver(job: Job, found: Trained, weights: Mapping[str, torch.Tensor]) -> in
         aside.write_text(json.dumps(found.tables), encoding="utf-8")
         os.replace(aside, run.folder / "tables.json")
     write_export(run, task, weights, found.scores, steps)
-    sha256 = concluded(run, task, job.journal, job.console, steps)
+    sha256 = concluded(run, task, job.journal, job.console, steps, weights)
     closing(job.console, run, task, found.scores, found.counts, job.world, sha256)
     return pushed(job.run, job.world, job.console)
 
 
-def concluded(run: Run, task: Task, journal: Journal, console: Console, steps: int) -> str:
-    """The end in the journal, and the page about the run. Rank 0 only. Returns the hash of the exported weights."""
-    sha256 = digest_of(run.folder / "export")
+def concluded(
+    run: Run,
+    task: Task,
+    journal: Journal,
+    console: Console,
+    steps: int,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> str | None:
+    """The end in the journal, and the page about the run. Rank 0 only. Returns the hash of the exported weights, which
+    may be given where they are at hand."""
+    sha256 = digest_of(run.folder / "export", weights)
     best = {split: task.best_possible(split) for split in ("validation", "test") if split in task.splits}
     journal.event("finish", steps, weights=sha256, best_possible=best)
     try:
@@ -331,10 +350,14 @@ def pushed(run: Run, world: World, console: Console) -> int:
 
 def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed, then: Callable[[], None] = lambda: None) -> None:
     """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
-    where memory does not suffice."""
+    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number."""
     keep_freed_memory()  # not before: building a model frees what no step asks for again
+    batch = feed.longest().to(world.device)
     try:
-        strategy.rehearse(feed.longest().to(world.device), then)
+        strategy.rehearse(batch, then)
+    except NotFinite as caught:
+        when = "before step 0, tried with the longest examples of the training split"
+        raise TrainingFailed(explained(caught, feed, batch, when)) from caught
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
         text = " ".join(str(caught).split())
         if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:

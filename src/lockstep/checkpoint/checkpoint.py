@@ -68,6 +68,7 @@ class Checkpoints:
     ) -> None:
         self.run, self.world, self.prepared, self.steps, self.say = run, world, prepared, steps, say
         self.folder = folder_of(run)
+        self.code = manifests.code_of(run)  # as it was when this process started
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
         self.meter: dict[str, Any] = {}  # of the log line that is being gathered; travels too
         self.newest: int | None = None  # step of the last one that was written or resumed from
@@ -99,6 +100,7 @@ class Checkpoints:
             world_size=self.world.size,
             hosts=self.world.hosts,
             launch=launched_by(self.run),
+            code=self.code,
             bits=type(strategy).gives_bits(self.run),
             scores={name: float(value) for name, value in (scores or {}).items()},
             trackers=dict(self.trackers),  # a tracker's thread may add to it
@@ -331,8 +333,7 @@ class Checkpoints:
         mine = []
         if self.world.rank in readers:
             mine = sorted(manifest.hashes)[readers.index(self.world.rank) :: len(readers)]
-        found = self.world.everyone(manifests.mismatch(path, manifest, mine))
-        return next((fault for fault in found if fault is not None), None)
+        return next((fault for fault in self.world.everyone(manifests.mismatch(path, manifest, mine)) if fault), None)
 
     def _differences(self, name: str, manifest: Manifest, bits: bool) -> list[str]:
         """What differs from the saving run and can change bits: a strategy, a kind of device, threads, versions."""
@@ -341,6 +342,8 @@ class Checkpoints:
             who = self.run.strategy.name if manifest.bits else manifest.strategy
             did = "goes on from it" if manifest.bits else "made it"
             notes.append(f"{name}: {who}, which {did}, is equal to other strategies to rounding only")
+        if files := manifests.changed_code(self.run, manifest):
+            notes.append(f"{name} was made with other code of {', '.join(files)}")
         now = self._facts()
         then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
         return notes + [
@@ -370,11 +373,9 @@ def _write(shard: Shard, aside: Path) -> Written | None:
 
 def _reason(error: BaseException | None) -> str | None:
     """What went wrong, on one line."""
-    if error is None:
-        return None
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}" if error is not None else None
 
 
 def digest(folder: Path) -> str:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep import user_code
 from lockstep.checkpoint import exported
 from lockstep.data.tokens import Prepared
 from lockstep.run import Run, RunError
@@ -52,10 +53,11 @@ class Manifest:
     hosts: list[str] = field(default_factory=list)  # of every rank
     launch: str = ""  # how they were started
     meter: dict[str, Any] = field(default_factory=dict)  # what the next line of the log tells of steps before this one
+    code: dict[str, str] = field(default_factory=dict)  # of the user's own files that decide the weights, their hashes
 
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
-        newer = ("hosts", "launch", "meter")  # older manifests have none of them
+        newer = ("hosts", "launch", "meter", "code")  # older manifests have none of them
         values = {k: v for k, v in asdict(self).items() if v or k not in newer}
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
@@ -165,6 +167,13 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
             f"{run.folder} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
             "Go on with the old values, or give another output=FOLDER, or remove the folder"
         )
+    if run.checkpoint.changed_code == "refuse" and (files := changed_code(run, manifest)):
+        return (
+            f"{run.folder} holds a checkpoint (step {manifest.step}) that was trained with other code of yours: "
+            f"{', '.join(files)} changed since. Restore it, or give another output=FOLDER. "
+            "Where the changes decide no weight (how the model is scored, for example), checkpoint.changed_code=allow "
+            "goes on"
+        )
     if manifest.data != prepared.key:
         return (
             f"{run.folder} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
@@ -173,6 +182,19 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
             + (f"\n{rows}" if rows else "")
         )
     return None
+
+
+def code_of(run: Run) -> dict[str, str]:
+    """The user's own files that decide the weights, and a hash of what each says. As in `Run.arithmetic`, a strategy's
+    are not among them under `strategy.exact`."""
+    return user_code.hashes_of(user_code.named(run, strategy=not run.strategy.exact).values())
+
+
+def changed_code(run: Run, manifest: Manifest) -> list[str]:
+    """Files of the user's that say something else than when a checkpoint was made. One that is older than this record
+    says nothing of them."""
+    now, then = code_of(run), manifest.code
+    return sorted(file for file in now.keys() | then.keys() if now.get(file) != then.get(file)) if then else []
 
 
 def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:

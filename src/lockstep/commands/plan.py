@@ -16,7 +16,9 @@ arguments = run_file.arguments
 
 def main(known: argparse.Namespace) -> int:
     run = run_file.run_of(known)
-    plan = start.launcher_of(run).plan(run)
+    launcher = start.launcher_of(run)
+    plan = launcher.plan(run)
+    start.examined(run, launcher, plan)
     console = Console(True)
     counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
     bounds = sorted(counts)

@@ -15,6 +15,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,25 @@ def cache_folder() -> Path:
     except OSError:
         return root
     return root if found.st_uid == os.getuid() and _private(found) else root / f"user-{os.getuid()}"
+
+
+_code: ContextVar[str] = ContextVar("code", default="")
+
+
+@contextmanager
+def made_by(code: str) -> Iterator[None]:
+    """What is cached in here is kept apart from what other code has made; `code` stands for it."""
+    before = _code.set(code)
+    try:
+        yield
+    finally:
+        _code.reset(before)
+
+
+def folder_of(part: str) -> Path:
+    """The folder of the cache for `part` of what the code at work makes. What is in it has the same names whatever the
+    code is: later keys and checkpoints depend on them."""
+    return cache_folder() / part / _code.get()
 
 
 @contextmanager
@@ -72,6 +92,7 @@ def kept(path: Path, make: Callable[[Path], None]) -> Path:
             discard(path)
             aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
             try:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
                 make(aside)
                 seal(aside, path)
                 os.rename(aside, path)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lockstep.data.cache import cache_folder, kept
+from lockstep.data.cache import folder_of, kept
 
 _WINDOW = 2**20  # characters that are measured at once
 IGNORED = -100  # as in batch.py, which imports torch
@@ -124,7 +124,7 @@ def write(parts: Iterable[Document], key: str) -> str:
             while rows := list(islice(found, 10_000)):
                 stream.write_batch(_batch(rows))
 
-    return str(kept(cache_folder() / "tokens" / f"{key}.arrow", make))
+    return str(kept(folder_of("tokens") / f"{key}.arrow", make))
 
 
 def _batch(rows: list[dict]) -> pa.RecordBatch:

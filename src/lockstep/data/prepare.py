@@ -5,16 +5,18 @@ In: a run. Out: a `Prepared`. A worker that finds it needs neither the raw data 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import __version__
+from lockstep import __version__, user_code
 from lockstep.data import source
-from lockstep.data.cache import cache_folder, discard, inside, locked, seal, sealed
+from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.tokenizer import TARGET
-from lockstep.data.tokens import VERSION, Prepared, digest
+from lockstep.data.tokens import VERSION, Prepared, content, digest
 from lockstep.run import Run
 
 if TYPE_CHECKING:
@@ -28,9 +30,11 @@ def prepare(run: Run, task: type[Task], fresh: bool = False, tell: Callable[[str
     `tell` hears where the tokens came from. Errors: `RunError`. Safe to call from every process of a machine at once;
     one works, the others wait.
     """
+    code = _code_of(run, task)
     key = digest(
         VERSION,
         __version__,
+        code,
         run.seed,
         *(_dump(run, part) for part in ("task", "data", "model", "tokenizer")),
         _files(run),
@@ -46,7 +50,10 @@ def prepare(run: Run, task: type[Task], fresh: bool = False, tell: Callable[[str
         if tell is not None and found is not None:
             tell(f"from the cache in {cache_folder()}")
         if found is None:
-            found = task.prepare(run)
+            with made_by(digest(code)):
+                found = task.prepare(run)
+            if user_code.is_own(run.task.name):  # the key that such a task gives may follow its code, or its paths
+                found = replace(found, key=_content_of(found))
             for place in found.places:
                 if inside(place) and not sealed(place):  # a task of one's own wrote it
                     seal(place)
@@ -55,6 +62,21 @@ def prepare(run: Run, task: type[Task], fresh: bool = False, tell: Callable[[str
                 why = f"again, because {next(iter(damaged.values()))}; made " if damaged else ""
                 tell(f"made {why}in {time.monotonic() - began:.1f} s, kept in {cache_folder()}")
     return found
+
+
+def _code_of(run: Run, task: type[Task]) -> dict[str, str]:
+    """What the files say that prepare the data: the task's, and what else of the user's it imports."""
+    own = user_code.hashes_of([run.task.name] if user_code.is_own(run.task.name) else [])
+    file = sys.modules[task.__module__].__file__
+    return own | ({"task": user_code.fingerprint(Path(file))} if file else {})
+
+
+def _content_of(prepared: Prepared) -> str:
+    """A hash of the tokens themselves, wherever they lie and whatever code has made them."""
+    from datasets import Dataset
+
+    splits = {split: Dataset.from_file(file) for split, file in prepared.splits.items()}
+    return digest({split: content(rows, rows.column_names) for split, rows in splits.items()})
 
 
 def _dump(run: Run, part: str) -> object:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.cache import cache_folder, kept
+from lockstep.data.cache import folder_of, kept
 from lockstep.data.tokens import digest
 from lockstep.run import Run, RunError
 
@@ -55,7 +55,7 @@ def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool
     if run.tokenizer.train is not None:
         kind = "generative" if generative else _causal(run)
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
-        return kept(cache_folder() / "tokenizers" / key, lambda aside: save(_train(run, texts, generative), aside))
+        return kept(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
@@ -100,7 +100,7 @@ def _kept(tokenizer: Any, source: str) -> Path:
     if "auto_map" in tokenizer.init_kwargs:  # code of its own, which is saved with it
         parts.append(Path(inspect.getfile(type(tokenizer))).read_text(encoding="utf-8"))
     key = digest("tokenizer", 1, *parts)
-    return kept(cache_folder() / "tokenizers" / key, lambda aside: save(tokenizer, aside))
+    return kept(folder_of("tokenizers") / key, lambda aside: save(tokenizer, aside))
 
 
 def pair(source: Path, target: Path) -> Path:

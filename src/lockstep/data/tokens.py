@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from lockstep.data.cache import cache_folder, damage, inside, kept
+from lockstep.data.cache import cache_folder, damage, folder_of, inside, kept
 from lockstep.run import RunError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def encode(
         if (written := examples_in(aside)) != len(dataset):
             raise RunError(f"the token cache {cache_folder()}: {written} of {len(dataset)} examples were written")
 
-    return str(kept(cache_folder() / "tokens" / f"{key}.arrow", make))
+    return str(kept(folder_of("tokens") / f"{key}.arrow", make))
 
 
 def examples_in(path: str | Path) -> int:

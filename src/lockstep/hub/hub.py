@@ -61,13 +61,27 @@ def write_export(
     run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
 ) -> Path:
     """Write the export and its model card; aside, then renamed. Rank 0 only. Errors: `OSError`."""
+    exported.settle(_write_aside(run, task, weights, scores, steps), run.folder)
+    return run.folder / "export"
+
+
+def try_export(run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]]) -> None:
+    """The same before training, and nothing is left of it. Rank 0 only. Errors: as `write_export`."""
+    try:
+        _write_aside(run, task, weights, scores, 0)
+    finally:
+        shutil.rmtree(run.folder / ".export.partial", ignore_errors=True)
+
+
+def _write_aside(
+    run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
+) -> Path:
     aside = run.folder / ".export.partial"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     task.write(aside, weights)
     (aside / "README.md").write_text(card.model_card(run, task, scores, steps), encoding="utf-8")
-    exported.settle(aside, run.folder)
-    return run.folder / "export"
+    return aside
 
 
 # -- before training -------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from lockstep.checkpoint.manifest import newest_whole
 from lockstep.console import error
 from lockstep.launchers.launcher import JOB, STATUS, TRAIN, WANTED, Launcher, Plan
 from lockstep.launchers.local import gpus_of, processes_of
+from lockstep.launchers.parts import accelerate_config
 from lockstep.processes import launched, network
 from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run, RunError
@@ -47,6 +48,7 @@ class Accelerate(Launcher):
 
     def plan(self, run: Run) -> Plan:
         options, each = self.options(run), processes_of(run)
+        accelerate_config.check_file(run, options.config_file)
         total = options.machines * each
         if total > run.micro_batches:
             raise RunError(

@@ -10,6 +10,7 @@ arguments against AWS's own model of the interface.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -62,6 +63,9 @@ class Sagemaker(Launcher):
             default_factory=list, description="VARIABLE=NAME of a secret of AWS Secrets Manager, read in the containers"
         )
         requirements: list[str] = Field(default_factory=list, description="further packages that pip installs there")
+        extra: dict[str, Any] = Field(
+            default_factory=dict, description="further fields of CreateTrainingJob: VpcConfig, Tags, ..."
+        )
         wait: bool = Field(True, description="stay, show the log and fetch the model; false: return once submitted")
 
     # -- the plan ----------------------------------------------------------------------------------------------------
@@ -71,6 +75,8 @@ class Sagemaker(Launcher):
         processes = machines_times_processes(run, options.machines)
         parcel = self._parcel(run, options)
         request = request_of(run, options, parcel)
+        if importlib.util.find_spec("botocore") is not None:
+            check_request(request)
         sent = sorted(parcel.modules) + [f"{len(parcel.data)} local file(s) of data or model"] * bool(parcel.data)
         folder = f"{prefix_of(run, options)}/source"
         notes = [
@@ -104,7 +110,6 @@ class Sagemaker(Launcher):
         session = aws.session(aws.region_of(options.region))
         client = session.client("sagemaker")
         request = json.loads(plan.files[str(run.folder / "launch/create_training_job.json")])
-        check_request(client, request)
         if (done := self._former(client, request)) is not None:
             return self._fetched(run, session, done)
         for path, text in plan.files.items():

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import __version__, messages
+from lockstep import __version__, messages, user_code
 from lockstep.data.tokens import Prepared
 from lockstep.run import Run, RunError
 
@@ -39,6 +39,9 @@ def facts(run: Run, prepared: Prepared) -> dict[str, str]:
     found["the data"] = prepared.key[:16]
     if run.model.source is not None and (folder := Path(run.model.source).expanduser()).is_dir():
         found["the model's files"] = fingerprint(folder)
+    own = user_code.hashes_of(user_code.named(run).values())
+    found |= {f"the code of {file}": seal for file, seal in own.items()}
+    found["the code of lockstep"] = user_code.hash_of_lockstep()
     found["version of lockstep"] = __version__
     for package in _PACKAGES:
         try:
@@ -79,7 +82,7 @@ def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
         "the machines of this job do not agree:\n"
         + "\n".join(rows[:10])
         + more
-        + "\nStart every machine with the same run file, data and package versions"
+        + "\nStart every machine with the same run file, data, code and package versions"
     )
 
 

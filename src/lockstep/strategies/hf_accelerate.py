@@ -147,7 +147,8 @@ class _AcceleratedZero(Sharded):
         models.check_layers(run, "DeepSpeed")
         if section.get("zero_stage") not in (1, 2, 3):
             raise RunError(f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
-        zero_config.check(run, section["zero_stage"], {k: v for k, v in section.items() if k != "zero_stage"}, key)
+        options = {k: v for k, v in section.items() if k != "zero_stage"}
+        zero_config.check(run, processes, section["zero_stage"], options, key)
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)

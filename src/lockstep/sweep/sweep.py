@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep import start
-from lockstep.checkpoint.manifest import finished, newest_first
+from lockstep.checkpoint.manifest import changed_code, finished, newest_first
 from lockstep.child import STOPPED, Child
 from lockstep.console import Console, clock
 from lockstep.report import history
@@ -53,6 +53,11 @@ class Trial:
                 raise RunError(
                     f"{self.run.folder} holds a trial of another run file ({key}: {newest.arithmetic.get(key)!r} "
                     f"there, {now[key]!r} now): give another --out, or remove that folder"
+                )
+            if self.run.checkpoint.changed_code == "refuse" and (files := changed_code(self.run, newest)):
+                raise RunError(
+                    f"{self.run.folder} holds a trial of other code ({', '.join(files)} changed since): give another "
+                    "--out, or remove that folder; checkpoint.changed_code=allow keeps it"
                 )
         lines = history.lines_of(self.run.folder / "metrics.jsonl", ("step", "split"))
         for line in lines:

@@ -98,6 +98,38 @@ def image(version: str, region: str, gpu: bool) -> str:
     return f"{_ACCOUNTS[region]}.dkr.ecr.{region}.amazonaws.com{ending}/pytorch:{tag}"
 
 
+OLDEST = {"PyTorch": (2, 11), "Python": (3, 11)}  # that lockstep runs on, as pyproject.toml says
+
+
+def check_image(address: str | None) -> None:
+    """Refuse an image of AWS's naming (`pytorch-training:2.1.0-gpu-py310-...`) whose tag tells that it is too old; what
+    another tag stands for is not known. Errors: `RunError`."""
+    _, _, tag = (address or "").rpartition("/")[2].partition(":")
+    torch, python = re.match(r"(\d+)\.(\d+)[.\d]*-(?:cpu|gpu|cu\d)", tag), re.search(r"-py(\d)(\d+)\b", tag)
+    for what, found in (("PyTorch", torch), ("Python", python)):
+        if found is not None and (version := (int(found[1]), int(found[2]))) < OLDEST[what]:
+            raise RunError(
+                f"launch.image: {tag} has {what} {'.'.join(map(str, version))}; lockstep needs "
+                f"{'.'.join(map(str, OLDEST[what]))} or later. Leave it out for AWS's container of launch.pytorch"
+            )
+
+
+def check_instance(instance: str, own_image: str | None) -> None:
+    """Refuse types of instances that no rank could compute on. Errors: `RunError`."""
+    family = instance.removeprefix("ml.").partition(".")[0]
+    if re.match(r"(trn|inf)\d", family):
+        why = "it has AWS's own chips; lockstep computes on CPUs and on GPUs of NVIDIA"
+    elif family == "p2":
+        why = "no CUDA of these years knows its GPUs (K80)"
+    elif family in ("p3", "p3dn") and own_image is None:
+        why = "CUDA 13, which AWS's container has, knows its GPUs (V100) no more; give a launch.image with CUDA 12"
+    elif family.startswith("p6e-gb") and own_image is None:
+        why = "its processors are Arm's, and AWS's container is for x86; give a launch.image for Arm"
+    else:
+        return
+    raise RunError(f"launch.instance: {instance} cannot be used: {why}")
+
+
 def has_gpu(instance: str) -> bool:
     """Whether an instance type of SageMaker (ml.g5.xlarge) is of a family with NVIDIA GPUs."""
     return re.match(r"ml\.(g|p)\d", instance) is not None

@@ -44,16 +44,12 @@ def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
     check(run, options)
     name = name_of(run)
     modules = modules_of(run)
-    if nested := [m for m in modules if "/" in m]:
-        raise RunError(
-            f"{nested[0]}: a package of your own cannot be sent along; put it into the image, or into one file"
-        )
     # the Service of an Indexed Job is this one; Kubeflow's JobSet makes its own, of the TrainJob's name
     first = f"{name}-node-0-0.{name}" if options.kubeflow else f"{name}-0.{name}"
     there = run.model_copy(
         update={"output": output_of(run), "launch": inside(run, options.machines, f"{first}:{PORT}")}
     )
-    texts = {"run.yaml": there.dump()} | {m: path.read_text(encoding="utf-8") for m, path in modules.items()}
+    texts = {"run.yaml": there.dump()} | {_key(m): _text(m, path) for m, path in modules.items()}
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -65,6 +61,18 @@ def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
     if options.kubeflow:
         return [config, training_runtime(run, options), train_job(run, options)]
     return [config, service(run, options), job(run, options)]
+
+
+def _key(module: str) -> str:
+    """A file's name in a ConfigMap, which has no folders; no module has two dots in its name."""
+    return module.replace("/", "..")
+
+
+def _text(module: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RunError(f"{module} is no text, and cannot be sent along; put its package into the image") from None
 
 
 def dump(found: list[dict[str, Any]]) -> str:
@@ -206,6 +214,14 @@ def failure_policy(run: Run, options: Any, container: str) -> dict[str, Any]:
     }
 
 
+def _folders(run: Run) -> dict[str, Any]:
+    """Which file of the ConfigMap goes where, if any belongs into a folder: a package of the user's own."""
+    modules = modules_of(run)
+    if not any("/" in module for module in modules):
+        return {}
+    return {"items": [{"key": _key(path), "path": path} for path in ("run.yaml", *sorted(modules))]}
+
+
 def pod(run: Run, options: Any, container: str) -> dict[str, Any]:
     """One machine. SIGTERM reaches `lockstep` itself, which saves and ends with 75 within the grace period."""
     amounts = {"cpu": str(options.cpus), "memory": options.memory}
@@ -216,7 +232,7 @@ def pod(run: Run, options: Any, container: str) -> dict[str, Any]:
     mounts = {"outputs": OUTPUTS, "run": RUN_FOLDER, "cache": CACHE, "shm": "/dev/shm"}
     volumes: list[dict[str, Any]] = [
         {"name": "outputs", "persistentVolumeClaim": {"claimName": options.claim}},
-        {"name": "run", "configMap": {"name": name_of(run)}},
+        {"name": "run", "configMap": {"name": name_of(run)} | _folders(run)},
         {"name": "cache", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import gzip
 import importlib.metadata
-import importlib.util
 import io
-import os
 import re
-import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+from lockstep import user_code
 from lockstep.data.source import local_splits
 from lockstep.run import Run, RunError
 from lockstep.sections import LaunchSection
@@ -97,26 +95,22 @@ def pairs(key: str, entries: list[str], what: str = "VARIABLE=value") -> dict[st
 
 def modules_of(run: Run) -> dict[str, Path]:
     """The files of modules that the run file names by a dotted path and that lie beside it or on PYTHONPATH, not among
-    installed packages: they are found there under the same name. Errors: `RunError` where there is no such module."""
+    installed packages, and of all modules of that kind that they import: they are found there under the same name. Of a
+    package everything. Errors: `RunError` where there is no such module."""
     found: dict[str, Path] = {}
-    named = {"task.name": run.task.name, "strategy.name": run.strategy.name}
-    named |= {f"track.to ({name})": name for name in run.track.to}
-    for key, dotted in named.items():
-        top = dotted.partition(".")[0]
-        if "." not in dotted or top == "lockstep":
-            continue
-        if os.getcwd() not in sys.path:  # as `plugins` does
-            sys.path.insert(0, os.getcwd())
-        spec = importlib.util.find_spec(top)
-        if spec is None or spec.origin is None:
-            raise RunError(f"{key}: there is no module {top} beside the run file or on PYTHONPATH to send along")
-        path = Path(spec.origin)
-        if "site-packages" in path.parts or "dist-packages" in path.parts:
-            continue  # a requirement, to be installed there
-        if path.name == "__init__.py":
-            found |= {f"{top}/{f.relative_to(path.parent)}": f for f in _sources(path.parent)}
-        else:
-            found[path.name] = path
+    keys = user_code.named(run) | {f"track.to ({name})": name for name in run.track.to if user_code.is_own(name)}
+    for key, dotted in keys.items():
+        files = user_code.files_of([dotted])
+        module = dotted.rpartition(".")[0]
+        file = module.replace(".", "/")
+        if not any(name.startswith((f"{file}.", f"{file}/__init__.")) for name in files):
+            raise RunError(f"{key}: there is no module {module} beside the run file or on PYTHONPATH to send along")
+        for name, path in files.items():
+            if {"site-packages", "dist-packages"} & set(path.parts):
+                continue  # a requirement, to be installed there
+            found[name] = path
+            if name.endswith("/__init__.py") and name.count("/") == 1:
+                found |= {f"{path.parent.name}/{f.relative_to(path.parent)}": f for f in _sources(path.parent)}
     return found
 
 

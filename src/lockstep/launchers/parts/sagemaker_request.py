@@ -10,9 +10,10 @@ import difflib
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from lockstep import messages
+from lockstep import messages, user_code
 from lockstep.launchers.parts import aws
 from lockstep.launchers.parts.parcel import Parcel, pairs
 from lockstep.run import Run, RunError
@@ -24,9 +25,29 @@ COMMAND = (
 )
 
 
+# Field of the request -> the run file's key that it is made of.
+_KEYS = {
+    "TrainingJobName": "name",
+    "RoleArn": "launch.role",
+    "InputDataConfig": "launch.inputs",
+    "EnableManagedSpotTraining": "launch.spot",
+    "Environment": "launch.environment",
+    "HyperParameters": "the run file",
+    "AlgorithmSpecification.TrainingImage": "launch.image",
+    "OutputDataConfig.S3OutputPath": "launch.s3",
+    "CheckpointConfig.S3Uri": "launch.s3",
+    "ResourceConfig.InstanceType": "launch.instance",
+    "ResourceConfig.InstanceCount": "launch.machines",
+    "ResourceConfig.VolumeSizeInGB": "launch.volume_gb",
+    "StoppingCondition.MaxRuntimeInSeconds": "launch.max_hours",
+    "StoppingCondition.MaxWaitTimeInSeconds": "launch.wait_hours",
+}
+
+
 def name_of(run: Run) -> str:
     """The name of a run's first training job. Names are used once in a region, so it depends on what is trained."""
-    told = json.dumps([run.arithmetic(), str(run.folder)], sort_keys=True, default=str)
+    code = user_code.hashes_of(user_code.named(run).values())
+    told = json.dumps([run.arithmetic(), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
     slug = re.sub(r"[^a-zA-Z0-9]+", "-", run.name).strip("-")[:40].strip("-") or "run"
     return f"{slug}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
@@ -50,7 +71,7 @@ def request_of(run: Run, options: Any, parcel: Parcel) -> dict[str, Any]:
     if options.spot:
         stopping["MaxWaitTimeInSeconds"] = seconds + int(options.wait_hours * 3600)
     gpu = aws.has_gpu(options.instance)
-    return {
+    request = {
         "TrainingJobName": name_of(run),
         "AlgorithmSpecification": {
             "TrainingImage": options.image or aws.image(options.pytorch, aws.region_of(options.region), gpu),
@@ -84,6 +105,7 @@ def request_of(run: Run, options: Any, parcel: Parcel) -> dict[str, Any]:
         "HyperParameters": hyperparameters(parcel.run),
         "Environment": _environment(options),
     }
+    return with_extra(request, options.extra)
 
 
 def _check(run: Run, options: Any) -> None:
@@ -97,6 +119,8 @@ def _check(run: Run, options: Any) -> None:
             raise RunError(f"launch.{key}: missing; sagemaker needs {what}")
     if not re.fullmatch(r"arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+", options.role):
         raise RunError(f"launch.role: {options.role!r} is no ARN of a role; wanted is arn:aws:iam::ACCOUNT:role/NAME")
+    aws.check_instance(options.instance, options.image)
+    aws.check_image(options.image)
     if run.launch.device == "cuda" and not aws.has_gpu(options.instance):
         raise RunError(f"launch.device: cuda, but {options.instance} has no GPU of NVIDIA")
 
@@ -121,11 +145,30 @@ def hyperparameters(run: Run) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in values.items() if value not in (None, {}, [])}
 
 
-def check_request(client: Any, request: dict[str, Any]) -> None:
-    """Compare a request with AWS's own model of the interface. Errors: `RunError`, before anything is uploaded."""
+def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "launch.extra") -> dict[str, Any]:
+    """The request with further fields of the interface, nested as it has them. Errors: `RunError` for a field that
+    lockstep sets."""
+    found = dict(request)
+    for name, value in extra.items():
+        path = f"{where}.{name}"
+        field = path.removeprefix("launch.extra.")
+        if field in ("HyperParameters", "Environment") or (
+            name in request and not (isinstance(value, Mapping) and isinstance(request[name], Mapping))
+        ):
+            key = _KEYS.get(field)
+            raise RunError(f"{path}: lockstep sets this field" + (f" of {key}; set that" if key else " itself"))
+        found[name] = with_extra(request[name], value, path) if name in request else value
+    return found
+
+
+def check_request(request: dict[str, Any]) -> None:
+    """Compare a request with AWS's own model of the interface, which needs botocore and no network. Errors:
+    `RunError`."""
+    import botocore.session
     from botocore.validate import ParamValidator
 
-    shape = client.meta.service_model.operation_model("CreateTrainingJob").input_shape
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    shape = model.operation_model("CreateTrainingJob").input_shape
     report = ParamValidator().validate(request, shape)
     if report.has_errors():
         raise RunError(f"the training job is not as AWS wants it: {' '.join(report.generate_report().split())}")

@@ -22,6 +22,7 @@ from lockstep.checkpoint.parts import Saved
 from lockstep.models import models
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts import zero_config
+from lockstep.strategies.parts.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
@@ -38,7 +39,7 @@ class Sharded(Strategy):
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        if zero_config.keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options)):
+        if keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options)):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
 
@@ -60,7 +61,7 @@ class Sharded(Strategy):
         receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
         self.model = made(task, empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
-        self.low_precision = zero_config.keeps_bf16_weights(self.options())
+        self.low_precision = keeps_bf16_weights(self.options())
         self.config = zero_config.config(self.run, self.stage, self.parameter_count, self.options())
         if self.stage == 3:
             self._shard()
@@ -364,7 +365,7 @@ class Zero(Sharded):
     def check(cls, run: Run, processes: int) -> None:
         cls.require(f"strategy.name: zero{cls.stage}")
         models.check_layers(run, "DeepSpeed")
-        zero_config.check(run, cls.stage, run.strategy.options)
+        zero_config.check(run, processes, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:
         return self.run.strategy.options

@@ -13,24 +13,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from lockstep.run import Run, RunError
-
-# What the run file says already: DeepSpeed's key -> ours.
-_OURS = {
-    "train_batch_size": "batch_size",
-    "train_micro_batch_size_per_gpu": "micro_batches",
-    "gradient_accumulation_steps": "micro_batches",
-    "managed_gradient_accumulation": "micro_batches",
-    "gradient_clipping": "optim.clip",
-    "optimizer": "optim",
-    "scheduler": "optim.schedule",
-    "steps_per_print": "track.every",
-    "torch_autocast": "precision",
-    "amp": "precision",
-    "fp16": "precision (bf16: fp16 leaves out updates whose gradient overflows)",
-}
+from lockstep.strategies.parts.zero_agreement import OURS, differing, left, refuse
 
 
 def prepare_import(device_type: str) -> None:
@@ -74,39 +58,24 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
         "zero_allow_untested_optimizer": True,  # SGD: tested here
         "zero_force_ds_cpu_optimizer": False,  # with `offload_optimizer` too the optimizer is ours
     }
-    theirs = {k: v for k, v in options.items() if k != "zero_optimization"}
-    return ours | theirs | {"zero_optimization": zero | dict(options.get("zero_optimization", {}))}
+    theirs = left(options)
+    section = zero | theirs.pop("zero_optimization", {})
+    return ours | theirs | {"zero_optimization": section}
 
 
-def keeps_bf16_weights(options: Mapping[str, Any]) -> bool:
-    """Whether the model's own weights are bf16, beside fp32 master weights in the optimizer."""
-    section = options.get("bf16", options.get("bfloat16"))
-    return isinstance(section, Mapping) and bool(section.get("enabled"))
-
-
-def check(run: Run, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
+def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
     """Refuse, before any process starts, what is ours to say, what DeepSpeed does not know and values it does not take.
-    `key`: where in the run file the options are. Errors: `RunError`."""
+    `key`: where in the run file the options are. Errors: `RunError`, with everything that is wrong."""
     if run.on_nonfinite == "skip":
         raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
-    for name in options:
-        if name in _OURS:
-            raise RunError(f"{key}.{name}: this is said by the run file's own key {_OURS[name]}")
-    section = options.get("zero_optimization", {})
-    if not isinstance(section, Mapping):
-        raise RunError(f"{key}.zero_optimization: {section!r} is not a mapping of DeepSpeed's zero_optimization")
-    if "stage" in section:
-        raise RunError(f"{key}.zero_optimization.stage: this is said by strategy.name (zero1, zero2, zero3)")
-    if section.get("round_robin_gradients"):
-        raise RunError(
-            f"{key}.zero_optimization.round_robin_gradients: under it DeepSpeed gives weights back in another order "
-            f"than the parameters' (seen in 0.19.8), so nothing could be saved; leave it out"
-        )
-    if keeps_bf16_weights(options) and run.precision != "bf16":
-        raise RunError(f"{key}.bf16: the run's precision is {run.precision}; set precision=bf16 too")
-    if options:
+    rows = differing(run, processes, stage, options, key)
+    if options and isinstance(options.get("zero_optimization", {}), Mapping):
+        import torch
+
         prepare_import("cuda" if run.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
-        _ask_deepspeed(config(run, stage, 1_000_000, options), options, key)
+        rest = left(options)
+        rows += _ask_deepspeed(config(run, stage, 1_000_000, rest), rest, key)
+    refuse(rows, key)
 
 
 class _Asked(dict):
@@ -132,7 +101,7 @@ class _Asked(dict):
         return super().get(key, default)
 
 
-def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str) -> None:
+def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str) -> list[str]:
     """Let DeepSpeed read the config: a key it never asks for is one it does not have. (It would ignore it silently.)"""
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
@@ -141,19 +110,25 @@ def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str
     try:
         DeepSpeedConfig(_Asked(content, asked))
     except ValidationError as error:
-        first = error.errors()[0]
-        section = next((s for s in ("zero_optimization", *options) if _belongs(first["loc"], content.get(s))), None)
-        name = ".".join(str(part) for part in (key, section, *first["loc"]) if part is not None)
-        if first["type"] == "extra_forbidden":
-            raise RunError(f"{name}: DeepSpeed has no such option") from None
-        raise RunError(f"{name}: {first['input']!r} will not do, DeepSpeed says: {first['msg']}") from None
+        return [_told(found, content, options, key) for found in error.errors()]
     except Exception as error:  # DeepSpeed refuses in many ways
-        raise RunError(f"{key}: DeepSpeed says: {' '.join(str(error).split())[:400]}") from error
+        return [f"{key}: DeepSpeed says: {' '.join(str(error).split())[:400]}"]
+    rows = []
     for name in options:
         if name not in asked:
-            near = difflib.get_close_matches(name, sorted(asked - _OURS.keys()), 1)
+            near = difflib.get_close_matches(name, sorted(asked - OURS.keys()), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise RunError(f"{key}.{name}: DeepSpeed has no such option{hint}")
+            rows.append(f"{key}.{name}: DeepSpeed has no such option{hint}")
+    return rows
+
+
+def _told(error: Any, content: dict[str, Any], options: Mapping[str, Any], key: str) -> str:
+    """One of pydantic's errors, with the key it is about."""
+    section = next((s for s in ("zero_optimization", *options) if _belongs(error["loc"], content.get(s))), None)
+    name = ".".join(str(part) for part in (key, section, *error["loc"]) if part is not None)
+    if error["type"] == "extra_forbidden":
+        return f"{name}: DeepSpeed has no such option"
+    return f"{name}: {error['input']!r} will not do, DeepSpeed says: {error['msg']}"
 
 
 def _belongs(location: tuple[int | str, ...], section: Any) -> bool:
