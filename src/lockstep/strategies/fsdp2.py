@@ -182,8 +182,10 @@ class FSDP2(Strategy):
 
     def receive(self, source: nn.Module | None) -> None:
         """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
-        every = {"remove_duplicate": False}  # which of its names a tied weight goes by may differ
-        given = dict([*source.named_parameters(**every), *source.named_buffers(**every)]) if source is not None else {}
+        given: dict[str, Tensor] = {}  # every name: which of them a tied weight goes by may differ
+        if source is not None:
+            given |= dict(source.named_parameters(remove_duplicate=False))
+            given |= dict(source.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, own in [*self.model.named_parameters(), *self.model.named_buffers()]:
                 whole = given[name].detach().to(self.world.device) if given else whole_like(own, self.world.device)

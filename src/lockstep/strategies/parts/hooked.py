@@ -98,7 +98,7 @@ class Hooked(Native):
         if self.primed:
             self.arrived |= {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
             if not self.run.strategy.exact:
-                return allreduce_hook(dist.group.WORLD, bucket)
+                return allreduce_hook(dist.distributed_c10d._get_default_group(), bucket)
             while self.sent < len(self.buckets) and self.arrived.keys() >= set(self.buckets[self.sent]):
                 self.send()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
