@@ -8,7 +8,7 @@ scattered at once. In exact runs the scatter hands every rank its slice of each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,8 +182,8 @@ class FSDP2(Strategy):
 
     def receive(self, source: nn.Module | None) -> None:
         """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
-        given: dict[str, Tensor] = {}
-        if source is not None:  # all names: which of them a tied weight goes by may differ
+        given: dict[str, Tensor] = {}  # every name: which of them a tied weight goes by may differ
+        if source is not None:
             given |= dict(source.named_parameters(remove_duplicate=False))
             given |= dict(source.named_buffers(remove_duplicate=False))
         with torch.no_grad():
@@ -240,11 +240,9 @@ class FSDP2(Strategy):
                 local(parameter.grad).copy_(gradient)
             self.tree = ReductionTree(0)  # lets go of its sums
 
-    def agree(
-        self, losses: Tensor, uses: Sequence[int], total: Callable[[Tensor], Tensor] | None = None
-    ) -> tuple[Tensor, list[int]]:
+    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
         order = losses.new_tensor(self.uses.signature())
-        losses, found = super().agree(torch.cat([losses, order]), uses, total)
+        losses, found = super().agree(torch.cat([losses, order]), uses)
         self.uses.compare(losses[-2:].tolist(), self.share.size)
         return losses[:-2], found
 

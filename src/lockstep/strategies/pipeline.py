@@ -159,7 +159,7 @@ class Pipeline(Strategy):
         with self.phases("reduction"):
             gradients = self.reduce()
             own = [sum(held.uses.get(name, 0) for held in self.held) for name in self.order]
-            losses, uses = self.agree(self.losses, own, self.world.sum)  # the last stages have the losses
+            losses, uses = self.agree(self.losses, own)
         with self.phases("optimizer"):
             norm, used = self.update(gradients, learning_rate, losses, uses)
         return StepResult(losses.sum() / batch.targets, norm, used)
@@ -233,6 +233,9 @@ class Pipeline(Strategy):
             self.optimizer.step()
             self.optimizer.zero_grad()
         return norm, used
+
+    def sum_of_step(self, tensor: Tensor) -> Tensor:
+        return self.world.sum(tensor)  # the last stages have the losses, every stage its weights' gradients
 
     def sum_over_pipelines(self, tensor: Tensor) -> Tensor:
         """Over the ranks that run the same stage, in place. Collective."""

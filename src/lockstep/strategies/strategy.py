@@ -137,15 +137,13 @@ class Strategy(ABC):
             raise NotFinite(bad, float(norm))
         return False
 
-    def agree(
-        self, losses: Tensor, uses: Sequence[int], total: Callable[[Tensor], Tensor] | None = None
-    ) -> tuple[Tensor, list[int]]:
-        """Sums over the ranks that work on different examples: the losses of the step's pieces [M], and for each
+    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Sums over ranks: the losses of the step's pieces [M], and for each
         trainable parameter how many pieces gave it a gradient. A parameter that none did is left alone by the update,
         on every rank: neither decayed nor moved by its momentum. Collective. Errors: `RunError` when there is no
-        gradient at all, on every rank. `total`: sums where these are not `share`'s ranks."""
+        gradient at all, on every rank."""
         both = torch.cat([losses, torch.tensor(uses, dtype=losses.dtype, device=losses.device)])
-        losses, counts = (total or self.share.sum)(both).split([len(losses), len(uses)])
+        losses, counts = self.sum_of_step(both).split([len(losses), len(uses)])
         found = [int(count) for count in counts.tolist()]
         if not any(found):
             raise RunError(
@@ -153,6 +151,10 @@ class Strategy(ABC):
                 "the task's loss, and at what is frozen or detached)"
             )
         return losses, found
+
+    def sum_of_step(self, tensor: Tensor) -> Tensor:
+        """Over the ranks that have losses and gradients of their own, in place. Collective."""
+        return self.share.sum(tensor)
 
     def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is

@@ -14,7 +14,7 @@ whole step has given every weight a gradient of every piece, and no more after a
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -142,10 +142,8 @@ class Hooked(Native):
             )
         return gradients
 
-    def agree(
-        self, losses: Tensor, uses: Sequence[int], total: Callable[[Tensor], Tensor] | None = None
-    ) -> tuple[Tensor, list[int]]:
-        losses, found = super().agree(losses, uses, total)
+    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
+        losses, found = super().agree(losses, uses)
         if self.ddp is not None and self.steady is not False and self.in_tree:
             self.steady = min(found) == self.tree.leaves
             if not self.steady:
