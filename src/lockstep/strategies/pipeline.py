@@ -165,7 +165,7 @@ class Pipeline(Strategy):
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def begin(self, micro: MicroBatch) -> None:
-        """The first stage starts the piece's random numbers, as a single process does; the others go on with them."""
+        """Starts the piece's random numbers, as a single process does; later stages then go on with torch's."""
         seed_everything(self.run.seed, self.batch.step, micro.leaf)
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
