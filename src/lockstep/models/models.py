@@ -5,6 +5,7 @@ In: the `model` section, a tokenizer and label names. Out: a float32 model on th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -281,7 +282,17 @@ def check_layers(run: Run, engine: str) -> None:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of a model: what transformers does not split over devices, else the items of its outermost lists of
-    like modules (an encoder's and a decoder's layers)."""
+    like modules (an encoder's and a decoder's layers). None of them holds a weight that is used outside of it, too."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+
+    def alone(block: nn.Module) -> bool:
+        own = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
+        return bool(own) and all(uses[key] == count for key, count in own.items())
+
+    return [block for block in _layers(model) if alone(block)]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
     kept = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in kept]
     if found:

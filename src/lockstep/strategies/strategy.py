@@ -158,7 +158,8 @@ class Strategy(ABC):
 
     def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is
-        found here. `then`: what is tried while there is a state of the optimizer. Collective. Errors: `RunError` when buffers change that each rank would keep for itself."""
+        found here. `then`: what is tried while there is a state of the optimizer. Collective. Errors: `RunError` when
+        buffers change that each rank would keep for itself."""
         with buffers_kept(self.model) as changed:
             self.train_step(batch, 0.0)  # at this rate weights stay what they are
             then()
