@@ -60,6 +60,8 @@ FLOORS: dict[str, float] = {
     "data/prepare": 4,
     "data/feed": 4,
     "strategies/parts/gate": 2,
+    "strategies/parts/statistics": 2,
+    "own_random": 2,
     "strategies/parts/native": 5,
     "strategies/parts/hooked": 5,
     "strategies/parts/zero": 5,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,11 +22,12 @@ from lockstep.batch import StepBatch
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.measure.memory import Held, measured, tensor_bytes
+from lockstep.own_random import own_generators
 from lockstep.processes.agreement import agree
 from lockstep.run import Run
 from lockstep.strategies.strategy import Strategy, checked
 from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.world import World, seed_libraries
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Recording:
     seconds_per_step: float | None  # median of the steps that were timed
     examples_per_s: float | None
     held: list[dict[str, int]]  # bytes of tensors on each rank: at_rest, at_update
+    uncovered: list[str] = field(default_factory=list)  # generators of random numbers that no step seeds
 
 
 def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
@@ -73,8 +75,11 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     agree(run, world, prepared)
     task = task_class(run, prepared)
     before = tensor_bytes()
+    seed_libraries(run.seed)
     strategy.build(task)
     feed = Feed(run, task, strategy.leaves(), world.device)
+    uncovered = own_generators(task, strategy.model)
+    strategy.rehearse(feed.longest().to(world.device))
     numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
     probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
     writer = _Writer(run.folder, world, strategy)
@@ -88,7 +93,19 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     seconds, held = _cost(run, world, strategy, feed, int(timed), before)
     rate = run.batch_size / seconds if seconds else None
     bits, rounding = strategy.gives_bits(run), strategy.rounding(run)
-    found = Recording(run.strategy.name, world.size, bits, rounding, probe, writer.steps, dtypes, seconds, rate, held)
+    found = Recording(
+        run.strategy.name,
+        world.size,
+        bits,
+        rounding,
+        probe,
+        writer.steps,
+        dtypes,
+        seconds,
+        rate,
+        held,
+        uncovered,
+    )
     strategy.close()
     if world.is_main:
         (run.folder / "recording.json").write_text(json.dumps(asdict(found), indent=1))

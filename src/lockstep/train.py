@@ -31,7 +31,7 @@ from lockstep.run import Run
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
-from lockstep.world import World
+from lockstep.world import World, seed_everything
 
 EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
 
@@ -230,6 +230,7 @@ def samples(
     def here(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(world.device) for name, tensor in inputs.items()}
 
+    seed_everything(task.run.seed, -2)
     return task.samples(
         lambda inputs, how: (generate or strategy.generate)(here(inputs), how),
         lambda inputs: strategy.forward(here(inputs)),
@@ -316,6 +317,7 @@ def scored(
             raise Interrupted
         mine = turn + strategy.share.rank
         chosen = batches[mine] if mine < len(batches) else order[:0]
+        seed_everything(run.seed, -1, mine)  # what is drawn depends on the batch, not on the rank
         batch = task.collate(columns, chosen, 0).to(world.device)
         found = task.score(strategy.forward, batch)
         if texts:

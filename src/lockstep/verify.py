@@ -6,6 +6,7 @@ In: a run. Out: what differs between the two jobs, by name, and whether that is 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
 from lockstep.console import Console
 from lockstep.launchers.launcher import Launcher
+from lockstep.own_random import UNCOVERED
 from lockstep.recording import Recording, Step, read
 from lockstep.run import Run, keep
 
@@ -46,6 +49,7 @@ class Compared:
     single: Step
     gradients: Difference
     changes: Difference
+    buffers: Difference  # everything that is kept beside weights that are trained
     factors: dict[str, float]  # parameter -> (its gradient . the single process's) / |the single process's|^2
 
 
@@ -71,15 +75,29 @@ def compare(ours: Path, single: Path) -> list[Compared]:
             )
             changes[key] = (float((c - d).norm()), float(d.norm()))
         drift = 0.0 if mine.bits else max(DRIFT, mine.rounding)
-        found.append(Compared(a, b, _largest(gradients, allowed, SMALL), _largest(changes, drift, 1.0), factors))
+        others = [k for k in alone_after.keys() if k.startswith("weight.") and k.removeprefix("weight.") not in keys]  # noqa: SIM118
+        buffers = {k.removeprefix("weight."): _apart(mine_after, alone_after, k) for k in others}
+        differences = (_largest(gradients, allowed, SMALL), _largest(changes, drift, 1.0), _largest(buffers, drift, 0))
+        found.append(Compared(a, b, *differences, factors))
     return found
+
+
+def _apart(mine: Any, alone: Any, key: str) -> tuple[float, float]:
+    """2-norm of the difference of a tensor of two files, and of the second one."""
+    a, b = mine.get_tensor(key), alone.get_tensor(key)
+    difference = 0.0 if torch.equal(a, b) else float((a.double() - b.double()).norm())
+    return (math.inf if math.isnan(difference) else difference), float(b.double().norm())
 
 
 def _largest(norms: dict[str, tuple[float, float]], allowed: float, least: float) -> Difference:
     """`norms`: parameter -> (2-norm of its difference, 2-norm of the single process's). A difference is measured beside
     the parameter's own norm, which counts for at least `least` of the norm of all."""
     whole = sum(size**2 for _, size in norms.values()) ** 0.5 or 1.0
-    apart = {name: difference / max(size, least * whole) for name, (difference, size) in norms.items()}
+    apart = {
+        n: difference and difference / (max(size, least * whole) or 1.0) for n, (difference, size) in norms.items()
+    }
+    if not apart:
+        return Difference(0.0, "", ())
     where = max(apart, key=lambda name: apart[name])
     wrong = sorted((n for n in apart if apart[n] > allowed), key=lambda n: -apart[n])
     return Difference(apart[where], where if apart[where] else "", tuple(wrong))
@@ -108,10 +126,11 @@ def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[s
             said.append(
                 f"{at}: gradient norm {step.step.norm!r} instead of {step.single.norm!r} (differs by {apart:.1e})"
             )
-        for what, difference in (("gradient", step.gradients), ("change", step.changes)):
+        compared = (("gradient of", step.gradients), ("change of", step.changes), ("buffer", step.buffers))
+        for what, difference in compared:
             if difference.wrong:
                 more = f" and {len(difference.wrong) - 1} more" if len(difference.wrong) > 1 else ""
-                said.append(f"{at}: the {what} of {difference.wrong[0]} differs by {difference.largest:.1e}{more}")
+                said.append(f"{at}: the {what} {difference.wrong[0]} differs by {difference.largest:.1e}{more}")
         if said:  # what comes after a wrong step differs because of it
             return said + _guess(step, allowed)
     return said
@@ -143,6 +162,8 @@ def _guess(step: Compared, allowed: float) -> list[str]:
             "gradients point elsewhere: micro-batches of unequal size were weighted equally (a mean of means), or "
             "some were left out"
         ]
+    if step.buffers.wrong and not step.changes.wrong:
+        return ["this is no weight: every process makes something else of it while it trains"]
     return ["gradients agree and weights do not: look at clipping, the learning rate and the optimizer"]
 
 
@@ -241,6 +262,8 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
     kinds = (f"{what} {' and '.join(names)}" for what, names in mine.dtypes.items())
     console.say(f"kept in: {', '.join(kinds)}".replace("torch.", ""))
     console.say(promise(mine))
+    if mine.uncovered:
+        console.say(f"{UNCOVERED}: {', '.join(mine.uncovered)}")
     if not wrong:
         console.say("found: " + ("the same bits" if mine.bits else "equal to rounding") + ". All is as promised")
         return 0

@@ -32,6 +32,7 @@ from lockstep.measure.journal import Journal, launched_by
 from lockstep.measure.journal import facts as start_facts
 from lockstep.measure.usage import Usage
 from lockstep.models import attention
+from lockstep.own_random import UNCOVERED, own_generators
 from lockstep.processes import launched
 from lockstep.processes.agreement import agree
 from lockstep.processes.failure import lost_contact, tell_failure
@@ -46,7 +47,7 @@ from lockstep.tasks.task import Task
 from lockstep.track.parts.trackers import Trackers
 from lockstep.track.tracker import End, Sample
 from lockstep.train import Counts, Interrupted, TrainingFailed, explained, samples, scored, train, try_the_end
-from lockstep.world import Stopped, Unreached, World, keep_freed_memory
+from lockstep.world import Stopped, Unreached, World, keep_freed_memory, seed_libraries
 
 DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
 
@@ -170,6 +171,7 @@ def work(run: Run, world: World) -> int:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
         return pushed(run, world, console) if world.is_main else DONE
     task: Task = task_class(run, prepared)
+    seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
     strategy.build(task)
     feed = Feed(run, task, strategy.leaves(), world.device)
     checkpoints = Checkpoints(run, world, prepared, feed.total, console.note)
@@ -188,6 +190,8 @@ def resumed(job: Job) -> int:
     run, world, console, strategy = job.run, job.world, job.console, job.strategy
     opening = facts(run, world, job.task, strategy, job.feed)
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
+    if strategy.gives_bits(run) and (own := own_generators(job.task, strategy.model)):
+        console.note(f"{UNCOVERED}: {', '.join(own)}")
 
     def then() -> None:
         job.checkpoints.rehearse(strategy)

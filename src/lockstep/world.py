@@ -364,8 +364,15 @@ def available_cores() -> int:
 
 
 def seed_everything(seed: int, *place: int) -> None:
-    """Seed torch on every device from `(seed, *place)`; dropout of piece k of step t uses `place = (t, k)`."""
-    torch.manual_seed(mix(seed, *place))
+    """Seed Python's, numpy's and torch's own generators (on every device) from `(seed, *place)`.
+
+    Piece k of step t goes through the model with `place = (t, k)`, and is collated, where a task's `collate` may draw,
+    with `(t, k, 1)`; batch b of an evaluation has `(-1, b)`, and what is written for people `(-2,)`.
+    """
+    number = mix(seed, *place)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
 
 
 def seed_libraries(seed: int) -> None:

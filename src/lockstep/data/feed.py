@@ -1,4 +1,4 @@
-"""This rank's StepBatches, made ahead of time by a thread; the position is the step number.
+"""This rank's StepBatches, made ahead of time by a thread where the task allows it; the position is the step number.
 
 In: a task, the order and this rank's leaves. Out: one `StepBatch` a step, on the device, with the counts of the
 whole step.
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.batch import StepBatch
+from lockstep.batch import MicroBatch, StepBatch
 from lockstep.data import pieces
 from lockstep.data.order import ByLength, Order
 from lockstep.run import Run
 from lockstep.tasks.task import Task
+from lockstep.world import seed_everything
 
 AHEAD = 2  # steps made before they are asked for
 
@@ -39,7 +40,7 @@ class Feed:
         self.order = Order(len(self.columns), run.batch_size, run.seed)
         if run.data.group_by_length > 1:
             self.order = ByLength(self.columns.lengths, run.batch_size, run.seed, run.data.group_by_length)
-        self.micro_batches = run.micro_batches
+        self.micro_batches, self.seed = run.micro_batches, run.seed
         self.total = run.steps or max(1, round(float(run.epochs or 0) * self.order.steps_per_epoch))
 
     def make(self, step: int) -> StepBatch:
@@ -53,7 +54,7 @@ class Feed:
     def _batch(self, step: int, rows: np.ndarray) -> StepBatch:
         lengths = self.columns.lengths[rows]
         groups = pieces.cut(lengths, self.micro_batches)
-        micro_batches = [self.task.collate(self.columns, rows[groups[k]], k) for k in self.leaves]
+        micro_batches = [self._collated(step, rows[groups[k]], k) for k in self.leaves]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
         return StepBatch(
@@ -68,8 +69,23 @@ class Feed:
             ids=rows,
         )
 
+    def _collated(self, step: int, rows: np.ndarray, leaf: int) -> MicroBatch:
+        if not self.task.ahead():  # it may draw; in a thread it does not, and what is seeded here is the model's
+            seed_everything(self.seed, step, leaf, 1)
+        return self.task.collate(self.columns, rows, leaf)
+
     def steps(self, after: int) -> Iterator[StepBatch]:
         """The batches of steps `after`, `after + 1`, ... to the run's last."""
+        if self.task.ahead():
+            yield from self._made_ahead(after)
+        else:
+            for step in range(after, self.total):
+                yield self._there(self.make(step))
+
+    def _there(self, batch: StepBatch) -> StepBatch:
+        return batch if self.device.type == "cpu" else batch.to(self.device)
+
+    def _made_ahead(self, after: int) -> Iterator[StepBatch]:
         ready: queue.Queue[StepBatch | Failure] = queue.Queue(maxsize=AHEAD)
         over = threading.Event()
 
@@ -97,7 +113,7 @@ class Feed:
                 item = ready.get()
                 if isinstance(item, Failure):
                     raise item.error
-                yield item if self.device.type == "cpu" else item.to(self.device)
+                yield self._there(item)
         finally:
             over.set()
             thread.join()

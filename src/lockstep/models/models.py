@@ -5,6 +5,7 @@ In: the `model` section, a tokenizer and label names. Out: a float32 model on th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ _OFFSET_POSITIONS = {
     "mpnet",
 }
 
+
+# Families that call their layers' `forward` directly, past the hooks through which FSDP gathers a layer's weights.
+_PAST_HOOKS = {"squeezebert"}
 
 # What a task asks for -> the Auto class of transformers, the families it has, and what messages call it.
 HEADS = {
@@ -68,8 +72,8 @@ def check(
         for name, value in entries.items():
             setattr(config, name, value)
         _check_buildable(run, config, head)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None:
+    positions = entry(config, "max_position_embeddings")
+    if positions is not None and positions > 0:
         fits = positions - (config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0)
         if (tokens or run.data.max_length) > fits:
             raise RunError(
@@ -116,13 +120,22 @@ def load_config(run: Run) -> Any:
             said = told(error, run.model.revision)
             raise RunError(f"model.source: cannot load a model from {source!r}: {said}") from error
     for key, value in run.model.config.items():
-        if not hasattr(config, key):
+        if entry(config, key, missing := object()) is missing:
             raise RunError(f"model.config: a config of the type {config.model_type!r} has no entry {key!r}")
         try:
             setattr(config, key, value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             raise RunError(f"model.config.{key}: {value!r} will not do: {' '.join(str(error).split())}") from None
     return config
+
+
+def entry(config: Any, name: str, otherwise: Any = None) -> Any:
+    """An entry of a config. XLNet has no limit of positions, and its config raises an error of its own where it is
+    asked for one."""
+    try:
+        return getattr(config, name, otherwise)
+    except NotImplementedError:
+        return otherwise
 
 
 def local_or_id(run: Run) -> str:
@@ -171,6 +184,8 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         if config.is_encoder_decoder and config.eos_token_id is None:  # BART's classifier reads at the text's end
             config.eos_token_id = tokenizer.sep_token_id
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:  # T5's, from scratch
+        config.decoder_start_token_id = config.pad_token_id
     for name, value in entries.items():
         setattr(config, name, value)
     if run.model.type is not None or empty:
@@ -281,12 +296,28 @@ def check_layers(run: Run, engine: str) -> None:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of a model: what transformers does not split over devices, else the items of its outermost lists of
-    like modules (an encoder's and a decoder's layers)."""
+    like modules (an encoder's and a decoder's layers). None is within another, and none holds a weight
+    that is used outside of it, too."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+
+    def alone(block: nn.Module) -> bool:
+        own = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
+        return bool(own) and all(uses[key] == count for key, count in own.items())
+
+    if getattr(getattr(model, "config", None), "model_type", None) in _PAST_HOOKS:
+        return []
+    found = [block for block in _layers(model) if alone(block)]
+    inner = {id(below) for block in found for below in block.modules() if below is not block}
+    return [block for block in found if id(block) not in inner]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
     kept = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in kept]
     if found:
         return found
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(item) for item in m}) == 1]
+    lists = [each for each in lists if not isinstance(each[0], nn.ModuleList)]  # Funnel's blocks of layers
     inner = {id(below) for outer in lists for item in outer for below in item.modules()}
     return [item for each in lists if id(each) not in inner for item in each]
 

@@ -28,6 +28,7 @@ from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_no
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts.gate import gate
 from lockstep.strategies.parts.sharding import OTHER_LAYERS, Shown, Uses, roomy
+from lockstep.strategies.parts.statistics import Statistics
 from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import World, seed_everything
@@ -42,6 +43,7 @@ class FSDP2(Strategy):
     ranks), `cpu_offload`, and FSDP's own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16)."""
 
     exact = True
+    statistics: Statistics
     waits_inside = ("forward", "backward", "reduction", "optimizer")
 
     @classmethod
@@ -136,6 +138,7 @@ class FSDP2(Strategy):
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.uses = Uses(self.model, self.parameters)
         self.receive(source)
+        self.statistics = Statistics(self.model)
         self.model.train()
 
     def make_mesh(self) -> DeviceMesh:
@@ -203,6 +206,7 @@ class FSDP2(Strategy):
         self.uses.clear()
         for scatter in self.scatters:
             scatter.start(batch.leaves)
+        self.statistics.start(batch.leaves)
         for turn, micro in enumerate([*batch.micro_batches, *blanks]):
             self.turn, self.last, self.uses.counting = turn, turn == rounds - 1, turn < len(batch.micro_batches)
             self.root.set_requires_all_reduce(self.last)
@@ -215,10 +219,15 @@ class FSDP2(Strategy):
                 self.collect(micro.leaf)
             if turn < len(batch.micro_batches):
                 losses[micro.leaf] = loss.detach()
+                self.statistics.take(micro)
+            else:
+                self.statistics.reset()
         with self.phases("reduction"):
             losses, uses = self.agree(losses, self.uses.counts)
         with self.phases("optimizer"):
             norm, used = self.update(learning_rate, losses, uses)
+        if used:
+            self.statistics.finish(self.share.sum)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     @property

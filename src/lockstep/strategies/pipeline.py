@@ -54,6 +54,8 @@ class Pipeline(Strategy):
             raise RunError("strategy.name: pipeline needs two processes or more; use single, or launch.processes=2")
         if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
             raise RunError(f"strategy.name: pipeline needs torch 2.13 or newer, this is {torch.__version__}")
+        if run.model.adapter:
+            raise RunError("strategy.name: pipeline cannot cut a model with model.adapter; use ddp, or fsdp2")
         ranks, schedule, each = _shape(run, processes)
         if processes % ranks:
             raise RunError(
@@ -165,7 +167,7 @@ class Pipeline(Strategy):
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def begin(self, micro: MicroBatch) -> None:
-        """The first stage starts the piece's random numbers, as a single process does; the others go on with them."""
+        """Starts the piece's random numbers, as a single process does; later stages then go on with torch's."""
         seed_everything(self.run.seed, self.batch.step, micro.leaf)
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:

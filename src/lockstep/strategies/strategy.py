@@ -25,6 +25,7 @@ from lockstep.models import decoding
 from lockstep.models.decoding import Decoding
 from lockstep.reduction import share
 from lockstep.run import Run, RunError
+from lockstep.strategies.parts.statistics import Statistics, buffers_kept
 from lockstep.tasks.task import Task
 from lockstep.world import World
 
@@ -61,6 +62,7 @@ class Strategy(ABC):
     model: nn.Module  # what this rank holds of the model, under the task's own parameter names
     optimizer: Any  # a torch optimizer, or an engine's around one
     share: Share
+    statistics: Statistics | None = None  # the model's running statistics, where the strategy brings them together
     observe: Callable[[dict[str, Tensor]], None] | None = None
     """`lockstep verify` listens here: called in every `train_step`, on every rank, with the whole gradient before
     clipping, by parameter name. Empty on ranks that the strategy does not gather to."""
@@ -158,10 +160,22 @@ class Strategy(ABC):
 
     def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is
-        found here. `then`: what is tried while there is a state of the optimizer. Collective."""
-        self.train_step(batch, 0.0)  # at this rate weights stay what they are
-        then()
-        self.optimizer.state.clear()
+        found here. `then`: what is tried while there is a state of the optimizer. Collective. Errors: `RunError` when
+        buffers change that each rank would keep for itself."""
+        with buffers_kept(self.model) as changed:
+            self.train_step(batch, 0.0)  # at this rate weights stay what they are
+            then()
+            self.optimizer.state.clear()
+        if self.world.size > 1:
+            own = set().union(*self.world.everyone(changed)) - set(self.statistics.names if self.statistics else ())
+            if own:
+                raise RunError(
+                    f"strategy.name: training changes {some(sorted(own))} of the model, which are no weights: every "
+                    f"process would make something else of them, and {self.run.strategy.name} can bring together "
+                    "nothing but the running statistics of BatchNorm and its like"
+                    f"{'' if self.statistics else ' (this strategy not even those)'}. "
+                    "Use one process (launch.processes=1 strategy.name=single), or a model without them"
+                )
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -217,6 +231,11 @@ def made(task: Task, empty: bool = False) -> nn.Module:
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
     return model
+
+
+def some(names: list[str]) -> str:
+    """The first few of many."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def of(run: Run) -> type[Strategy]:

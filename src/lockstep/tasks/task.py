@@ -31,6 +31,11 @@ class Task(ABC):
     plugin: ClassVar[str] = "tasks"
     Options: ClassVar[type[BaseModel]]
     shown: ClassVar[tuple[str, ...]] = ()  # its keys that decide what evaluations write and score, and no weight
+    collates_ahead: ClassVar[bool | None] = None
+    """Whether `collate` may run in a thread beside training. What it draws from Python's, numpy's and torch's own
+    generators would then hang on the thread's timing, so by default (None) only lockstep's own tasks do, which draw
+    nothing. A task of your own that draws nothing, and whose `collate` takes long, sets it to True."""
+
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
     @property
@@ -44,6 +49,13 @@ class Task(ABC):
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
         self.splits = {name: Columns(path) for name, path in prepared.splits.items()}
+
+    @classmethod
+    def ahead(cls) -> bool:
+        """Whether batches are collated ahead of time, beside training."""
+        if cls.collates_ahead is not None:
+            return cls.collates_ahead
+        return cls.__module__.split(".")[0] == __name__.split(".")[0]
 
     @classmethod
     @abstractmethod
@@ -62,7 +74,9 @@ class Task(ABC):
 
     @abstractmethod
     def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
-        """The examples at `rows`, padded to the longest; for no rows, one example whose every target is ignored."""
+        """The examples at `rows`, padded to the longest; for no rows, one example whose every target is ignored.
+
+        What it draws from Python's, numpy's and torch's own generators is the same at any number of processes."""
 
     @abstractmethod
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:

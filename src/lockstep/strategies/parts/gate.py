@@ -41,13 +41,11 @@ def gate(block: nn.Module) -> None:
         return sealed.args, sealed.kwargs
 
     def close(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The first output that has a gradient, plus minus zero, which is the same bits for every number."""
+        """Every output that has a gradient, plus minus zero, which is the same bits for every number. All of them: an
+        input that is handed on (T5's position biases) would otherwise wake FSDP again when the block is through."""
         number = gates.pop()
         leaves, spec = _pytree.tree_flatten(output)
-        place = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad), None)
-        if place is None:
-            return output
-        leaves[place] = leaves[place] + number
+        leaves = [x + number if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
         return _pytree.tree_unflatten(leaves, spec)
 
     block.register_forward_pre_hook(seal, prepend=True, with_kwargs=True)

@@ -28,6 +28,7 @@ from lockstep.models import models
 from lockstep.reduction import Exchange, Node, ReductionTree, buckets
 from lockstep.run import RunError
 from lockstep.strategies.parts.native import Native
+from lockstep.strategies.parts.statistics import buffers_kept
 from lockstep.tasks.task import Task
 
 
@@ -153,7 +154,8 @@ class Hooked(Native):
     def prime(self, micro: MicroBatch) -> None:
         """One backward without a gradient: `static_graph` learns its graph from a first backward outside `no_sync`."""
         blank = micro.blank()
-        self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
+        with buffers_kept(self.model):
+            self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
         self.take_gradients()
         self.primed = True
 

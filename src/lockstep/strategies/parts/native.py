@@ -18,6 +18,7 @@ from lockstep.models import decoding, models
 from lockstep.models.decoding import Decoding
 from lockstep.reduction import Node, ReductionTree, clip_, gradient_norm
 from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
+from lockstep.strategies.parts.statistics import Statistics, buffers_kept
 from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import seed_everything
@@ -27,6 +28,7 @@ class Native(Strategy):
     """A whole copy of model and optimizer on every rank."""
 
     exact = True
+    statistics: Statistics
 
     @property
     def parameter_count(self) -> int:
@@ -45,6 +47,7 @@ class Native(Strategy):
         # saw its bf16 copy being made: then it is made anew for every piece, and the order is the same for all.
         exact_bf16 = self.run.strategy.exact and self.run.precision == "bf16"
         self.fresh_casts: bool | None = None if exact_bf16 else False
+        self.statistics = Statistics(self.model)
         self.model.train()
         self.wrapped = self.model
 
@@ -52,20 +55,25 @@ class Native(Strategy):
         self.tree = ReductionTree(batch.leaves)
         self.uses = [0] * len(self.parameters)
         if self.fresh_casts is None:
-            self.fresh_casts = models.most_uses(self.model, batch.micro_batches[0].blank().inputs) > 2
+            with buffers_kept(self.model):
+                self.fresh_casts = models.most_uses(self.model, batch.micro_batches[0].blank().inputs) > 2
         losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        self.statistics.start(batch.leaves)
         with self.autocast():  # around the whole step: weights are cast to bf16 once, not once a piece
             for micro in batch.micro_batches:
                 if self.fresh_casts:
                     torch.clear_autocast_cache()
                 seed_everything(self.run.seed, batch.step, micro.leaf)  # dropout depends on the piece, not on the rank
                 losses[micro.leaf] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
+                self.statistics.take(micro)
         with self.phases("reduction"):
             gradients = self.reduce()
             losses, uses = self.agree(losses, self.uses)
             self.tree = ReductionTree(0)  # lets go of partial sums
         with self.phases("optimizer"):
             norm, used = self.update(gradients, learning_rate, losses, uses)
+        if used:
+            self.statistics.finish(self.world.sum)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:

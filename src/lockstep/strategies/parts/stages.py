@@ -56,6 +56,7 @@ class Piece(nn.Module):
             outputs = self.part((), micro.inputs)
         else:
             *hidden, state = received
+            self.begin(micro)  # for Python's and numpy's numbers, which do not travel
             outputs = self.part(hidden, micro.inputs, lambda: set_random_state(state, device))
         return self.loss(outputs, micro) if self.part.last else (*outputs, random_state(device))
 

@@ -22,6 +22,7 @@ from lockstep.checkpoint.parts import Saved
 from lockstep.models import models
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts import zero_config
+from lockstep.strategies.parts.statistics import Statistics
 from lockstep.strategies.parts.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.task import Task
@@ -35,6 +36,7 @@ class Sharded(Strategy):
 
     needs = ("deepspeed",)
     stage: int  # of ZeRO
+    statistics: Statistics
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
 
     @classmethod
@@ -80,6 +82,7 @@ class Sharded(Strategy):
         self.engine = self.start_engine()
         assert self.engine.zero_optimization_stage() == self.stage, self.engine.zero_optimization_stage()
         assert dist.get_world_size() == self.world.size
+        self.statistics = Statistics(self.model)
         self.engine.train()
 
     def _join(self) -> None:
@@ -125,6 +128,7 @@ class Sharded(Strategy):
         losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
         pieces = self._levelled(batch)
         self.uses = dict.fromkeys(self.uses, 0)
+        self.statistics.start(batch.leaves)
         for i, micro in enumerate(pieces):
             self.counting = i < len(batch.micro_batches)  # blank pieces are nobody's
             seed_everything(self.run.seed, batch.step, micro.leaf)
@@ -135,6 +139,10 @@ class Sharded(Strategy):
             with self.phases("backward"):
                 self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
             losses[micro.leaf] += loss.detach()
+            if i < len(batch.micro_batches):
+                self.statistics.take(micro)
+            else:
+                self.statistics.reset()
         with self.phases("reduction"):
             losses, uses = self.agree(losses, list(self.uses.values()))
             self.usable(losses, losses.sum())
@@ -151,6 +159,7 @@ class Sharded(Strategy):
                 self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         self.usable(losses, norm)
+        self.statistics.finish(self.share.sum)
         return StepResult(losses.sum() / batch.targets, norm)
 
     def _count(self, name: str) -> None:

@@ -1,0 +1,282 @@
+"""Every family of models that transformers knows, tiny, under single, ddp and fsdp2: which train, and with whose bits.
+
+In: heads and families to try (all by default). Out: a line of JSON a family and head in --out, which a later call goes
+on with, and a Markdown table with --table. Ranks are forked once a number of processes and run family after family.
+Example: python benchmarks/families.py --out families.jsonl; then the same with --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+
+from lockstep import plugins
+from lockstep.data.feed import Feed
+from lockstep.data.prepare import prepare
+from lockstep.run import Run, RunError, load
+from lockstep.strategies.strategy import checked
+from lockstep.train import evaluate
+from lockstep.world import World
+
+TASKS: dict[str, dict[str, Any]] = {
+    "classification": {"name": "classification"},
+    "token_classification": {"name": "token_classification"},
+    "causal": {"name": "language_modeling", "block_size": 16, "samples": 0},
+    "seq2seq": {"name": "translation", "source": "en", "target": "de", "samples": 0, "bleu": False},
+}
+WAYS = [("ddp", 2), ("ddp", 3), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3)]
+# Entries of configs, whatever they are called in a family, and what makes them small.
+SMALL: dict[int, str] = {
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
+    "num_encoder_layers num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "num_key_value_heads num_kv_heads num_encoder_attention_heads num_decoder_attention_heads num_experts_per_tok "
+    "linear_num_key_heads linear_num_value_heads",
+    4: "num_experts num_local_experts n_routed_experts moe_num_experts",
+    16: "head_dim d_kv d_head kv_channels qk_nope_head_dim v_head_dim q_lora_rank kv_lora_rank rotary_dim "
+    "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_d_state state_size",
+    32: "hidden_size d_model n_embd dim emb_dim embedding_size moe_intermediate_size word_embed_proj_dim "
+    "intermediate_size_mlp shared_expert_intermediate_size input_embedding_size true_hidden_size bottleneck_size",
+    64: "intermediate_size n_inner d_ff d_inner ffn_dim encoder_ffn_dim decoder_ffn_dim hidden_dim dff ffn_hidden_size",
+    128: "max_position_embeddings n_positions max_seq_len n_ctx max_sequence_length max_target_positions",
+}
+# What a family needs beside its sizes.
+ALSO: dict[str, dict[str, Any]] = {
+    "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1, "n_head": 2},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "is_decoder": True},
+    "mobilebert": {"intra_bottleneck_size": 32, "num_feedforward_networks": 1},
+    "longformer": {"attention_window": 8},
+    "convbert": {"head_ratio": 1, "conv_kernel_size": 3},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "esm": {"position_embedding_type": "absolute", "token_dropout": False},
+    "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8},
+}
+
+
+def families(head: str) -> list[str]:
+    """The model types that transformers has such a head for."""
+    from transformers.models.auto import modeling_auto
+
+    from lockstep.models.models import HEADS
+
+    return sorted(getattr(modeling_auto, HEADS[head][1]))
+
+
+def small(family: str) -> dict[str, Any]:
+    """The entries of `model.config` that make a family tiny. Errors: `RunError` when it consists of several configs."""
+    kind = transformers.CONFIG_MAPPING[family]
+    if getattr(kind, "sub_configs", None):
+        raise RunError("a config of several configs (images, sound, or an encoder and a decoder): not tried")
+    usual = kind().to_dict()
+    names = {name: size for size, names in SMALL.items() for name in names.split()}
+    wanted = {n: s for n, s in names.items() if isinstance(usual.get(n), int)} | ALSO.get(family, {})
+    made = kind(**wanted).to_dict()
+    lists = {n: v for n, v in made.items() if isinstance(v, list) and v != usual.get(n)}  # one entry a layer
+    return wanted | lists
+
+
+def write_data(folder: Path) -> None:
+    """Sentences that all four tasks can read."""
+    draw = random.Random(0)
+    words = ["a", "the", "dog", "cat", "bird", "runs", "sees", "likes", "big", "small", "red", "old", "house"]
+    for split, count in (("train", 36), ("validation", 7)):
+        rows = []
+        for _ in range(count):
+            text = draw.choices(words, k=draw.randint(2, 10))
+            tags = ["B-ANIMAL" if w in ("dog", "cat", "bird") else "O" for w in text]
+            pair = {"en": " ".join(text), "de": " ".join(w[::-1] for w in text)}
+            label = draw.choice(["yes", "no", "perhaps"])
+            rows.append({"text": " ".join(text), "label": label, "tokens": text, "tags": tags, "translation": pair})
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_of(head: str, family: str, folder: Path, strategy: str) -> Run:
+    """A run of two steps."""
+    values = {
+        "name": family,
+        "task": TASKS[head],
+        "data": {"source": str(folder), "max_length": 16},
+        "model": {"type": family, "config": small(family)},
+        "tokenizer": {"train": "wordpiece" if head == "token_classification" else "bpe", "vocab_size": 120},
+        "steps": 2,
+        "batch_size": 9,
+        "micro_batches": 3,
+        "optim": {"learning_rate": 1e-3, "clip": 0.5},
+        "strategy": {"name": strategy},
+        "launch": {"device": "cpu", "threads": 1},
+    }
+    return load(None, [], values)
+
+
+def trained(world: World, run: Run) -> dict[str, Any]:
+    """What two steps and an evaluation come to, on rank 0 and elsewhere."""
+    strategy = checked(run, world.size)(run, world)
+    task_class = plugins.find("tasks", run.task.name)
+    task = task_class(run, prepare(run, task_class))
+    strategy.build(task)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    strategy.rehearse(feed.longest())
+    results = [strategy.train_step(feed.make(step), 1e-3) for step in range(run.steps or 0)]
+    scores = evaluate(run, world, task, strategy, task.splits["validation"])
+    seen = hashlib.sha256()
+    for name, tensor in sorted(strategy.state().items()):
+        seen.update(name.encode() + tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    norms = [float(r.grad_norm) for r in results]
+    strategy.close()
+    return {"weights": seen.hexdigest(), "norms": norms, "scores": scores, "trains": norms[0] > 0}
+
+
+def rank_main(rank: int, ranks: int, meet: str, run: Run, jobs: Any, results: Any) -> None:
+    """One rank, job after job, until one fails: the other ranks may then wait in a collective."""
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    world = World(run, meet)
+    world.join()
+    while (job := jobs.get()) is not None:
+        try:
+            results.put((rank, trained(world, job), None))
+        except RunError as caught:
+            results.put((rank, None, f"refused: {caught}"))
+        except BaseException as caught:
+            last = traceback.extract_tb(caught.__traceback__)[-1]
+            said = " ".join(f"{type(caught).__name__}: {caught}".split())
+            results.put((rank, None, f"fails: {said[:300]} ({Path(last.filename).name}:{last.lineno})"))
+
+
+class Ranks:
+    """Processes that stay together from job to job, and are made anew when one of them failed."""
+
+    def __init__(self, count: int, run: Run) -> None:
+        self.count, self.run = count, run
+        self.processes: list[Any] = []
+
+    def start(self) -> None:
+        """Fork them; torch and transformers are imported already."""
+        context = multiprocessing.get_context("fork")
+        self.folder = tempfile.TemporaryDirectory()
+        self.jobs, self.results = [context.Queue() for _ in range(self.count)], context.Queue()
+        meet = f"file://{self.folder.name}/meet"
+        self.processes = [
+            context.Process(target=rank_main, args=(r, self.count, meet, self.run, self.jobs[r], self.results))
+            for r in range(self.count)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def do(self, run: Run, timeout_s: float) -> dict[str, Any] | str:
+        """What rank 0 found, or what went wrong."""
+        if not self.processes:
+            self.start()
+        for jobs in self.jobs:
+            jobs.put(run)
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < self.count:
+                rank, value, error = self.results.get(timeout=timeout_s)
+                if error is not None:
+                    self.stop()
+                    return error
+                found[rank] = value
+        except Exception:  # queue.Empty
+            self.stop()
+            return f"fails: no answer within {timeout_s:.0f} s"
+        return found[0]
+
+    def stop(self) -> None:
+        """End them all."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
+
+
+def tried(head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout_s: float) -> dict[str, Any]:
+    """One line of the table."""
+    line: dict[str, Any] = {"head": head, "family": family}
+    try:
+        single = ranks[1].do(run_of(head, family, folder, "single"), timeout_s)
+    except Exception as caught:
+        return line | {"single": f"not tried: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"}
+    if isinstance(single, str):
+        return line | {"single": single}
+    line["single"] = "trains" if single["trains"] else "no gradient"
+    for name, count in WAYS:
+        found = ranks[count].do(run_of(head, family, folder, name), timeout_s)
+        line[f"{name} {count}"] = found if isinstance(found, str) else "bits" if found == single else "other bits"
+    return line
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Markdown: families that train with the same bits everywhere in one list a head, the others a row each."""
+    said = []
+    for head in TASKS:
+        ours = sorted((x for x in lines if x["head"] == head), key=lambda x: x["family"])
+        if not ours:
+            continue
+        ways = [f"{name} {count}" for name, count in WAYS]
+        same = [x["family"] for x in ours if all(x.get(way) == "bits" for way in ways)]
+        others = [x for x in ours if x["single"] == "trains" and x["family"] not in same]
+        rest = [x for x in ours if x["single"] != "trains"]
+        said.append(f"## {head}\n\nThe same bits in all of them ({len(same)} of {len(ours)}): {', '.join(same)}.\n")
+        if others:
+            said.append(f"| family | {' | '.join(ways)} |\n|---|{'---|' * len(ways)}")
+            said += [
+                f"| {x['family']} | " + " | ".join(x[way].replace("|", "/") for way in ways) + " |" for x in others
+            ]
+            said.append("")
+        if rest:
+            said.append("| not trained by one process either | why |\n|---|---|")
+            said += [f"| {x['family']} | {x['single'].replace('|', '/')} |" for x in rest]
+            said.append("")
+    return "\n".join(said)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", nargs="*", default=list(TASKS))
+    parser.add_argument("--families", nargs="*")
+    parser.add_argument("--out", type=Path, default=Path("families.jsonl"))
+    parser.add_argument("--timeout", type=float, default=60, help="seconds for one family under one strategy")
+    parser.add_argument("--table", action="store_true", help="only print what is in --out")
+    options = parser.parse_args()
+    known = [json.loads(x) for x in options.out.read_text().splitlines()] if options.out.exists() else []
+    if options.table:
+        print(table(known))
+        return
+    done = {(x["head"], x["family"]) for x in known}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "data"
+        folder.mkdir()
+        write_data(folder)
+        ranks = {count: Ranks(count, run_of("causal", "gpt2", folder, "single")) for count in (1, 2, 3)}
+        for head in options.heads:
+            for family in options.families or families(head):
+                if (head, family) in done or family not in families(head):
+                    continue
+                line = tried(head, family, folder, ranks, options.timeout)
+                print(" ".join(f"{k}={v}" for k, v in line.items()), flush=True)
+                with options.out.open("a") as out:
+                    out.write(json.dumps(line) + "\n")
+        for each in ranks.values():
+            each.stop()
+
+
+if __name__ == "__main__":
+    main()

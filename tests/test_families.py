@@ -1,0 +1,63 @@
+"""Families of models that an engine needs something for: the bits of one process in shards, or a refusal."""
+
+from typing import Any
+
+import pytest
+from harness import run_on, tiny
+from test_fsdp2 import steps_of
+
+from lockstep.models import models
+from lockstep.run import RunError
+from lockstep.strategies.pipeline import Pipeline
+
+BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+T5 = {"num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2}
+XLNET = {"n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 64}
+FUNNEL = {"block_sizes": [1, 1], "num_decoder_layers": 1, "n_head": 2, "d_head": 16, "d_model": 32, "d_inner": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "t5": T5,  # from scratch its config says nothing of the decoder's first token
+    "mbart": BART,  # what must not be split is within what must not be split
+    "xlnet": XLNET,  # its config has no limit of positions, and says so with an error
+    "funnel": FUNNEL,  # its layers are lists within a list
+    "squeezebert": BERT | {"embedding_size": 32},  # calls `forward` of its layers, past all hooks
+}
+
+
+def both(**values: Any) -> list[dict[str, Any]]:
+    runs = [tiny(f"strategy.name={name}", "steps=2", "micro_batches=3", **values) for name in ("single", "fsdp2")]
+    return [run_on(ranks, steps_of, run, run=run)[0] for ranks, run in zip((1, 2), runs, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_classifier_has_the_same_bits_in_shards(family: str) -> None:
+    single, found = both(model={"type": family, "config": FAMILIES[family]})
+    assert (found["digest"], found["norm"]) == (single["digest"], single["norm"])
+
+
+def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
+    """BERT's embeddings, which must not be split, hold the weight of its decoder."""
+    single, found = both(
+        model={"type": "bert", "config": BERT | {"is_decoder": True}},
+        task={"name": "language_modeling", "block_size": 16, "samples": 0},
+    )
+    assert (found["digest"], found["norm"]) == (single["digest"], single["norm"])
+
+
+def test_an_entry_that_a_config_does_not_take_is_refused() -> None:
+    with pytest.raises(RunError, match=r"model\.config\.num_hidden_layers: 2 will not do"):
+        models.load_config(tiny(model={"type": "funnel", "config": {"num_hidden_layers": 2}}))
+
+
+def test_a_pipeline_refuses_an_adapter() -> None:
+    run = tiny("strategy.name=pipeline", "model.adapter={type: lora}", model={"source": "gpt2"})
+    with pytest.raises(RunError, match=r"pipeline cannot cut a model with model\.adapter"):
+        Pipeline.check(run, 2)
