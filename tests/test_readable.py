@@ -86,9 +86,7 @@ def test_an_unknown_encoding_is_told() -> None:
         load(None, [], values)
 
 
-@pytest.mark.parametrize(
-    ("name", "pack"), [("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress)], ids=lambda p: str(p)
-)
+@pytest.mark.parametrize(("name", "pack"), [("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress)])
 def test_what_is_packed_is_not_unpacked(name: str, pack: object, tmp_path: Path) -> None:
     for file in ("a.jsonl", "a.csv", "a.txt"):
         assert f"is compressed ({name})" in said(tmp_path / file, pack(GOOD.encode() * 100_000))  # type: ignore[operator]
