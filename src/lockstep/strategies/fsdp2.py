@@ -7,7 +7,6 @@ scattered at once. In exact runs the scatter hands every rank its slice of each 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor
 
 from lockstep import optim
 from lockstep.batch import StepBatch, StepResult
@@ -27,7 +25,7 @@ from lockstep.models.decoding import Decoding
 from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts.gate import gate
-from lockstep.strategies.parts.sharding import OTHER_LAYERS, Shown, Uses, roomy
+from lockstep.strategies.parts.sharding import OTHER_LAYERS, Shown, Uses, cuts, roomy, summing
 from lockstep.strategies.parts.statistics import Statistics
 from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
@@ -383,23 +381,6 @@ class _TreeScatter(ReduceScatter):
 
 def whole_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def cuts(tensor: Tensor) -> int:
-    """Over how many ranks a tensor is cut; each part is on world / parts of them."""
-    assert isinstance(tensor, DTensor)
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in sizes if not placement.is_replicate())
-
-
-def summing(group: dist.ProcessGroup) -> Any:
-    """A sum over the ranks of a group, in place."""
-
-    def add(tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=group)
-        return tensor
-
-    return add
 
 
 def tensor_ranks(run: Run) -> int:

@@ -6,12 +6,15 @@ same order; and which weights had one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from lockstep.run import RunError
@@ -142,3 +145,23 @@ def _unsharded(group: Any) -> Iterator[tuple[Any, nn.Parameter]]:
     for part in group.fsdp_params:
         if hasattr(part, "_unsharded_param") and part._unsharded_param.requires_grad:
             yield part, part._unsharded_param
+
+
+# -- parts of tensors ------------------------------------------------------------------------------------------------
+
+
+def cuts(tensor: Tensor) -> int:
+    """Over how many ranks a tensor is cut; each part is on world / parts of them."""
+    assert isinstance(tensor, DTensor)
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def summing(group: dist.ProcessGroup) -> Any:
+    """A sum over the ranks of a group, in place."""
+
+    def add(tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    return add
