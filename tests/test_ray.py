@@ -11,7 +11,8 @@ from command import LOCKSTEP, STEPS, bits, finish, lines, saved, start, step_of,
 from harness import TINY
 
 from lockstep import plugins
-from lockstep.launchers.ray_train import BAD, Board, Ray, outcome
+from lockstep.exit_status import BAD
+from lockstep.launchers.ray_train import Board, Ray, outcome
 from lockstep.run import RunError, load
 
 LAUNCH = {"name": "ray", "processes": 2, "device": "cpu", "threads": 1}

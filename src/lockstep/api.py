@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep import start
-from lockstep.child import STOPPED, Child
+from lockstep.child import Child
+from lockstep.exit_status import STOPPED
 from lockstep.report import history
 from lockstep.run import Run, RunError, overrides_of
 

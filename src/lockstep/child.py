@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.console import error
+from lockstep.exit_status import STOPPED
 from lockstep.run import RunError
 
-STOPPED = 75
 # A notebook's kernel sets some of these; a child writes to a file, where a progress bar is noise.
 _TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 

@@ -5,12 +5,11 @@ In: everything already built. Out: trained weights in the strategy, numbers in t
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data import pieces
 from lockstep.data.feed import Feed
 from lockstep.data.tokens import Columns
-from lockstep.hub.hub import try_export
 from lockstep.measure.journal import Journal
 from lockstep.measure.profiling import Profiler
 from lockstep.models.decoding import Decoding
@@ -32,8 +30,6 @@ from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
 from lockstep.world import World, seed_everything
-
-EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
 
 
 class Meter:
@@ -235,33 +231,6 @@ def samples(
         lambda inputs, how: (generate or strategy.generate)(here(inputs), how),
         lambda inputs: strategy.forward(here(inputs)),
     )
-
-
-def try_the_end(run: Run, world: World, task: Task, strategy: Strategy, checkpoints: Checkpoints) -> None:
-    """What comes after training, before it: evaluation of the longest examples, samples, and an export unless the model
-    is large. A mistake in a task of one's own is found here and not after hours; nothing is left behind. Collective."""
-
-    def briefly(inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
-        return strategy.generate(inputs, replace(how, new_tokens=min(2, how.new_tokens)))
-
-    scores: dict[str, dict[str, float]] = {}
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        for split in (split for split in ("validation", "test") if split in task.splits):
-            columns = task.splits[split]
-            longest = np.argsort(-columns.lengths, kind="stable")[: evaluated_at_once(run)]
-            scores[split], tables = scored(run, world, task, strategy, columns, longest, generate=briefly)
-            json.dumps(tables)
-        if run.checkpoint.best:
-            checkpoints.is_best(scores["validation"])
-        world.at("trying samples")
-        samples(task, strategy, world, briefly)
-        world.at("trying the export")
-        weights = strategy.export() if strategy.parameter_count <= EXPORTED_TWICE else None
-        if weights is not None:
-            try:
-                try_export(run, task, weights, scores)
-            except OSError as caught:  # such as a full disk, which training may outlast
-                checkpoints.say(f"the export could not be tried: {caught}")
 
 
 def evaluated_at_once(run: Run) -> int:

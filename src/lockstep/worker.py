@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,8 @@ from lockstep.console import LOG, Console, append, error
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
+from lockstep.dry_run import rehearse, rehearse_the_end
+from lockstep.exit_status import BAD, DONE, FAILED, STOPPED
 from lockstep.hub.hub import pending, push_pending, require, write_export
 from lockstep.launchers.launcher import TRAIN
 from lockstep.measure.journal import Journal, launched_by
@@ -41,15 +43,13 @@ from lockstep.report.history import told_whole
 from lockstep.report.report import write_report
 from lockstep.run import Run, RunError, aside_of, keep, load
 from lockstep.strategies import strategy as strategies
-from lockstep.strategies.strategy import NotFinite, Strategy
+from lockstep.strategies.strategy import Strategy
 from lockstep.summary import closing, digest_of, facts, precisions
 from lockstep.tasks.task import Task
 from lockstep.track.parts.trackers import Trackers
 from lockstep.track.tracker import End, Sample
-from lockstep.train import Counts, Interrupted, TrainingFailed, explained, samples, scored, train, try_the_end
-from lockstep.world import Stopped, Unreached, World, keep_freed_memory, seed_libraries
-
-DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
+from lockstep.train import Counts, Interrupted, TrainingFailed, samples, scored, train
+from lockstep.world import Stopped, Unreached, World, seed_libraries
 
 
 def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -192,16 +192,7 @@ def resumed(job: Job) -> int:
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
     if strategy.gives_bits(run) and (own := own_generators(job.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
-
-    def then() -> None:
-        job.checkpoints.rehearse(strategy)
-        try:
-            try_the_end(run, world, job.task, strategy, job.checkpoints)
-        except Exception as caught:
-            caught.add_note(f"({world.place}, tried before training: it would have failed after it)")
-            raise
-
-    rehearse(run, world, strategy, job.feed, then)
+    rehearse(run, world, strategy, job.feed, lambda: rehearse_the_end(run, world, job.task, strategy, job.checkpoints))
     if world.is_main:
         launched.arrived(run.folder, world.size, job.feed.total)
     step, notes = job.checkpoints.resume(strategy)
@@ -350,30 +341,6 @@ def pushed(run: Run, world: World, console: Console) -> int:
             "command pushes it"
         )
         return STOPPED
-
-
-def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed, then: Callable[[], None] = lambda: None) -> None:
-    """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
-    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number."""
-    keep_freed_memory()  # not before: building a model frees what no step asks for again
-    batch = feed.longest().to(world.device)
-    try:
-        strategy.rehearse(batch, then)
-    except NotFinite as caught:
-        when = "before step 0, tried with the longest examples of the training split"
-        raise TrainingFailed(explained(caught, feed, batch, when)) from caught
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
-        text = " ".join(str(caught).split())
-        if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
-            raise
-        error(
-            f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice for the longest examples (a "
-            f"step of {run.batch_size} in {run.micro_batches} micro-batches): {text[:200]}\nUse more micro_batches, a "
-            f"smaller batch_size or data.max_length, precision=bf16, or a strategy that shares out the model (fsdp2)",
-            world.log,
-        )
-        sys.stderr.flush()
-        os._exit(BAD)  # the others wait in a collective: the launcher ends them
 
 
 def finished_already(run: Run, world: World, prepared: Prepared) -> bool:

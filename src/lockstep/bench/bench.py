@@ -13,8 +13,9 @@ from typing import Any
 from lockstep import start
 from lockstep.bench import timing
 from lockstep.bench.bench_results import Bench, Row, reasons, table, write
-from lockstep.child import STOPPED, Child
+from lockstep.child import Child
 from lockstep.console import Console
+from lockstep.exit_status import STOPPED
 from lockstep.run import Run, RunError, keep, load
 from lockstep.sweep import grid
 

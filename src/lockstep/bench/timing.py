@@ -21,6 +21,8 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
+from lockstep.dry_run import rehearse
+from lockstep.exit_status import STOPPED
 from lockstep.measure import memory
 from lockstep.processes.watch import Watch
 from lockstep.run import Run
@@ -28,7 +30,6 @@ from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.train import Counts, train
-from lockstep.worker import STOPPED, rehearse
 from lockstep.world import World
 
 FILE = "timing.json"

@@ -24,6 +24,7 @@ from pydantic import Field
 
 from lockstep.checkpoint.manifest import newest_whole
 from lockstep.console import error
+from lockstep.exit_status import STOPPED
 from lockstep.launchers.launcher import JOB, STATUS, TRAIN, WANTED, Launcher, Plan
 from lockstep.launchers.local import gpus_of, processes_of
 from lockstep.launchers.parts import accelerate_config
@@ -159,5 +160,5 @@ def once(run: Run, plan: Plan, job: Sequence[str]) -> tuple[int, bool]:
         with suppress(OSError, ValueError):
             return int(answer.read_text()), asked
         if asked and newest_whole(run) is not None:
-            return 75, asked
+            return STOPPED, asked
         return min(code, 1) if code >= 0 and not asked else 1, asked

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from lockstep.console import Console, error
+from lockstep.exit_status import STOPPED
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.parts.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
 from lockstep.processes import launched
@@ -217,7 +218,7 @@ def state_from(found: dict[str, Any]) -> State:
             return launched.outcome(code, " ".join(str(true[word].get("message", "")).split()))
     if "Suspended" in true or found.get("spec", {}).get("suspend"):
         return State(
-            "stopped" if not status.get("active") else "running", "suspended", None if status.get("active") else 75
+            "stopped" if not status.get("active") else "running", "suspended", None if status.get("active") else STOPPED
         )
     if found["kind"] == "TrainJob":
         jobs = status.get("jobsStatus", [])

@@ -24,13 +24,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lockstep.console import Console, error
+from lockstep.exit_status import BAD, DONE, FAILED, STOPPED
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.local import processes_of
 from lockstep.processes import network, secret
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section
 
-DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
 # Ends with the Ray worker, whatever ended that (PR_SET_PDEATHSIG), so that no rank goes on alone.
 RANK = (
     "import sys; sys.platform == 'linux' and __import__('ctypes').CDLL(None).prctl(1, 9); "

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from lockstep.console import Console
+from lockstep.exit_status import FAILED, STOPPED
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.parts import sbatch
 from lockstep.processes import launched, secret
@@ -151,7 +152,7 @@ class Slurm(Launcher):
             where = shlex.quote(str(run.folder))
             console.say(f"the job goes on: lockstep logs --follow {where} shows it, lockstep stop {where} ends it")
             return 130
-        return last[0].status if last[0].status is not None else 75 if last[0].word == "stopped" else 1
+        return last[0].status if last[0].status is not None else STOPPED if last[0].word == "stopped" else FAILED
 
     # -- the file ----------------------------------------------------------------------------------------------------
 

@@ -33,13 +33,13 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from lockstep.checkpoint.manifest import newest_whole
 from lockstep.console import error
+from lockstep.exit_status import BAD, DONE, FAILED, STOPPED
 from lockstep.processes import launched
 from lockstep.processes.failure import MARKER
 from lockstep.processes.meeting import End, Meeting
 from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run
 
-DONE, FAILED, BAD, STOPPED = 0, 1, 2, 75
 # seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
 GRACE_S, NO_GRACE_S = 30, 2
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.exit_status import DONE, STOPPED
 from lockstep.run import RunError, aside_of
 
 FILE = "launch.json"
@@ -164,7 +165,7 @@ def outcome(status: int | None, text: str = "") -> State:
     """The state of what has ended with this exit status."""
     if status is None:
         return State("gone", text)
-    words: dict[int, Word] = {0: "done", 75: "stopped"}
+    words: dict[int, Word] = {DONE: "done", STOPPED: "stopped"}
     return State(words.get(status, "failed"), text, status)
 
 

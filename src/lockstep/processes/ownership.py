@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.console import error
+from lockstep.exit_status import FAILED
 from lockstep.processes import launched
 from lockstep.processes.launched import Launched, Process, State
 from lockstep.processes.output import check_ours
@@ -31,7 +32,6 @@ from lockstep.run import Run, RunError, check_output
 FILE = ".lock"
 BEAT_S, STALE_S = 5.0, 60.0
 VARIABLE = "LOCKSTEP_LOCK"  # for the ranks of a job whose launcher holds the lock: its token
-FAILED = 1
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.console import error
+from lockstep.exit_status import FAILED
 from lockstep.processes import secret
 from lockstep.processes.stores import Sealed
 from lockstep.world import World
 
-FAILED = 1  # exit status: a launcher may start the job again
 LEFT_S = 2.0  # a rank whose peers have come to their end needs no longer to come to its own
 
 

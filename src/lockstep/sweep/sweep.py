@@ -19,8 +19,9 @@ from typing import Any
 
 from lockstep import start
 from lockstep.checkpoint.manifest import changed_code, finished, newest_first
-from lockstep.child import STOPPED, Child
+from lockstep.child import Child
 from lockstep.console import Console, clock
+from lockstep.exit_status import STOPPED
 from lockstep.report import history
 from lockstep.report.report import write_comparison
 from lockstep.run import Run, RunError, keep

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from lockstep import messages
+from lockstep.exit_status import STOPPED
 from lockstep.launchers.parts.parcel import inside, modules_of, pairs
 from lockstep.run import Run, RunError
 
@@ -207,7 +208,7 @@ def failure_policy(run: Run, options: Any, container: str) -> dict[str, Any]:
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onExitCodes": on(2)},
-                {"action": "Ignore", "onExitCodes": on(75)},
+                {"action": "Ignore", "onExitCodes": on(STOPPED)},
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep import exit_status
 from lockstep.launchers.parts import aws
 from lockstep.processes import launched
 from lockstep.processes.launched import State
@@ -44,7 +45,7 @@ def state_from(found: dict[str, Any]) -> State:
     if status in ("InProgress", "Stopping"):
         return State("waiting" if second in _WAITING else "running", second or status)
     if status == "Stopped" or STOPPED in text:
-        return launched.outcome(75, text)
+        return launched.outcome(exit_status.STOPPED, text)
     return launched.outcome(0 if status == "Completed" else 1, text)
 
 
