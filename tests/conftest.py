@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,7 +20,40 @@ settings.register_profile("lockstep", deadline=None)  # a busy machine is no fai
 settings.load_profile("lockstep")
 os.environ["HF_DATASETS_CACHE"] = f"{_cache.name}/datasets"
 
-from command import finish, processes_in, until, write  # noqa: E402 - what it imports reads the variables
+import kernel  # noqa: E402 - what these import reads the variables
+from command import finish, processes_in, until, write  # noqa: E402
+
+_started: list[str] = []  # processes that the test at hand has started
+
+
+def _counted(start: Callable[..., Any]) -> Callable[..., Any]:
+    def started(*arguments: Any, **named: Any) -> Any:
+        _started.append(str(arguments[1:2] or named.get("args", arguments[0])))
+        return start(*arguments, **named)
+
+    return started
+
+
+subprocess.Popen.__init__ = _counted(subprocess.Popen.__init__)  # type: ignore[method-assign]
+BaseProcess.start = _counted(BaseProcess.start)  # type: ignore[method-assign]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in word for word in config.args):  # single tests may be asked for
+        kernel.mark(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _started.clear()
+
+
+@pytest.fixture(autouse=True)
+def _what_starts_processes_says_so(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`make test` leaves out what is marked `processes`, but for the kernel."""
+    yield
+    if "processes" not in request.keywords:
+        assert not _started, f"starts processes, and is not marked `processes`: {_started[:3]}"
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_adapter_moves(kind: str, alone: dict) -> None:
     moved = [key for key in alone[kind]["moved"] if "lora_" not in key]
@@ -83,6 +84,7 @@ def test_only_the_adapter_moves(kind: str, alone: dict) -> None:
     assert all("lora_" in key or "modules_to_save" in key for key in alone[kind]["moments"])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "ranks"), [("allreduce", 2), ("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("hf_accelerate", 2)]
@@ -95,6 +97,7 @@ def test_the_same_bits_under_every_strategy(kind: str, name: str, ranks: int, fo
     assert {k: first[k] for k in ("loss", "norm", "digest")} == {k: alone[kind][k] for k in ("loss", "norm", "digest")}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("export", ["merged", "adapter"])
 def test_exports(kind: str, export: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

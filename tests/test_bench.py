@@ -29,6 +29,7 @@ class Crashing(AllReduce):
         return super().train_step(batch, learning_rate)
 
 
+@pytest.mark.processes
 def test_a_job_that_cannot_run_is_a_line_and_the_others_run(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
     words = ["run.yaml", "--strategies", "allreduce", "test_bench.Crashing", "--processes", "1", "9"]

@@ -80,6 +80,7 @@ def test_seed_zero_is_the_recorded_data(data):
     assert digest(emotion(seed=1)) != RECORDED
 
 
+@pytest.mark.processes
 def test_same_data_in_a_process_with_another_hash_seed(data):
     code = (
         "import hashlib, json; from lockstep.data.builtin import emotion;"

@@ -156,6 +156,7 @@ def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, i
     return said, here(run.folder), left, checkpoints.newest
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("fsdp2", 3)])
 def test_a_disk_that_is_full_in_the_middle(name: str, ranks: int, small_disk: Path) -> None:
     run = tiny(f"output={small_disk}/out", f"strategy.name={name}")
@@ -171,6 +172,7 @@ def test_a_disk_that_is_full_in_the_middle(name: str, ranks: int, small_disk: Pa
     assert all(other[0] == [] and other[3] == 3 for other in others)
 
 
+@pytest.mark.processes
 def test_a_read_only_disk(small_disk: Path) -> None:
     job = Job(run_in(small_disk / "out"))
     state = job.saved()
@@ -261,6 +263,7 @@ def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str
     return said, error, here(run.folder), step
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("then", ["continue", "stop"])
 def test_one_rank_that_cannot_write_is_named(then: str, failing: int, tmp_path: Path) -> None:
@@ -348,6 +351,7 @@ def in_the_way(folder: Path) -> None:
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 
 
+@pytest.mark.processes
 @on_linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_killed_in_the_middle_of_a_save(tmp_path: Path, cache: Path) -> None:
@@ -370,6 +374,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path, cache: Path) -> None:
     assert bits(tmp_path) == bits(untouched)
 
 
+@pytest.mark.processes
 @on_linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_run_that_is_to_stop_at_a_failed_checkpoint_ends_with_status_1(tmp_path: Path, cache: Path) -> None:
@@ -383,6 +388,7 @@ def test_a_run_that_is_to_stop_at_a_failed_checkpoint_ends_with_status_1(tmp_pat
     assert step_of(tmp_path) < 30
 
 
+@pytest.mark.processes
 @on_linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_run_goes_on_without_checkpoints_and_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:

@@ -80,6 +80,7 @@ def test_every_strategy_is_here() -> None:
     assert set(SAVING) == set(LOADING) == set(NAMES)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
 def test_one_layout(name: str, checkpoints: dict[str, tuple[Path, str]]) -> None:
     """The same tensors, whole and once, however they are spread over files."""
@@ -89,6 +90,7 @@ def test_one_layout(name: str, checkpoints: dict[str, tuple[Path, str]]) -> None
         assert state == checkpoints["single"][1]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "pipeline"])  # its stages hold different numbers
 def test_each_rank_writes_about_its_share(name: str, checkpoints: dict[str, tuple[Path, str]]) -> None:
     sizes = [p.stat().st_size for p in checkpoints[name][0].rglob("*.safetensors")]
@@ -96,6 +98,7 @@ def test_each_rank_writes_about_its_share(name: str, checkpoints: dict[str, tupl
     assert max(sizes) < 1.5 * sum(sizes) / len(sizes)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
 def test_all_pairs(name: str, checkpoints: dict[str, tuple[Path, str]], straight: dict[str, Any]) -> None:
     """`name` goes on from what each strategy saved."""
@@ -119,10 +122,12 @@ def test_all_pairs(name: str, checkpoints: dict[str, tuple[Path, str]], straight
             assert (saver if saver not in EXACT else name) in found["notes"][0]
 
 
+@pytest.mark.processes
 def test_the_control_one_step_less_has_other_bits(straight: dict[str, Any]) -> None:
     assert straight["loaded"] != straight["after"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("option", ["replicate=2", "reshard_after_forward=false"])
 def test_fsdp2_in_other_arrangements(
     option: str, tmp_path: Path, checkpoints: dict[str, tuple[Path, str]], straight: dict[str, Any]
@@ -136,6 +141,7 @@ def test_fsdp2_in_other_arrangements(
     assert there == straight
 
 
+@pytest.mark.processes
 def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
     """Tensor parallelism cuts what FSDP cuts once more."""
     strategy = {"name": "fsdp2", "options": {"tensor_parallel": 2}}
@@ -168,6 +174,7 @@ def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str
     return said, resumed, before, after
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["ddp", "zero1"])
 def test_rank_0_alone_writes_and_reads_where_the_folder_is_not_shared(name: str, tmp_path: Path) -> None:
     run = run_of(name, tmp_path / "out")
@@ -182,6 +189,7 @@ def test_rank_0_alone_writes_and_reads_where_the_folder_is_not_shared(name: str,
         assert found[0][1] == (0, [])
 
 
+@pytest.mark.processes
 def test_a_copied_checkpoint_is_the_same(tmp_path: Path, checkpoints: dict[str, tuple[Path, str]]) -> None:
     folder, state = checkpoints["fsdp2"]
     shutil.copytree(folder / "checkpoints" / "step-000002", tmp_path / "step-000002")

@@ -40,6 +40,7 @@ pytestmark = [
 # -- an untouched run ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_what_a_run_leaves(untouched: Path) -> None:
     out = untouched / "out"
     found = {str(p.relative_to(out)) for p in out.rglob("*") if not p.is_dir() or p.is_symlink()}
@@ -63,6 +64,7 @@ def test_what_a_run_leaves(untouched: Path) -> None:
     assert set(again.model_dump()) == set(yaml.safe_load((out / "run.yaml").read_text()))
 
 
+@pytest.mark.processes
 def test_what_its_metrics_say(untouched: Path) -> None:
     found = lines(untouched)
     train = [line for line in found if line["split"] == "train"]
@@ -83,6 +85,7 @@ def test_what_its_metrics_say(untouched: Path) -> None:
     assert train[-1]["loss"] < train[0]["loss"]
 
 
+@pytest.mark.processes
 def test_again_it_says_that_it_is_finished(untouched: Path, cache: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in (untouched / "out").rglob("*") if p.is_file()}
     out = finish(untouched, cache)
@@ -91,6 +94,7 @@ def test_again_it_says_that_it_is_finished(untouched: Path, cache: Path) -> None
     assert {p: p.stat().st_mtime_ns for p in (untouched / "out").rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.processes
 def test_the_export_is_the_model_that_was_measured(untouched: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -118,6 +122,7 @@ def test_the_export_is_the_model_that_was_measured(untouched: Path) -> None:
 # -- stopped and killed ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
 def test_a_stop_on_request_is_75_and_the_same_command_goes_on(
     number: signal.Signals, processes: int, tmp_path: Path, cache: Path, untouched: Path
@@ -138,6 +143,7 @@ def test_a_stop_on_request_is_75_and_the_same_command_goes_on(
     assert bits(tmp_path) == bits(untouched)
 
 
+@pytest.mark.processes
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, steps=100_000)
     process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
@@ -148,6 +154,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, cache: Path) -> Non
     until(lambda: not processes_in(tmp_path), "the ranks to end")
 
 
+@pytest.mark.processes
 def test_a_killed_rank_is_named_and_the_job_restarts_by_itself(tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
     process = start([*LOCKSTEP, "train", "run.yaml", "launch.max_restarts=2"], tmp_path, cache)
@@ -179,6 +186,7 @@ class Failing(Classification):
 """
 
 
+@pytest.mark.processes
 def test_a_failing_rank_s_traceback_is_shown_once_with_its_name(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "mytask.py").write_text(FAILING)
     write(tmp_path, task={"name": "mytask.Failing"})
@@ -190,6 +198,7 @@ def test_a_failing_rank_s_traceback_is_shown_once_with_its_name(tmp_path: Path, 
     assert not (tmp_path / "out" / "export").exists()
 
 
+@pytest.mark.processes
 def test_a_tmpdir_too_long_for_a_socket_is_named(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
     (long := tmp_path / ("x" * 100)).mkdir()
@@ -202,6 +211,7 @@ def test_a_tmpdir_too_long_for_a_socket_is_named(tmp_path: Path, cache: Path) ->
 # -- started in other ways -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_torchrun_gives_the_same_bits_and_resumes(tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
     shutil.copytree(untouched / "out" / "checkpoints", tmp_path / "out" / "checkpoints", symlinks=True)
@@ -234,6 +244,7 @@ def test_whatever_an_earlier_job_left_a_failing_one_shows_its_traceback_once(
     assert shown(111, "Monday") == 1  # where nothing can be written, it is told rather twice
 
 
+@pytest.mark.processes
 def test_by_hand_over_tcp_gives_the_same_bits(tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
     with socket.socket() as free:
@@ -258,6 +269,7 @@ def joined(tmp_path: Path, untouched: Path) -> dict[str, str]:
     return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
+@pytest.mark.processes
 def test_joining_refuses_what_the_launcher_would(tmp_path: Path, cache: Path, joined: dict[str, str]) -> None:
     before = (tmp_path / "out" / "run.yaml").read_text()
     status, _, err = train(tmp_path, cache, "seed=1", **joined)
@@ -267,6 +279,7 @@ def test_joining_refuses_what_the_launcher_would(tmp_path: Path, cache: Path, jo
     assert (tmp_path / "out" / "run.yaml").read_text() == before
 
 
+@pytest.mark.processes
 def test_joining_a_finished_run_says_so(tmp_path: Path, cache: Path, joined: dict[str, str], untouched: Path) -> None:
     status, out, err = train(tmp_path, cache, **joined)
     assert status == 0, err
@@ -274,6 +287,7 @@ def test_joining_a_finished_run_says_so(tmp_path: Path, cache: Path, joined: dic
     assert lines(tmp_path) == lines(untouched)
 
 
+@pytest.mark.processes
 def test_killed_between_the_last_step_and_the_export(
     tmp_path: Path, cache: Path, joined: dict[str, str], untouched: Path
 ) -> None:

@@ -157,6 +157,7 @@ def test_other_ranks_are_silent() -> None:
     assert out.getvalue() == ""
 
 
+@pytest.mark.processes
 def test_nobody_needs_to_read_on(tmp_path: Path) -> None:
     """A window that was closed, or `| head`: what is said later is in the log."""
     say = (
@@ -192,6 +193,7 @@ def test_what_is_said_is_in_the_log_also_when_quiet(tmp_path: Path) -> None:
 SHORT = {"steps": 8, "evaluate": {"every": 4}, "launch": {"device": "cpu", "threads": 1, "processes": 2}}
 
 
+@pytest.mark.processes
 def test_quiet_and_verbose_runs_of_two_processes(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, **SHORT)
     status, out, err = train(tmp_path, cache, "--quiet")
@@ -210,6 +212,7 @@ def test_quiet_and_verbose_exclude_each_other(capsys: pytest.CaptureFixture[str]
     assert "not allowed with argument" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="a pseudo-terminal")
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
 def test_a_real_terminal(variables: dict[str, str], tmp_path: Path, cache: Path) -> None:

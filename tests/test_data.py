@@ -382,6 +382,7 @@ def _prepare_in(run: Run, cache: str, results: Any) -> None:
     results.put((found.key, Columns(found.splits["train"]).lengths.sum()))
 
 
+@pytest.mark.processes
 def test_four_processes_at_once(tmp_path: Path) -> None:
     run = run_of(write(tmp_path, "data.jsonl", messages(300)))
     context = multiprocessing.get_context("forkserver")

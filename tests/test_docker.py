@@ -64,6 +64,7 @@ def test_what_is_copied_is_there_and_let_through() -> None:
             assert source in let_through
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("index", "expected"), [("", []), ("https://index.example/cpu", ["--index-url"])])
 def test_the_index_of_torch_is_an_argument(index: str, expected: list[str]) -> None:
     command = next(words for words in given("RUN") if "TORCH" in words).replace("python -m pip", "printf '%s\\n'")
@@ -88,6 +89,7 @@ def test_signals_reach_python() -> None:
     assert entry == '["python", "-m", "lockstep"]'
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_what_is_copied_suffices_to_install(tmp_path: Path) -> None:
     """The package is built from what COPY brings and nothing else, and with its files that are not code."""

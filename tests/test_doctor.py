@@ -31,6 +31,7 @@ def report(capfd: pytest.CaptureFixture[str], folder: Path, status: int = 0) -> 
     return json.loads(capfd.readouterr().out)
 
 
+@pytest.mark.processes
 def test_it_says_what_is_here(quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = report(capfd, tmp_path)
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
@@ -41,6 +42,7 @@ def test_it_says_what_is_here(quick: None, tmp_path: Path, capfd: pytest.Capture
     assert list(tmp_path.iterdir()) == []  # the file that was timed is gone
 
 
+@pytest.mark.processes
 def test_torch_is_looked_at_in_a_process_of_its_own() -> None:
     found = machine.torch_facts(200)
     assert found["version"] == machine.version("torch")
@@ -48,6 +50,7 @@ def test_torch_is_looked_at_in_a_process_of_its_own() -> None:
     assert found["core_gflops"]["fp32"] > 0
 
 
+@pytest.mark.processes
 def test_tokens_are_seen_and_not_shown(
     quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +67,7 @@ def test_tokens_are_seen_and_not_shown(
 # -- nothing stops it ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("code", "wanted"),
     [
@@ -80,6 +84,7 @@ def test_a_torch_that_hangs_or_dies_is_a_line(code: str, wanted: str, monkeypatc
     assert wanted in found["failed"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("section", ["machine", "memory", "packages", "network", "file_system", "tokens", "caches"])
 def test_a_probe_that_fails_is_a_problem_and_the_others_go_on(
     section: str, quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -127,6 +132,7 @@ def alike(world: World, folder: str) -> dict[str, Any]:
     return between_ranks.probe(world, Path(folder), seconds=0.1)
 
 
+@pytest.mark.processes
 def test_ranks_of_one_machine_are_alike(tmp_path: Path) -> None:
     found = run_on(3, alike, str(tmp_path))
     assert found[0] == found[1] == found[2]
@@ -154,6 +160,7 @@ def one_is_odd(world: World, folder: str) -> dict[str, Any]:
     return between_ranks.probe(world, Path(folder), seconds=0.1)
 
 
+@pytest.mark.processes
 def test_what_differs_is_named_with_ranks_and_hosts(tmp_path: Path) -> None:
     ranks = run_on(2, one_is_odd, str(tmp_path))[0]
     differs = {each["what"]: each for each in ranks["differs"]}
@@ -172,6 +179,7 @@ def test_what_differs_is_named_with_ranks_and_hosts(tmp_path: Path) -> None:
     assert doctor.breaks({"ranks": ranks})
 
 
+@pytest.mark.processes
 def test_processes_that_it_starts(quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--processes", "2", "--device", "cpu", "--folder", str(tmp_path)]) == 0
     said = capfd.readouterr().out
@@ -179,6 +187,7 @@ def test_processes_that_it_starts(quick: None, tmp_path: Path, capfd: pytest.Cap
     assert "bus_mb_s" in said
 
 
+@pytest.mark.processes
 def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache: Path) -> None:
     """Rank 1 finds another transformers on its path."""
     fake = tmp_path / "fake" / "transformers-0.0.1.dist-info"
@@ -202,6 +211,7 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
     assert [(tmp_path / f"status-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
+@pytest.mark.processes
 def test_ranks_that_do_not_meet(
     quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

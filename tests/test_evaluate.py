@@ -41,6 +41,7 @@ def alone() -> dict[str, Any]:
     return run_on(1, metrics_of, run_of(), run=run_of())[0]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_number_of_ranks_gives_the_same_bits_and_uses_each_example_once(ranks: int, alone: dict) -> None:
     found = run_on(ranks, metrics_of, run_of(), run=run_of())
@@ -51,6 +52,7 @@ def test_any_number_of_ranks_gives_the_same_bits_and_uses_each_example_once(rank
     assert all(rank["rows"] for rank in found)
 
 
+@pytest.mark.processes
 def test_it_is_what_a_plain_loop_computes(alone: dict) -> None:
     run = run_of()
     task = Classification(run, prepare(run, Classification))

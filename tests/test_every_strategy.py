@@ -24,6 +24,7 @@ from command import (
 from marks import slow
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
     pytest.mark.usefixtures("nobody_is_left"),
 ]

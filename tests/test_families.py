@@ -37,12 +37,14 @@ def both(**values: Any) -> list[dict[str, Any]]:
     return [run_on(ranks, steps_of, run, run=run)[0] for ranks, run in zip((1, 2), runs, strict=True)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_classifier_has_the_same_bits_in_shards(family: str) -> None:
     single, found = both(model={"type": family, "config": FAMILIES[family]})
     assert (found["digest"], found["norm"]) == (single["digest"], single["norm"])
 
 
+@pytest.mark.processes
 def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
     """BERT's embeddings, which must not be split, hold the weight of its decoder."""
     single, found = both(

@@ -36,6 +36,7 @@ from lockstep.checkpoint import exported
 from lockstep.processes import launched
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
     pytest.mark.usefixtures("nobody_is_left"),
     pytest.mark.long,

@@ -61,6 +61,7 @@ def single() -> dict[str, Any]:
     return of(1, "strategy.name=single")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -80,6 +81,7 @@ def test_options_keep_the_bits(ranks: int, options: dict, single: dict) -> None:
 XLM = {"n_layers": 2, "n_heads": 2, "emb_dim": 32, "max_position_embeddings": 32}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", ["xlm", "flaubert"])
 def test_what_a_block_and_others_use_is_added_up_as_without_fsdp(family: str) -> None:
     """An attention whose input is added to its output outside of it: four terms, of which FSDP would see three."""
@@ -109,12 +111,14 @@ def order_of(world: World, run: Run) -> list[str]:
     return events
 
 
+@pytest.mark.processes
 def test_a_block_s_gradients_leave_before_those_of_the_block_before_are_computed() -> None:
     run = tiny("strategy.name=fsdp2", "micro_batches=2")
     found = run_on(2, order_of, run, run=run)[0]
     assert found == ["into 1", "out", "into 0", "out", "out"]
 
 
+@pytest.mark.processes
 def test_replicas_of_unequal_shares_keep_the_bits() -> None:
     """Six shards' ranks over nine pieces: replicas of four and five pieces, with blank turns."""
     nine = ("micro_batches=9", "batch_size=18")
@@ -122,6 +126,7 @@ def test_replicas_of_unequal_shares_keep_the_bits() -> None:
     assert found["digest"] == of(1, "strategy.name=single", *nine)["digest"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "extra"), [(2, ()), (4, ())])
 def test_tensor_parallelism_is_equal_to_rounding(ranks: int, extra: tuple) -> None:
     sgd = {"optim": {"name": "sgd", "learning_rate": 0.1, "clip": 0.5}, "model": LLAMA}
@@ -135,6 +140,7 @@ def test_tensor_parallelism_is_equal_to_rounding(ranks: int, extra: tuple) -> No
     assert len(placements) == 2
 
 
+@pytest.mark.processes
 def test_every_rank_holds_its_part_only(single: dict) -> None:
     whole = sum(count for _, count in single["held"].values())
     found = of(4, "strategy.name=fsdp2")
@@ -151,6 +157,7 @@ def written(world: World, run: Run) -> tuple[int, int]:
     return seen.most, size
 
 
+@pytest.mark.processes
 def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
     """A part is a quarter of the model; the rest is one weight on its way, or two while a thread has not let go."""
     large = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}
@@ -174,6 +181,7 @@ def test_what_is_written_is_counted_until_it_is_gone() -> None:
     assert seen.most == 6400
 
 
+@pytest.mark.processes
 def test_own_mixed_precision_is_what_it_says() -> None:
     options = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
     found = of(2, strategy={"name": "fsdp2", "options": options})
@@ -182,6 +190,7 @@ def test_own_mixed_precision_is_what_it_says() -> None:
     assert found["loss"] != of(1, "strategy.name=single")["loss"]
 
 
+@pytest.mark.processes
 def test_the_control_fsdp_s_own_sums_have_other_bits(single: dict) -> None:
     assert of(3, "strategy.name=fsdp2", "strategy.exact=false")["digest"] != single["digest"]
 

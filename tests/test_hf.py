@@ -79,6 +79,7 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
     return {k: v.detach().clone() for k, v in model.state_dict().items()}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("clip", "apart"),
     [("null", 0.0), ("0.5", 1e-5)],  # Trainer takes the norm in float32, and AdamW blows that up
@@ -94,6 +95,7 @@ def test_hf_trainer_is_what_trainer_does(clip: str, apart: float, tmp_path: Path
     assert any((a - theirs[k]).abs().max() > 1e-4 for k, a in run_on(1, by_lockstep, other, run=other)[0].items())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "option"),
     [
@@ -109,6 +111,7 @@ def test_options_pass_through(name: str, option: str) -> None:
     assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(run_on(1, by_lockstep, single, run=single)[0])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "options", [{}, {"reshard_after_forward": False}, {"transformer_cls_names_to_wrap": ["GPT2MLP"]}]
 )
@@ -118,6 +121,7 @@ def test_fsdp2_through_accelerate_keeps_the_bits(options: dict) -> None:
     assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(run_on(1, by_lockstep, single, run=single)[0])
 
 
+@pytest.mark.processes
 def test_fsdp2_through_accelerate_takes_models_whose_embeddings_are_a_block() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     bert = {"model": {"type": "bert", "config": sizes}, "tokenizer": {"train": "wordpiece", "vocab_size": 400}}
@@ -126,6 +130,7 @@ def test_fsdp2_through_accelerate_takes_models_whose_embeddings_are_a_block() ->
     assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(run_on(1, by_lockstep, single, run=single)[0])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:

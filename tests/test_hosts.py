@@ -124,6 +124,7 @@ def together(first: Job, second: Job, *folders: Path) -> None:
     until_step(folders[0], 8, first)
 
 
+@pytest.mark.processes
 def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     for host in range(2):
         write(two.folder(host))
@@ -140,6 +141,7 @@ def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]
     note(launcher="torchrun", same_bits=True)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_torchrun_s_own_command_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     jobs = []
@@ -154,6 +156,7 @@ def test_torchrun_s_own_command_on_two_hosts(two: Hosts, alone: str, note: Calla
     note(launcher="torchrun's own command", same_bits=True)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_by_hand_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     jobs = []
@@ -172,6 +175,7 @@ def accelerated(made: Hosts, host: int, *words: str) -> Job:
     return made.start(host, [*LOCKSTEP, "train", "run.yaml", *options, *words], PYTHONPATH=HERE)
 
 
+@pytest.mark.processes
 def test_accelerate_on_two_hosts_is_stopped_and_goes_on(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     pytest.importorskip("accelerate")
     hold(8, *(folders := own(two)))
@@ -188,6 +192,7 @@ def test_accelerate_on_two_hosts_is_stopped_and_goes_on(two: Hosts, alone: str, 
     note(launcher="accelerate", stop_and_resume="SIGTERM to one machine: 75 on both", same_bits=True)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_a_slow_and_lossy_network_changes_no_bit(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     for host in range(2):
@@ -200,6 +205,7 @@ def test_a_slow_and_lossy_network_changes_no_bit(two: Hosts, alone: str, note: C
     note(fault="20 Mbit/s and 2 % of packets lost", same_bits=True)
 
 
+@pytest.mark.processes
 def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
     hold(0, shared := write(tmp_path / "shared"))
     words = [*QUICK, HELD]
@@ -220,6 +226,7 @@ def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, n
     note(fault="kill -9 of a host, back at once, 1:2, shared folder", told_s=round(told - killed, 1), same_bits=True)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_the_host_of_rank_0_is_lost_for_good(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     """Rank 0 is host 1 here, by its own wish; nothing of its folder is seen by host 0, which begins again."""
@@ -240,6 +247,7 @@ def test_the_host_of_rank_0_is_lost_for_good(two: Hosts, alone: str, note: Calla
     note(fault="kill -9 of rank 0's host, 1:2, own folders", **times, same_bits=True)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
     hold(8, shared := write(tmp_path / "shared"))
@@ -257,6 +265,7 @@ def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..
     note(change="a second machine comes, 1:2", formed_again_s=round(formed - came, 1), same_bits=True)
 
 
+@pytest.mark.processes
 def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
     hold(0, shared := write(tmp_path / "shared"))
     first, second = (torchrun(two, host, *QUICK, HELD, folder=shared, machines="1:2") for host in range(2))
@@ -276,6 +285,7 @@ def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Cal
     note(fault="link cut in the middle of a step, lost_s=6", **times, same_bits=True)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     hold(4, *(folders := own(two)))
@@ -291,6 +301,7 @@ def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: 
     note(fault="link cut for 5 s, lost_s=20", noticed=False, same_bits=True)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     """Rank 0, and with it OUTPUT, is on the other one."""
@@ -315,6 +326,7 @@ def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callab
     note(fault="kill -9 of the rendezvous's host", told_s=round(told - killed, 1), same_bits=True)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_a_rendezvous_of_its_own_outlives_every_host(three: Hosts, alone: str, note: Callable[..., None]) -> None:
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
@@ -336,6 +348,7 @@ def test_a_rendezvous_of_its_own_outlives_every_host(three: Hosts, alone: str, n
     note(fault="kill -9 of rank 0's host, store on a third", told_s=round(told - killed, 1), same_bits=True)
 
 
+@pytest.mark.processes
 def test_sigterm_to_one_host_stops_all_with_a_checkpoint(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     hold(8, *(folders := own(two)))
     jobs = [torchrun(two, host, HELD) for host in range(2)]
@@ -351,6 +364,7 @@ def test_sigterm_to_one_host_stops_all_with_a_checkpoint(two: Hosts, alone: str,
     note(launcher="torchrun", stop_and_resume="SIGTERM to one machine: 75 on both", same_bits=True)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_a_rank_that_is_killed_starts_all_again(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     hold(8, *(folders := own(two)))
@@ -399,6 +413,7 @@ def test_other_data_under_the_same_name_is_told(two: Hosts) -> None:
         assert "host-1" in job.err
 
 
+@pytest.mark.processes
 def test_a_newcomer_with_another_run_file_does_not_disturb(two: Hosts, alone: str) -> None:
     hold(8, *(folders := own(two)))
     write(folders[1], seed=1)

@@ -107,6 +107,7 @@ def same_bytes(hub: Hub, export: Path, name: str = "user/feelings") -> None:
         assert there[path] == content.replace(b"PATH_OR_REPO", name.encode()), path
 
 
+@pytest.mark.processes
 def test_the_bytes_arrive_in_a_private_repository(hub: Hub, finished: Path, cache: Path) -> None:
     done = process(finished, cache, hub, *LOCKSTEP, *PUSH)
     assert done.returncode == 0, done.stderr
@@ -119,6 +120,7 @@ def test_the_bytes_arrive_in_a_private_repository(hub: Hub, finished: Path, cach
     assert json.loads((finished / "out/hub.json").read_text())["commit"] == there.names["main"]
 
 
+@pytest.mark.processes
 def test_the_same_bytes_again_send_nothing(hub: Hub, finished: Path, lockstep: Command) -> None:
     assert lockstep(finished, *PUSH)[0] == 0
     before, commits = hub.received, hub.count("commit")
@@ -128,6 +130,7 @@ def test_the_same_bytes_again_send_nothing(hub: Hub, finished: Path, lockstep: C
     assert hub.count("commit") == commits == 1
 
 
+@pytest.mark.processes
 def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
     hub: Hub, finished: Path, lockstep: Command
 ) -> None:
@@ -139,6 +142,7 @@ def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
     assert set(there) == {str(p.relative_to(finished / "out/export")) for p in (finished / "out/export").rglob("*")}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "faults",
     [
@@ -162,6 +166,7 @@ def test_what_passes_is_tried_again(faults: dict, hub: Hub, finished: Path, lock
     assert len(hub.repositories["models", "user/feelings"].commits) == 1
 
 
+@pytest.mark.processes
 def test_a_push_that_was_cut_goes_on(hub: Hub, finished: Path, lockstep: Command) -> None:
     """Out of patience at the commit: the weights have arrived, and the next push does not send them again."""
     hub.faults = {"commit": ["cut"] * 4}
@@ -178,6 +183,7 @@ def test_a_push_that_was_cut_goes_on(hub: Hub, finished: Path, lockstep: Command
     same_bytes(hub, finished / "out/export")
 
 
+@pytest.mark.processes
 def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, finished: Path, lockstep: Command) -> None:
     assert lockstep(finished, "push", "out", "user/other")[0] == 0  # the control
     hub.faults = {"commit": ["silent"] * 2}
@@ -185,6 +191,7 @@ def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, finished: Path, lockst
         push(finished / "out", "user/feelings", True, print, Patience(tries=2, wait_s=0, timeout_s=0.2))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("token", "faults", "wanted"),
     [
@@ -210,6 +217,7 @@ def test_what_is_refused_is_told_once(
     assert not hub.files("user/feelings") if ("models", "user/feelings") in hub.repositories else hub.received == 0
 
 
+@pytest.mark.processes
 def test_a_public_repository_gets_nothing_private(hub: Hub, finished: Path, lockstep: Command) -> None:
     hub.put("models", "user/feelings", {"a": b"b"}, private=False)
     status, _, err = lockstep(finished, *PUSH)
@@ -220,6 +228,7 @@ def test_a_public_repository_gets_nothing_private(hub: Hub, finished: Path, lock
     assert "model.safetensors" in hub.files("user/feelings")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("word", ["feelings", "user/", "a/b/c", "../x"])
 def test_a_repository_that_is_none(word: str, hub: Hub, finished: Path, lockstep: Command) -> None:
     status, _, err = lockstep(finished, "push", "out", word)
@@ -238,6 +247,7 @@ def test_an_unfinished_run_has_nothing_to_push(tmp_path: Path, lockstep: Command
 # -- from a run ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_a_run_pushes_at_its_end_and_again_where_it_failed(hub: Hub, tmp_path: Path, lockstep: Command) -> None:
     values = RUN | {"hub": {"push_to": "user/feelings"}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
@@ -285,6 +295,7 @@ def no_token_among_ranks(world: World, folder: str) -> str:
     return "not refused"
 
 
+@pytest.mark.processes
 def test_ranks_are_refused_together(tmp_path: Path) -> None:
     """As under torchrun, where no launcher of ours has looked before."""
     for said in run_on(2, no_token_among_ranks, str(tmp_path)):
@@ -294,6 +305,7 @@ def test_ranks_are_refused_together(tmp_path: Path) -> None:
 # -- the card --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_the_card_is_complete_and_the_hub_s_own_parser_reads_it(trained: Path) -> None:
     path = trained / "out/export/README.md"
     card = ModelCard.load(path)
@@ -319,6 +331,7 @@ def test_the_card_is_complete_and_the_hub_s_own_parser_reads_it(trained: Path) -
     assert 'pipeline("text-classification", model="PATH_OR_REPO")' in card.text
 
 
+@pytest.mark.processes
 def test_a_card_that_the_hub_would_refuse_is_not_pushed(hub: Hub, finished: Path, lockstep: Command) -> None:
     path = finished / "out/export/README.md"
     path.write_text(path.read_text().replace("model-index:\n- name: feelings", "model-index:\n- nom: feelings"))
@@ -354,6 +367,7 @@ def from_hub(folder: Path, **data: object) -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
 
 
+@pytest.mark.processes
 def test_data_and_model_come_from_the_hub_at_their_revisions(
     hub: Hub, finished: Path, tmp_path: Path, cache: Path
 ) -> None:
@@ -373,6 +387,7 @@ def test_data_and_model_come_from_the_hub_at_their_revisions(
     assert {r.dataset_revision for r in results} == {old}
 
 
+@pytest.mark.processes
 def test_what_was_pushed_loads_back(hub: Hub, finished: Path, cache: Path, lockstep: Command) -> None:
     assert lockstep(finished, *PUSH)[0] == 0
     code = (
@@ -400,6 +415,7 @@ NOT_LOADED = {
 }
 
 
+@pytest.mark.processes
 def test_what_cannot_be_loaded_is_one_message_each(hub: Hub, finished: Path, tmp_path: Path, cache: Path) -> None:
     for name, gated in (("set", False), ("closed-set", True)):
         hub.put("datasets", f"user/{name}", {"train.jsonl": rows(0), "README.md": b"# set"}, gated=gated)

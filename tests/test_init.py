@@ -198,6 +198,7 @@ def test_answers_that_end(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_what_it_writes_trains(here: Path, cache: Path) -> None:
     """For each task, as it is but for fewer steps; one process after the other in one, to import torch once."""
     cases = {"classes": "a text and a label", "tags": "tags", "sides": "two languages", "answers": "instructions"}

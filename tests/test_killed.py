@@ -9,6 +9,7 @@ import pytest
 from killing import kill_and_resume
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
     pytest.mark.usefixtures("nobody_is_left"),
 ]

@@ -130,6 +130,7 @@ def load_of(text: str) -> Run:
         path.unlink()
 
 
+@pytest.mark.processes
 def test_the_container_takes_the_command_and_the_probes_work(here: Path) -> None:
     """The command's words, with the variable as Kubernetes fills it in, make a run; the probes are run by a shell."""
     made = found()
@@ -264,6 +265,7 @@ COMPLETE = [{"type": "Complete", "status": "True", "message": "Reached expected 
 FAILED = [{"type": "Failed", "status": "True", "message": "Container lockstep failed with exit code 2"}]
 
 
+@pytest.mark.processes
 def test_submit_then_status_logs_stop(cluster: Cluster, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.yaml", "launch.context=far"]) == 0
     name = name_of(run_of())
@@ -289,12 +291,14 @@ def test_submit_then_status_logs_stop(cluster: Cluster, here: Path, capsys: pyte
     assert '{"spec": {"suspend": true}}' in cluster.asked[-1]
 
 
+@pytest.mark.processes
 def test_a_job_that_ended_is_deleted_before_the_next_try(cluster: Cluster) -> None:
     cluster.has(conditions=FAILED)
     assert main(["train", "run.yaml"]) == 0
     assert [w.split()[2] for w in cluster.asked][-2:] == ["delete", "apply"]
 
 
+@pytest.mark.processes
 def test_a_complete_job_is_not_started_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.has(conditions=COMPLETE)
     assert main(["train", "run.yaml"]) == 0
@@ -302,6 +306,7 @@ def test_a_complete_job_is_not_started_again(cluster: Cluster, capsys: pytest.Ca
     assert not any("apply" in words for words in cluster.asked)
 
 
+@pytest.mark.processes
 def test_staying_until_the_end(cluster: Cluster, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.answer(logs=(0, "step 1\n", ""))
     run = load("run.yaml", ["launch.wait=true"])
@@ -316,6 +321,7 @@ def test_staying_until_the_end(cluster: Cluster, here: Path, capsys: pytest.Capt
     assert "exit code 2" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -332,6 +338,7 @@ def test_a_cluster_that_says_no(
     assert not any("apply" in words for words in cluster.asked)
 
 
+@pytest.mark.processes
 def test_a_manifest_that_the_server_refuses(cluster: Cluster, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.answer(apply=(1, "", 'error: namespaces "default" not found'))
     assert main(["train", "run.yaml"]) == 2

@@ -19,7 +19,7 @@ from lockstep.launchers.kubernetes import Kubernetes
 from lockstep.launchers.parts.kubernetes_manifests import name_of, output_of
 from lockstep.run import Run, load
 
-pytestmark = [*cluster, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.processes, *cluster, pytest.mark.timeout(1200)]
 RUN = TINY | {
     "name": "tiny",
     "output": "out",

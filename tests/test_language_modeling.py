@@ -91,6 +91,7 @@ def judged(world: World, run: Run) -> dict[str, float]:
     return evaluate(run, world, task, strategy, task.splits["validation"])
 
 
+@pytest.mark.processes
 def test_perplexities_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     run = make(tmp_path, "packed", "strategy.name=single")
     found = run_on(1, judged, run, run=run)[0]
@@ -150,6 +151,7 @@ def test_a_line_can_be_a_text(tmp_path: Path) -> None:
     assert "\n" not in task.tokenizer.decode(first)
 
 
+@pytest.mark.processes
 def test_training_lowers_the_loss_and_shows_samples(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = text_run(tmp_path, "evaluate.every=15", sample_prompt="the ")
     path = tmp_path / "run.yaml"

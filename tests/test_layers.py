@@ -198,6 +198,7 @@ def test_a_file_can_be_held_in_the_head(file: str) -> None:
     assert len((ROOT / file).read_text().splitlines()) <= 400
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("arguments", [["--help"], ["plan"], ["schema"]])
 def test_these_commands_import_no_torch(arguments: list[str]) -> None:
     code = (

@@ -67,6 +67,7 @@ def written(folder: Path, **changes: object) -> Path:
 # -- on one machine --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("flock", ["with", "without"])
 def test_one_at_a_time_and_whoever_is_killed_is_replaced_at_once(
     flock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +83,7 @@ def test_one_at_a_time_and_whoever_is_killed_is_replaced_at_once(
     assert not (tmp_path / "out" / FILE).exists()
 
 
+@pytest.mark.processes
 def test_one_that_ends_properly_leaves_nothing(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
     holding.communicate("")
     assert not (tmp_path / "out").exists()
@@ -91,6 +93,7 @@ def test_one_that_ends_properly_leaves_nothing(tmp_path: Path, holding: subproce
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["log.txt"]
 
 
+@pytest.mark.processes
 def test_a_number_that_was_given_to_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "_flock", lambda *_: None)
     this = Process.this()
@@ -102,6 +105,7 @@ def test_a_number_that_was_given_to_another_process(tmp_path: Path, monkeypatch:
     take(tmp_path, nothing).release()
 
 
+@pytest.mark.processes
 def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
     """Also where the one before them was killed."""
     for _ in range(10):
@@ -130,6 +134,7 @@ def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
 # -- on several ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_on_another_machine_a_heart_that_beats_is_alive(tmp_path: Path) -> None:
     path, over = written(tmp_path), threading.Event()
 
@@ -153,6 +158,7 @@ def test_on_another_machine_a_heart_that_beats_is_alive(tmp_path: Path) -> None:
     assert "Watching it for 60 s" in said[0]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("torn", [False, True])
 def test_on_another_machine_one_without_a_beat_is_dead_after_a_while(torn: bool, tmp_path: Path) -> None:
     path = written(tmp_path)
@@ -166,6 +172,7 @@ def test_on_another_machine_one_without_a_beat_is_dead_after_a_while(torn: bool,
     lock.release()
 
 
+@pytest.mark.processes
 def test_one_that_is_long_dead_is_watched_for_three_beats(tmp_path: Path) -> None:
     os.utime(written(tmp_path), (0, 0))
     said: list[str] = []
@@ -173,6 +180,7 @@ def test_one_that_is_long_dead_is_watched_for_three_beats(tmp_path: Path) -> Non
     assert "Watching it for 0.06 s" in said[0]
 
 
+@pytest.mark.processes
 def test_status_and_stop_know_it(tmp_path: Path) -> None:
     record = launched.here("local", 2)
     assert ownership.now(tmp_path, record) == (record, None)
@@ -221,6 +229,7 @@ def test_deleted_in_the_last_moment(tmp_path: Path) -> None:
     lock.release()
 
 
+@pytest.mark.processes
 def test_whoever_finds_it_in_other_hands_ends_at_once(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
     (tmp_path / "out" / FILE).unlink()
     written(tmp_path / "out")

@@ -25,6 +25,7 @@ from lockstep.processes import launched, ownership
 
 HERE = str(Path(__file__).parent)
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
     pytest.mark.usefixtures("nobody_is_left"),
     pytest.mark.slow,

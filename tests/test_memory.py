@@ -92,6 +92,7 @@ AT_UPDATE = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [slow(name, n) if n > 2 else (name, n) for name in AT_UPDATE for n in (1, 2, 4) if n == 1 or name != "single"],
@@ -110,6 +111,7 @@ def test_every_strategy_is_measured() -> None:
     assert set(AT_UPDATE) | {"pipeline"} == set(plugins.names("strategies"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
     found = of("pipeline", ranks)
@@ -118,6 +120,7 @@ def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
     assert sum(rank["own"] for rank in found) == found[0]["all"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
     options = {"options": BUCKETS}
@@ -126,6 +129,7 @@ def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
             assert near(rank["between"], formula * rank["all"]), f"{rank['between'] / rank['all']:.2f}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("stage", "formula", "factor"),
     [(1, lambda n: 2 + 2 + 12 / n, 1.6), (2, lambda n: 2 + (2 + 12) / n, 16 / 9), (3, lambda n: (2 + 2 + 12) / n, 2.0)],
@@ -151,6 +155,7 @@ def faults(world: World) -> int:
     return -made(20) + made(10)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="is about glibc's malloc")
 def test_memory_that_is_freed_is_used_again() -> None:
     assert run_on(1, faults)[0] < 2000  # 12,288 pages each time

@@ -46,6 +46,7 @@ class Hungry(AllReduce):
         super().rehearse(batch, *then)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_that_is_not_finite_ends_the_job_and_names_the_examples(
@@ -62,6 +63,7 @@ def test_a_step_that_is_not_finite_ends_the_job_and_names_the_examples(
     assert max(line["step"] for line in lines(tmp_path)) == BAD_STEP
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -> None:
     ends = []
@@ -80,6 +82,7 @@ def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -
     assert ends[0] == ends[1]
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 def test_memory_that_does_not_suffice_is_told_before_the_first_step(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
@@ -109,6 +112,7 @@ def rehearsed(world: World, run: Run) -> tuple[str, str]:
     return digests[0], digests[1]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -145,6 +149,7 @@ def poisoned(world: World, run: Run) -> list[int]:
     return []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", plugins.names("strategies"))
 def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
     run = tiny(f"strategy.name={name}")

@@ -111,6 +111,7 @@ def single() -> dict[str, Any]:
     return of("single", 1)[0]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [("allreduce", 3), ("ddp", 2), ("fsdp2", 3), ("hf_accelerate", 2), ("hf_trainer", 2), ("fsdp2", 1)],
@@ -124,11 +125,13 @@ def test_own_random_numbers_and_statistics_are_the_same_at_any_number(name: str,
     assert first["exported"] == single["exported"]
 
 
+@pytest.mark.processes
 def test_the_rehearsal_leaves_no_trace_and_the_steps_do(single: dict) -> None:
     assert single["untouched"]
     assert single["mean"].abs().max() > 0
 
 
+@pytest.mark.processes
 def test_zero_has_one_set_of_statistics() -> None:
     pytest.importorskip("deepspeed")
     first, second = of("zero1", 2)
@@ -157,6 +160,7 @@ def test_a_step_counts_as_one_batch() -> None:
     assert model[0].running_mean.tolist() == [(2.5 * 3 + 4.5) / 4] * 2
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_buffers_that_cannot_be_brought_together_are_refused(name: str) -> None:
     run = tiny(f"strategy.name={name}", task={"name": "test_own_code.Counting"})
@@ -164,6 +168,7 @@ def test_buffers_that_cannot_be_brought_together_are_refused(name: str) -> None:
         run_on(2, trained, run, run=run)
 
 
+@pytest.mark.processes
 def test_one_process_may_count() -> None:
     assert of("single", 1, "Counting")[0]["untouched"]
 
@@ -176,6 +181,7 @@ def recorded(world: World, run: Run, own: bool) -> int:
         return recording.record(run, world, "2")
 
 
+@pytest.mark.processes
 def test_verify_compares_buffers_and_names_generators(tmp_path: Any) -> None:
     found = {}
     for own, name, ranks in [(False, "single", 1), (False, "ddp", 2), (True, "ddp", 2)]:

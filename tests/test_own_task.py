@@ -18,6 +18,9 @@ from lockstep.run import Run, load
 from lockstep.summary import digest_of
 from lockstep.world import World
 
+pytestmark = pytest.mark.processes
+
+
 RATING = example("tasks/rating.py")
 
 

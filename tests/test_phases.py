@@ -132,6 +132,7 @@ def a_step(world: World, run: Run) -> tuple[dict[str, float], tuple[str, ...]]:
     return found, inside
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", plugins.names("strategies"))
 def test_every_strategy_times_its_phases(name: str) -> None:
     """Computing, the wait for gradients and the update each take time; what waits inside of computing says so."""

@@ -78,6 +78,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_pipeline_has_the_bits_of_one_process(shape: str, precision: str, single: dict) -> None:
@@ -98,6 +99,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_bits_of_one_process(family: str) -> None:
     model = (f"model.type={family}", FAMILIES[family])
@@ -163,6 +165,7 @@ HALVES = (
 )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("family", "ranks", "options"), [("gpt2", 2, ()), ("llama", 2, ()), ("gpt2", 4, ("stages=2",))]
@@ -178,6 +181,7 @@ def test_language_models_share_a_weight_between_first_and_last_stage(
         same(of(ranks, *model, *options, "strategy.name=pipeline", f"precision={precision}"), one)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "encoder_layers"), [("Bart", 1), slow("Bart", 2), slow("Marian", 1), slow("Marian", 2)]
 )
@@ -189,6 +193,7 @@ def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int)
         same(of(ranks, *job, *(f"strategy.options.{o}" for o in options), "strategy.name=pipeline"), one)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "tied"), [("Marian", "true"), slow("Marian", "false"), slow("Bart", "true"), slow("Bart", "false")]
 )
@@ -217,6 +222,7 @@ def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str,
     return state, last
 
 
+@pytest.mark.processes
 def test_a_state_goes_from_one_strategy_to_another_and_back() -> None:
     tied = ("task.name=test_pipeline.Language",)
     one, two = (tiny(f"strategy.name={name}", *tied) for name in ("single", "pipeline"))
@@ -239,6 +245,7 @@ def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tenso
     return found, heard
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "options"), [(2, ()), (2, ("schedule=interleaved",)), (4, ("stages=2",))])
 def test_scores_and_gradients_are_those_of_one_process(ranks: int, options: tuple[str, ...]) -> None:
     for precision in ("fp32", "bf16"):
@@ -253,6 +260,7 @@ def test_scores_and_gradients_are_those_of_one_process(ranks: int, options: tupl
         assert all(torch.equal(heard[name], gradient) for name, gradient in gradients.items())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("task", ["classification", "test_pipeline.Language"])
 def test_autograd_s_own_sums_are_equal_to_rounding(task: str) -> None:
     sgd = (f"task.name={task}", FOUR, "optim.name=sgd", "optim.learning_rate=0.1")
@@ -297,6 +305,7 @@ def test_two_layers_are_enough_for_two_stages(processes: int, stages: tuple[str,
     Pipeline.check(tiny("strategy.name=pipeline", *stages), processes)
 
 
+@pytest.mark.processes
 def test_more_pieces_than_examples_leave_blank_ones() -> None:
     short = ("data.limit=9", "batch_size=8", "micro_batches=8", "steps=4")  # every second step has one example
     same(of(2, *short, "strategy.name=pipeline"), of(1, *short, "strategy.name=single"))

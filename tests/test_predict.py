@@ -41,6 +41,7 @@ def numbers(text: str) -> dict[str, list[float]]:
     return {name: [float(value.replace(",", "")) for value in values] for name, *values in rows}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluate_gives_the_scores_of_the_run(kind: str, outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(outputs[kind])]) == 0

@@ -65,6 +65,7 @@ class _Words:
         return 50
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, cache: Path) -> None:
     saved(tmp_path / "model", kind)

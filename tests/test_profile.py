@@ -31,6 +31,7 @@ def summaries(folder: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("profile/*.summary.json"))]
 
 
+@pytest.mark.processes
 def test_each_rank_leaves_a_trace_and_a_summary(tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}", "profile.steps=2", "profile.after=1")
     run_on(2, steps, run, 11, 20, run=run)
@@ -49,6 +50,7 @@ def test_each_rank_leaves_a_trace_and_a_summary(tmp_path: Path) -> None:
     assert "aten::mm" in page
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("last", "seen"), [(3, [(3, 3)]), (2, [])])
 def test_a_run_that_ends_before_its_profile_keeps_what_there_is(last: int, seen: list, tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}", "profile.steps=5", "profile.after=1")
@@ -56,6 +58,7 @@ def test_a_run_that_ends_before_its_profile_keeps_what_there_is(last: int, seen:
     assert [(s["first"], s["last"]) for s in summaries(tmp_path)] == seen
 
 
+@pytest.mark.processes
 def test_without_the_key_nothing_is_written(tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}")
     run_on(1, steps, run, 1, 10, run=run)
@@ -81,6 +84,7 @@ def weights(world: World, run: Run) -> str:
     return found
 
 
+@pytest.mark.processes
 def test_a_profiled_job_ends_with_the_same_weights(tmp_path: Path) -> None:
     plain, profiled = (tiny(f"output={tmp_path}/{n}", f"profile.steps={n}", "profile.after=0") for n in (0, 2))
     assert run_on(2, weights, plain, run=plain)[0] == run_on(2, weights, profiled, run=profiled)[0]

@@ -28,6 +28,7 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.processes
 def test_the_examples_of_the_page_run_without_a_main_guard(tmp_path: Path, cache: Path) -> None:
     code = []
     for block in blocks(ROOT / "docs" / "python.md"):
@@ -49,6 +50,7 @@ def test_the_examples_of_the_page_run_without_a_main_guard(tmp_path: Path, cache
     assert "did you mean 'learning_rate'" in done.stdout
 
 
+@pytest.mark.processes
 def test_importing_it_imports_nothing_heavy() -> None:
     code = (
         "import sys, lockstep; assert not {'torch', 'yaml', 'pydantic'} & set(sys.modules); lockstep.train; "
@@ -81,6 +83,7 @@ def test_bad_input_is_an_exception(tmp_path: Path) -> None:
         lockstep.train(run)
 
 
+@pytest.mark.processes
 def test_what_a_job_refuses_is_an_exception(tmp_path: Path) -> None:
     values = RUN | {"output": str(tmp_path / "out"), "data": {"source": str(tmp_path / "nothing")}}
     with pytest.raises(lockstep.RunError, match="nothing"):
@@ -88,6 +91,7 @@ def test_what_a_job_refuses_is_an_exception(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "export").exists()
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_an_interrupt_writes_a_checkpoint_and_goes_on(tmp_path: Path, cache: Path) -> None:
@@ -99,6 +103,7 @@ def test_an_interrupt_writes_a_checkpoint_and_goes_on(tmp_path: Path, cache: Pat
     assert 12 <= saved(tmp_path) < 5000
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_job_whose_caller_is_gone_stops_with_a_checkpoint(tmp_path: Path, cache: Path) -> None:
@@ -130,6 +135,7 @@ def test_a_notebook_cell_shows_what_training_says(tmp_path: Path, cache: Path, m
     assert said[1].split() == ["done", "False"]
 
 
+@pytest.mark.processes
 def test_a_child_writes_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a notebook's kernel does
     child = Child("lockstep.cli.main", ["plan", "launch.processes=1", "launch.device=cpu"], tmp_path, "job")
@@ -137,6 +143,7 @@ def test_a_child_writes_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert any(line.startswith("processes  1") for line in child.lines())
 
 
+@pytest.mark.processes
 def test_a_child_says_why_it_failed(tmp_path: Path) -> None:
     child = Child("lockstep.cli.main", ["train", str(tmp_path / "nothing.yaml")], tmp_path, "job")
     assert child.wait(100)

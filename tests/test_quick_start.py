@@ -11,6 +11,8 @@ from harness import lockstep_environment
 
 from lockstep.data import builtin
 
+pytestmark = pytest.mark.processes
+
 
 def train(folder: Path, cache: Path, *arguments: str) -> tuple[str, dict, str]:
     """Hash of the weights, the validation line, and what was printed."""

@@ -52,6 +52,7 @@ def test_one_bad_rank_is_bad_and_a_stop_is_a_stop() -> None:
     assert board.asked() == "bad"
 
 
+@pytest.mark.processes
 def test_no_cluster_at_the_address(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, launch=LAUNCH | {"address": "127.0.0.1:1"})
     status, out, err = train(tmp_path, cache)
@@ -61,6 +62,7 @@ def test_no_cluster_at_the_address(tmp_path: Path, cache: Path) -> None:
     assert "Connection refused" in err
 
 
+@pytest.mark.processes
 def test_without_ray(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('not here')\n")
     write(tmp_path, launch=LAUNCH)

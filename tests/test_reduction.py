@@ -77,6 +77,7 @@ def exchange(world: World, leaves: int) -> list[torch.Tensor]:
     return [t.clone() for bucket in moving.finish() for t in bucket]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("leaves", [4, 5, 8])
 def test_the_exchange_gives_every_rank_the_bits_of_the_bracket(ranks: int, leaves: int) -> None:

@@ -282,6 +282,7 @@ def write_journal(world: World, folder: str) -> None:
     found.saved(10)
 
 
+@pytest.mark.processes
 def test_the_journal_holds_every_rank_and_outlives_half_a_line(tmp_path: Path) -> None:
     run_on(3, write_journal, str(tmp_path))
     with open(tmp_path / "ranks.jsonl", "a") as file:
@@ -303,6 +304,7 @@ def test_the_journal_holds_every_rank_and_outlives_half_a_line(tmp_path: Path) -
     assert events[0]["versions"]["torch"]
 
 
+@pytest.mark.processes
 @linux
 def test_what_an_untouched_run_tells(untouched: Path) -> None:
     history = read(untouched / "out")
@@ -327,6 +329,7 @@ def untouched_said(folder: Path) -> str:
     return log.read_text() if log.exists() else ""
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_run_that_was_stopped_has_two_starts_and_the_same_metrics(
@@ -348,6 +351,7 @@ def test_a_run_that_was_stopped_has_two_starts_and_the_same_metrics(
 # -- in a browser ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 def test_pages_fit_a_phone_and_a_desk_light_dark_and_print(tmp_path: Path) -> None:
     """No horizontal overflow, nothing on the console, nothing asked of a network, colours that follow the reader's."""

@@ -431,6 +431,7 @@ def test_secrets_are_read_by_name(cloud: Any, monkeypatch: pytest.MonkeyPatch) -
     assert os.environ["LOCKSTEP_TEST_TOKEN"] == "very secret"
 
 
+@pytest.mark.processes
 def test_the_tail_passes_on_and_remembers() -> None:
     code = (
         "import os, sys; from lockstep.launchers.parts.sagemaker_entry import Tail; t = Tail(10); "
@@ -441,6 +442,7 @@ def test_the_tail_passes_on_and_remembers() -> None:
     assert done.stderr == "child went wrong\nafter\n"
 
 
+@pytest.mark.processes
 def test_the_entry_needs_nothing_that_is_not_installed_yet() -> None:
     lacking = "import sys; sys.modules |= dict.fromkeys(('pydantic', 'yaml', 'torch', 'rich')); "
     code = f"{lacking}import lockstep.launchers.parts.sagemaker_entry"

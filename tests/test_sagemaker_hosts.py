@@ -20,7 +20,7 @@ from lockstep.launchers.parts.sagemaker_request import COMMAND
 from lockstep.launchers.sagemaker import Sagemaker
 from lockstep.run import load
 
-pytestmark = [*cluster, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.processes, *cluster, pytest.mark.timeout(1200)]
 STEPS = 30
 RUN = TINY | {
     "name": "tiny",

@@ -18,6 +18,7 @@ from lockstep.checkpoint.manifest import finished, newest_first
 from lockstep.run import load
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
     pytest.mark.usefixtures("nobody_is_left"),
 ]

@@ -31,6 +31,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_ctrl_c_in_a_terminal_keeps_what_was_trained(tmp_path: Path, cache: Path, calm: Path) -> None:
     write(tmp_path, track={"every": 25}, checkpoint={"every": 1000})
     terminal = Terminal(tmp_path, cache, "launch.processes=2")
@@ -47,6 +48,7 @@ def test_ctrl_c_in_a_terminal_keeps_what_was_trained(tmp_path: Path, cache: Path
     assert bits(tmp_path) == bits(calm)
 
 
+@pytest.mark.processes
 def test_a_closed_terminal_too_and_nohup_does_not_mind(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, steps=20, checkpoint={"every": 1000})
     hung_up = variables("step 3", signal.SIGHUP, "group")
@@ -63,6 +65,7 @@ def test_a_closed_terminal_too_and_nohup_does_not_mind(tmp_path: Path, cache: Pa
     assert status == 0, (out, err)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("moment", "number", "target", "processes", "expected"),
     [
@@ -95,6 +98,7 @@ def test_after_the_last_step(
         assert state_of(tmp_path, cache)["finished"] is True
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("processes", [slow(1), 2])
 def test_stopped_without_a_checkpoint_is_no_75(processes: int, tmp_path: Path, cache: Path) -> None:
     write(tmp_path, steps=20, checkpoint={"every": 1000})
@@ -105,6 +109,7 @@ def test_stopped_without_a_checkpoint_is_no_75(processes: int, tmp_path: Path, c
     assert state_of(tmp_path, cache)["state"] == "failed"
 
 
+@pytest.mark.processes
 def test_stopped_before_the_first_step_is_no_75(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
     process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)

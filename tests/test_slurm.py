@@ -55,6 +55,7 @@ def compare(name: str, text: str, folder: Path) -> None:
     golden.compare(name, text.replace(f"lockstep {__version__};", "lockstep VERSION;"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "launch"),
     [
@@ -74,6 +75,7 @@ def test_the_file_is_as_it_was(name: str, launch: dict, here: Path) -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+@pytest.mark.processes
 def test_an_array_over_run_files(here: Path) -> None:
     plan = array_plan(tiny(launch=PLAIN), [Path("trials/a/run.yaml"), Path("trials/b c/run.yaml")], Path("trials"), 1)
     (text,) = plan.files.values()
@@ -166,6 +168,7 @@ def test_without_sbatch(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert {p.name for p in here.iterdir()} == {"run.yaml"}
 
 
+@pytest.mark.processes
 def test_what_slurm_refuses_is_told_before_anything_is_queued(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +181,7 @@ def test_what_slurm_refuses_is_told_before_anything_is_queued(
     assert not (here / "out").exists()
 
 
+@pytest.mark.processes
 def test_a_job_is_submitted_followed_and_stopped(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +219,7 @@ def test_a_job_is_submitted_followed_and_stopped(
     assert (found["state"], found["status"], found["job"]) == ("stopped", 75, "7")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("shown", "word", "status"),
     [
@@ -236,6 +241,7 @@ def test_states(shown: str, word: str, status: int | None, here: Path, monkeypat
     assert (found.word, found.status) == (word, status)
 
 
+@pytest.mark.processes
 def test_a_job_that_slurm_has_forgotten(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(here / "bin", "scontrol", "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2\nexit 1\n")
     program(here / "bin", "sacct", "#!/bin/sh\nexit 1\n")
@@ -309,6 +315,7 @@ def test_tasks_a_node() -> None:
         srun.counts("two")
 
 
+@pytest.mark.processes
 def test_tasks_of_srun_meet_without_a_wrapper(tmp_path: Path, cache: Path, untouched: Path) -> None:
     """What srun sets is enough; the launcher named in the run file does not start anything then."""
     write(tmp_path)

@@ -70,6 +70,7 @@ def requeued(cluster: slurm_cluster.Cluster, job: str, folder: Path) -> None:
     assert "resuming after step" in (folder / f"out/slurm-{job}.out").read_text()
 
 
+@pytest.mark.processes
 def test_two_nodes_have_the_bits_of_one_machine(
     tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_two_nodes_have_the_bits_of_one_machine(
     assert bits(tmp_path) == bits(untouched)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", ["srun", "elastic"])
 def test_a_signal_saves_and_queues_again(
     ranks: str, job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
@@ -92,6 +94,7 @@ def test_a_signal_saves_and_queues_again(
     each_step_once(folder, untouched)
 
 
+@pytest.mark.processes
 @pytest.mark.long
 def test_the_warning_before_the_time_limit(
     job: Callable, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +105,7 @@ def test_the_warning_before_the_time_limit(
     assert bits(folder) == bits(untouched)
 
 
+@pytest.mark.processes
 def test_preemption(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
     number, folder = job()
     other = cluster.ask(
@@ -112,6 +116,7 @@ def test_preemption(job: Callable, cluster: slurm_cluster.Cluster, untouched: Pa
     assert bits(folder) == bits(untouched)
 
 
+@pytest.mark.processes
 def test_a_node_that_is_lost(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
     number, folder = job()
     cluster.kill_node("n2")
@@ -121,6 +126,7 @@ def test_a_node_that_is_lost(job: Callable, cluster: slurm_cluster.Cluster, unto
     assert bits(folder) == bits(untouched)
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_killed_starts_again_in_the_same_allocation(
     job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
 ) -> None:
@@ -135,6 +141,7 @@ def test_a_rank_that_is_killed_starts_again_in_the_same_allocation(
     assert bits(folder) == bits(untouched)
 
 
+@pytest.mark.processes
 def test_stop_and_go_on_by_hand_on_one_node(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
     number, folder = job()
     assert main(["stop", "out"]) == 0
@@ -157,6 +164,7 @@ def test_cancelled_is_not_queued_again(job: Callable, cluster: slurm_cluster.Clu
     assert main(["status", "out"]) == 0
 
 
+@pytest.mark.processes
 def test_srun_without_a_launcher(tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
     write(tmp_path, launch={"device": "cpu", "threads": 1})
     command = ["srun", "-N2", "-n3", *LOCKSTEP, "train", "run.yaml"]
@@ -166,6 +174,7 @@ def test_srun_without_a_launcher(tmp_path: Path, cache: Path, cluster: slurm_clu
     assert bits(tmp_path) == bits(untouched)
 
 
+@pytest.mark.processes
 def test_torchrun_inside_srun(tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
     write(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
@@ -177,6 +186,7 @@ def test_torchrun_inside_srun(tmp_path: Path, cache: Path, cluster: slurm_cluste
     assert bits(tmp_path) == bits(untouched)
 
 
+@pytest.mark.processes
 def test_an_array_of_runs(
     tmp_path: Path, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

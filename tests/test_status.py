@@ -33,6 +33,7 @@ def status_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 @pytest.mark.parametrize("how", ["local, 1", "local, 2", "torchrun"])
@@ -80,6 +81,7 @@ def test_a_run_in_another_terminal(
     assert (found["state"], found["finished"], found["resumable_from"]) == ("done", True, None)
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_run_that_was_killed_is_not_said_to_run(
@@ -104,6 +106,7 @@ def test_a_run_that_was_killed_is_not_said_to_run(
     assert "goes on from step 10" in said
 
 
+@pytest.mark.processes
 def test_what_a_failed_run_leaves(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, strategy={"name": "held.None"})
     process = start([*LOCKSTEP, "train", "run.yaml", "strategy.name=single"], tmp_path, cache)
@@ -117,6 +120,7 @@ def test_what_a_failed_run_leaves(tmp_path: Path, cache: Path, capsys: pytest.Ca
 # -- launch.json -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_a_record_survives_writing(tmp_path: Path) -> None:
     record = launched.here("slurm", 4, "12", {"step": "12.0"})
     launched.write(tmp_path, record)
@@ -136,6 +140,7 @@ def test_what_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
     assert (tmp_path / "launch.json").read_text() == text
 
 
+@pytest.mark.processes
 def test_a_number_that_was_given_to_another_process() -> None:
     this = Process.this()
     assert this.alive() is True
@@ -143,6 +148,7 @@ def test_a_number_that_was_given_to_another_process() -> None:
     assert Process("elsewhere", this.pid, this.born).alive() is None
 
 
+@pytest.mark.processes
 def test_a_dead_process_that_nobody_has_looked_at_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     born = launched.born(child.pid)
@@ -154,6 +160,7 @@ def test_a_dead_process_that_nobody_has_looked_at_is_dead() -> None:
     child.wait()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("record", "word"),
     [
@@ -193,6 +200,7 @@ def test_outcomes() -> None:
     assert not launched.outcome(75).live
 
 
+@pytest.mark.processes
 def test_what_killed_writers_left_is_swept_up_and_what_others_write_is_not(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
@@ -232,6 +240,7 @@ def test_advice_is_a_command_that_trains_into_this_folder(tmp_path: Path, monkey
         assert load(words[2], words[3:]).folder.resolve() == folder
 
 
+@pytest.mark.processes
 def test_logs_may_be_cut_off_by_head(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(tiny("output=out").dump())
     (tmp_path / "log.txt").write_text("a line of the log\n" * 100_000)

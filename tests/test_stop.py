@@ -30,6 +30,7 @@ class Endless(AllReduce):
         return super().train_step(batch, learning_rate)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("processes", [1, 2])
 def test_stop_after_is_75_and_the_same_command_goes_on(
     processes: int, tmp_path: Path, cache: Path, untouched: Path
@@ -44,6 +45,7 @@ def test_stop_after_is_75_and_the_same_command_goes_on(
     assert bits(tmp_path) == bits(untouched)
 
 
+@pytest.mark.processes
 def test_the_second_interrupt_does_not_wait(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
     options = ["strategy.name=test_stop.Endless", "launch.processes=1"]

@@ -146,6 +146,7 @@ def job(folder: Path, **values: object) -> sbatch.Job:
     return sbatch.Job(**(asked | values))  # type: ignore[arg-type]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["$(touch ran)", "`touch ran`", 'a" ; touch ran; "', "a'; touch ran; '", "$HOME x"])
 def test_a_folder_s_name_runs_nothing_in_an_array_s_file(name: str, tmp_path: Path) -> None:
     text = sbatch.text_of(

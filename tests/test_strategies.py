@@ -16,6 +16,9 @@ from lockstep.strategies.parts.native import Native
 from lockstep.train import evaluate
 from lockstep.world import World
 
+pytestmark = pytest.mark.processes
+
+
 NAMES = plugins.names("strategies")
 EXACT = [name for name in NAMES if plugins.find("strategies", name).exact]
 

@@ -23,6 +23,7 @@ from lockstep.sweep.trial_names import name_of
 NOTHING: dict[str, Any] = {"over": [], "metric": None, "split": None, "parallel": None, "search": None, "out": None}
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path, cache: Path) -> None:
@@ -70,6 +71,7 @@ def bits_of(folder: Path) -> str:
     return hashlib.sha256((folder / "export" / "model.safetensors").read_bytes()).hexdigest()
 
 
+@pytest.mark.processes
 def test_a_trial_that_fails_is_a_line_with_its_reason(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, launch={"device": "cpu", "threads": 1, "processes": 1})
     process = start([*LOCKSTEP, "sweep", "run.yaml", "--over", "data.source=nothing-there"], tmp_path, cache)
@@ -186,6 +188,7 @@ def test_trials_at_once_share_the_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert Slots(read(None, values, [], options | {"parallel": None})).keys({"seed": 1}) == {}
 
 
+@pytest.mark.processes
 def test_under_slurm_it_is_one_array_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

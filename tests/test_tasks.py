@@ -17,6 +17,9 @@ from lockstep.strategies.parts.native import Native
 from lockstep.train import evaluate
 from lockstep.world import World
 
+pytestmark = pytest.mark.processes
+
+
 STEPS = 5
 KINDS = sorted(TASKS)
 

@@ -61,6 +61,7 @@ def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:
     assert any(len(columns.ragged("targets").row(i)) > columns.flat("count")[i] + 2 for i in range(20))
 
 
+@pytest.mark.processes
 def test_training_finds_the_entities(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = make(
         tmp_path, "token_classification", "steps=60", "micro_batches=2", "launch.processes=1", "strategy.name=single"

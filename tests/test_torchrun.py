@@ -190,6 +190,7 @@ def _refused(world: World, threads: int) -> str:
     return ""
 
 
+@pytest.mark.processes
 def test_ranks_that_compute_with_other_threads_do_not_train() -> None:
     assert run_on(2, _refused, 1) == ["", ""]
     first, second = run_on(2, _refused, 2)
@@ -267,6 +268,7 @@ def test_two_machines_meet_in_an_order_and_leave_together() -> None:
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_torchrun_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache: Path, untouched: Path) -> None:
@@ -285,6 +287,7 @@ def test_torchrun_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache: P
     assert bits(tmp_path) == bits(untouched)
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_accelerate_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache: Path, untouched: Path) -> None:
@@ -303,6 +306,7 @@ def test_accelerate_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache:
     assert json.loads((tmp_path / "out/launch.json").read_text())["status"] == 0
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_accelerate_s_own_command(tmp_path: Path, cache: Path, untouched: Path) -> None:
@@ -325,6 +329,7 @@ def test_accelerate_s_own_command(tmp_path: Path, cache: Path, untouched: Path) 
     assert not (tmp_path / "two/metrics.jsonl").exists()
 
 
+@pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_the_task_for_skypilot_in_the_documents(tmp_path: Path, cache: Path, untouched: Path) -> None:

@@ -134,6 +134,7 @@ def in_trackio(folder: Path) -> tuple[Values, list[str]]:
 READ = {"tensorboard": in_tensorboard, "wandb": in_wandb, "mlflow": in_mlflow, "trackio": in_trackio}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_logged_is_in_the_tracker_s_own_store(name: str, tmp_path: Path) -> None:
     there(name)
@@ -156,6 +157,7 @@ def test_what_is_logged_is_in_the_tracker_s_own_store(name: str, tmp_path: Path)
         assert all(ids[name] in line for line in said), "both processes name the same run"
 
 
+@pytest.mark.processes
 def test_wandb_gets_what_it_is_told_and_the_run_as_its_config(tmp_path: Path) -> None:
     there("wandb")
     ((ids, _, _),) = run_on(1, logged, "wandb", tmp_path)
@@ -173,6 +175,7 @@ def test_wandb_gets_what_it_is_told_and_the_run_as_its_config(tmp_path: Path) ->
     assert not list((tmp_path / "out" / "wandb").rglob("*.patch")), "no diff of the working tree is kept"
 
 
+@pytest.mark.processes
 def test_a_job_that_was_killed_goes_on_as_the_same_run_with_the_same_bits(
     tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
@@ -258,6 +261,7 @@ HOW = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", HOW)
 def test_a_tracker_that_fails_is_named_once_and_training_goes_on(how: str, tmp_path: Path, cache: Path) -> None:
     (tmp_path / "mine.py").write_text(FAILING.replace("        pass\n", f"        {HOW[how]}\n"))
@@ -293,6 +297,7 @@ def online(world: World, folder: Path, key: str | None) -> tuple[list[str], list
     return said, warned
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("key", "reason"), [(None, "WANDB_API_KEY"), ("0" * 40, "connection refused")])
 def test_wandb_without_a_key_or_a_network_keeps_the_run_for_later(
     key: str | None, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -432,6 +437,7 @@ def measured(world: World) -> list[tuple[int, dict[str, float]] | None]:
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_rank_knows_what_all_take(ranks: int) -> None:
     first, *others = run_on(ranks, measured)

@@ -120,6 +120,7 @@ def teach(folder: Path, name: str, *overrides: str) -> Run:
     return make(folder, "translation", f"strategy.name={name}", "evaluate.batch_size=4", *overrides)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("pipeline", 2), ("zero2", 2)])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
@@ -174,6 +175,7 @@ def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
     assert len(turns) == 12
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["wordlevel", "bpe", "unigram"])
 @pytest.mark.parametrize("tokenizers", ["shared", "separate"])
 def test_training_and_what_is_exported(kind: str, tokenizers: str, tmp_path: Path) -> None:
@@ -216,6 +218,7 @@ def test_training_and_what_is_exported(kind: str, tokenizers: str, tmp_path: Pat
     assert model.config.use_cache
 
 
+@pytest.mark.processes
 def test_a_model_with_two_tokenizers_is_trained_on_with_both(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its export holds them, a run from that export finds them again, and so does the export of that run."""
     one = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=2", "task.bleu=false")
@@ -308,6 +311,7 @@ def test_other_families_begin_as_they_should(family: str, tmp_path: Path) -> Non
     assert batch.inputs["decoder_input_ids"][:, 0].tolist() == [start] * 4
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_families_have_the_same_bits_in_shards(family: str, tmp_path: Path) -> None:
@@ -343,6 +347,7 @@ def test_multi30k_is_read_as_it_is(shared: Path) -> None:
     assert task.tokenizer.decode(test.ragged("input_ids").row(3), skip_special_tokens=True).strip() == row["en"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("tokenizers", ["shared", "separate"])
 def test_the_model_card_s_lines_work(tokenizers: str, tmp_path: Path) -> None:
     one = ("strategy.name=single", "launch.processes=1", "micro_batches=2", "steps=2")

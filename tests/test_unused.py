@@ -57,6 +57,7 @@ def single() -> dict[str, dict[str, Any]]:
     return {model: of(model, "single", 1) for model in MODELS}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("model", "name", "ranks"),
     [
@@ -85,11 +86,13 @@ def test_weights_that_not_every_piece_uses_keep_the_bits(model: str, name: str, 
     assert found["digest"] == single[model]["digest"]
 
 
+@pytest.mark.processes
 def test_without_exact_ddp_takes_them_to_rounding(single: dict) -> None:
     found = of("layerdrop", "ddp", 2, "strategy.exact=false")
     assert found["norms"][:2] == pytest.approx(single["layerdrop"]["norms"][:2], rel=1e-5)
 
 
+@pytest.mark.processes
 def test_what_no_piece_used_is_left_alone(single: dict) -> None:
     """By weight decay and by momentum, in every step and in some; and every save has the same names."""
     after = single["odd"]["weights"]
@@ -105,6 +108,7 @@ def test_what_no_piece_used_is_left_alone(single: dict) -> None:
     assert len(single["odd"]["names"]) == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", [2, slow(1), slow(3)])
 def test_zero_leaves_them_alone_too(stage: int, single: dict) -> None:
     found, alone = of("unused", f"zero{stage}", 2), single["unused"]
@@ -122,19 +126,23 @@ def failed(name: str, ranks: int, task: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_no_gradient_anywhere_is_an_error(name: str, ranks: int) -> None:
     assert "RunError: no weight of the model gets a gradient" in failed(name, ranks, "Detached")
 
 
+@pytest.mark.processes
 def test_layers_that_only_some_ranks_run_are_an_error_of_fsdp2() -> None:
     assert "needs all ranks to run the same layers" in failed("fsdp2", 2, "OneOfTwo")
 
 
+@pytest.mark.processes
 def test_weights_of_another_precision_are_refused() -> None:
     assert "weights that are trained must be torch.float32" in failed("single", 1, "Doubled")
 
 
+@pytest.mark.processes
 def test_weights_that_some_pieces_use_are_an_error_of_zero() -> None:
     assert "DeepSpeed needs every piece to use the same weights" in failed("zero1", 2, "Task")
 

@@ -15,6 +15,9 @@ from lockstep.run import Run
 from lockstep.verify import compare, findings, tell
 from lockstep.world import World
 
+pytestmark = pytest.mark.processes
+
+
 HERE = Path(__file__).parent
 
 

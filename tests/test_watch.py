@@ -38,6 +38,7 @@ class Dawdling(AllReduce):
         return super().train_step(batch, learning_rate)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("rank", [1, slow(0)])  # rank 0 holds the store that the others beat in
 def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
@@ -57,6 +58,7 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, c
     assert bits(tmp_path) == bits(untouched)
 
 
+@pytest.mark.processes
 def test_a_rank_that_does_something_else_is_named_with_its_stack(tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
     options = ["launch.max_restarts=1", "launch.hang_s=4", "strategy.name=test_watch.Dawdling"]

@@ -19,7 +19,10 @@ from lockstep.strategies.strategy import of as class_of
 from lockstep.train import evaluate
 from lockstep.world import World
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+]
 
 STAGES = [1, 2, 3]
 SGD = ("optim.name=sgd", "optim.learning_rate=0.1")
