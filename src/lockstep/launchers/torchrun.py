@@ -95,7 +95,9 @@ class Torchrun(Launcher):
         return Plan(most * processes, same, variables, notes=notes)
 
     def leads(self, run: Run, plan: Plan) -> bool:
-        """The machine that has the rendezvous's address."""
+        """The machine with `node_rank` 0 where ranks are given, else the one that has the rendezvous's address."""
+        if (rank := self.options(run).node_rank) is not None:
+            return bool(rank == 0)
         host = network.endpoint(self.options(run).rendezvous or "localhost:29400")[0]
         try:
             return network.route_to(host) == network.address_of(host)
