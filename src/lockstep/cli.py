@@ -12,13 +12,11 @@ import gc
 import importlib
 import os
 import sys
-import traceback
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 from lockstep import __version__, commands
 from lockstep.commands import run_file
-from lockstep.console import error, speak_to_nobody
-from lockstep.disclosure import said
+from lockstep.console import error, speak_to_nobody, strike_tracebacks
 from lockstep.run import RunError
 
 
@@ -27,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         atexit.register(gc.freeze)  # the end of a process is no time to look for garbage among thousands of modules
     words = sys.argv[1:] if arguments is None else list(arguments)
-    sys.excepthook = _traceback
+    strike_tracebacks()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
     parser = argparse.ArgumentParser(
         prog="lockstep",
@@ -66,11 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         error("interrupted")
         return 130
-
-
-def _traceback(kind: type[BaseException], caught: BaseException, where: TracebackType | None) -> None:
-    """What Python prints of an error that nobody caught, without secrets."""
-    sys.stderr.write(said("".join(traceback.format_exception(kind, caught, where))))
 
 
 def takes_run_file(command: argparse.ArgumentParser) -> bool:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console as RichConsole
@@ -251,6 +254,23 @@ def append(log: Path | None, text: str) -> None:
     if log is not None:
         with suppress(OSError), open(log, "a", encoding="utf-8") as file:
             file.write(f"{said(text)}\n")
+
+
+def strike_tracebacks() -> None:
+    """What Python prints of an error that nobody caught, here or in a thread, comes without secrets from now on."""
+    sys.excepthook = _traceback
+    if threading.excepthook is threading.__excepthook__:  # else somebody listens
+        threading.excepthook = _traceback_of_thread
+
+
+def _traceback(kind: type[BaseException], caught: BaseException | None, where: TracebackType | None) -> None:
+    sys.stderr.write(said("".join(traceback.format_exception(kind, caught, where))))
+
+
+def _traceback_of_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_type is not SystemExit:
+        sys.stderr.write(f"in thread {failed.thread.name if failed.thread else '?'}:\n")
+        _traceback(failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 
 def clock(seconds: float) -> str:

@@ -2,18 +2,22 @@
 
 In: any text, such as a person's data, a library's error, a path. Out: the same text without what looks like a token, a
 key or a password, and without what is one in this process's environment. Every sink calls this: the terminal, log.txt,
-run.yaml, events, trackers, the report, the model card. No pattern finds a password that looks like a word.
+tracebacks, events, samples, trackers, the report, the model card; run.yaml is not written with a secret in it. No
+pattern finds a password that looks like a word.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
+from urllib.parse import quote
 
 STRUCK = "***"
 _SHORTEST = 8  # characters of a variable's value that is struck out wherever it is found: shorter ones are words
+_NO_WORD = 16  # and of one with which a run file is refused: a weak password may be the name of a project, too
 # What tokens and keys look like, by who gives them out.
 _TOKENS = [
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}",  # Hugging Face
@@ -32,23 +36,34 @@ _TOKENS = [
 _TOKEN = re.compile("(?<![A-Za-z0-9])(?:" + "|".join(_TOKENS) + ")|-----BEGIN [A-Z ]*PRIVATE KEY")
 # scheme://user:password@host, also with an @ in the password, and a token alone before the @
 _ADDRESS = re.compile(r"(?P<keep>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/@:\"']*:[^\s/\"']+|[^\s/@:\"']{20,})(?=@)")
+_ADDRESSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@:\"']*:([^\s/\"']+)@")  # the password alone
 _QUERY = re.compile(
     r"(?P<keep>[?&;](?:access_|auth_|api_?|x-amz-)?(?:token|key|secret|password|passwd|sig|signature|credential"
     r"|security-token)=)(?!\*\*\*)[^\s&#\"'<>]+",
     re.IGNORECASE,
 )
-_WORDS = "API_?KEY|SECRET|SECRET_KEY|PASSWORD|PASSWD|PASSPHRASE|ACCESS_KEY|ACCESS_KEY_ID|PRIVATE_KEY"
+_WORDS = (
+    "API[_-]?KEY|SECRET|SECRET[_-]?KEY|PASSWORD|PASSWD|PASSPHRASE|ACCESS[_-]?KEY|ACCESS[_-]?KEY[_-]?ID|PRIVATE[_-]?KEY"
+)
 # NAME=value of a variable or an argument, and 'name': 'value' of a mapping
 _ASSIGNED = re.compile(
     rf"(?P<keep>\b(?:(?-i:(?:[A-Z][A-Z0-9_]*_)?(?:TOKEN|CREDENTIALS?|{_WORDS}))|(?:\w+_)?(?:{_WORDS}|access_token|auth_token))"
     r"(?:\s?=\s?|[\"']\s?:\s?(?=[\"'])))(?!\*\*\*|[\"']\*\*\*|\.\.\.)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\"']+)",
     re.IGNORECASE,
 )
-_PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED)
+# --password value, of a command line
+_OPTION = re.compile(
+    rf"(?P<keep>(?<![\w-])--(?:[a-z0-9]+[_-])*(?:{_WORDS}|token)\s+)(?!\*\*\*|(?-i:[A-Z_]+\b)|-)(?:\"[^\"\n]*\"|'[^'\n]*'|\S+)",
+    re.IGNORECASE,
+)
+_PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _OPTION)
 _NAME = re.compile(rf"(^|[_.-])(token|credentials?|{_WORDS})$", re.IGNORECASE)
 _SPECIAL = re.compile(r"(^|[_.-])(pad|eos|bos|unk|sep|cls|mask|start|end|additional_special)_token$", re.IGNORECASE)
-# C0 but for tab and newline, DEL, C1; what turns the direction of text; what only some programs take for a line's end
-_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+# C0 but for tab and newline, DEL, C1; what turns the direction of text; what only some programs take for a line's end;
+# halves of characters, which no file takes
+_COMMANDS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
 
 
 def struck(text: str) -> str:
@@ -61,16 +76,17 @@ def struck(text: str) -> str:
     return text
 
 
-def struck_all(values: Any) -> Any:
-    """Mappings and lists with every text in them struck, and every value whose key is a secret's."""
+def struck_all(values: Any, filtered: Callable[[str], str] = struck) -> Any:
+    """Mappings and lists with every text in them struck, also of keys, and every value whose key is a secret's.
+    `filtered`: what is done with each text instead, such as `said`."""
     if isinstance(values, str):
-        return struck(values)
+        return filtered(values)
     if isinstance(values, dict):
         return {
-            k: STRUCK if isinstance(v, str) and v and isinstance(k, str) and names_secret(k) else struck_all(v)
+            filtered(k) if isinstance(k, str) else k: STRUCK if kept_secret(k, v) else struck_all(v, filtered)
             for k, v in values.items()
         }
-    return [struck_all(value) for value in values] if isinstance(values, list | tuple) else values
+    return [struck_all(value, filtered) for value in values] if isinstance(values, list | tuple) else values
 
 
 def names_secret(key: str) -> bool:
@@ -78,10 +94,20 @@ def names_secret(key: str) -> bool:
     return _NAME.search(key) is not None and _SPECIAL.search(key) is None
 
 
+def kept_secret(key: Any, value: Any) -> bool:
+    """Whether a key says that its value, a text or a number, is a secret. A number of tokens is none."""
+    if not isinstance(key, str) or isinstance(value, bool) or not names_secret(key):
+        return False
+    return bool(value) if isinstance(value, str) else isinstance(value, int | float) and key[-5:].lower() != "token"
+
+
 def holds_secret(text: str) -> bool:
-    """Whether a text holds what looks like a secret. What is already struck out is none."""
-    return _TOKEN.search(text) is not None or any(
-        STRUCK not in found.group() for pattern in _PATTERNS for found in pattern.finditer(text)
+    """Whether a text holds what looks like a secret, or one of this process's environment that is no word. What is
+    already struck out is none."""
+    return (
+        _TOKEN.search(text) is not None
+        or any(len(value) >= _NO_WORD and value in text and not os.path.exists(value) for value in _held())
+        or any(STRUCK not in found.group() for pattern in _PATTERNS for found in pattern.finditer(text))
     )
 
 
@@ -95,7 +121,19 @@ def said(text: str) -> str:
     return visible(struck(text))
 
 
-def _held() -> Iterator[str]:
+def one_line(text: object, most: int) -> str:
+    """What an error says, on one line of at most `most` characters. Struck first: half a secret looks like none."""
+    return struck(" ".join(str(text).split()))[:most]
+
+
+def _held() -> tuple[str, ...]:
     """Secrets in this process's environment, longest first, each also as it stands in an address."""
-    values = {value.strip() for name, value in os.environ.items() if names_secret(name)}
-    yield from sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
+    return _held_in(tuple(os.environ.items()))
+
+
+@lru_cache(maxsize=1)
+def _held_in(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    values = {value.strip() for name, value in variables if names_secret(name)}
+    values |= {password for _, value in variables for password in _ADDRESSED.findall(value)}
+    values |= {quote(value, safe="", errors="surrogateescape") for value in values}
+    return tuple(sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
 import yaml
@@ -28,28 +29,32 @@ def secret(values: Any) -> str | None:
     """The key of a value that looks like a secret, or None: a run file that holds one is refused, so that none ends up
     in OUTPUT or a tracker. `launch.secrets` holds names of secrets, which are none."""
     for key, value in flat(values).items():
-        texts = [value] if isinstance(value, str) else list(_texts(value))
+        leaves = list(_leaves(key.rpartition(".")[2], value))
         if key == "launch.secrets":
-            texts = [text.partition("=")[2] or text for text in texts]
-        last = key.rpartition(".")[2]
-        if any(map(disclosure.holds_secret, texts)) or (disclosure.names_secret(last) and any(texts)):
+            leaves = [("", str(text).partition("=")[2] or text) for _, text in leaves]
+        texts = [key, *(inner for inner, _ in leaves), *(text for _, text in leaves if isinstance(text, str))]
+        if any(map(disclosure.holds_secret, texts)) or any(starmap(disclosure.kept_secret, leaves)):
             return disclosure.said(key)
     return None
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text of nested lists and mappings, also `key=value` of a mapping's."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield str(key)
-            found = list(_texts(inner))
-            yield from found
-            yield from (f"{key}={text}" for text in found if disclosure.names_secret(str(key)) and text)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every value of nested lists and mappings, with the key that it, or the list around it, has: also of what YAML and
+    Python have besides (sets, bytes, paths). What follows `--name` in a list is the value of that name."""
+    if isinstance(value, Mapping):
+        for inner, found in value.items():
+            yield from _leaves(str(inner), found)
+    elif isinstance(value, list | tuple | set | frozenset):
+        before = ""
+        for found in value:
+            yield from _leaves(key, found)
+            if isinstance(found, str | int | float):
+                yield before, found
+            before = found if isinstance(found, str) and found.startswith("--") else ""
+    elif isinstance(value, bytes):
+        yield key, value.decode("latin-1")
+    else:
+        yield key, value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 class Overrides(dict[str, Any]):

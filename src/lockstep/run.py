@@ -11,7 +11,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep import messages, plugins
+from lockstep import disclosure, messages, plugins
 from lockstep.sections import (
     CheckpointSection,
     DataSection,
@@ -125,9 +125,13 @@ class Run(Section):
         parts = re.findall(r"([\d.]+)([dhms])", self.stop_after or "")
         return sum(float(number) * units[unit] for number, unit in parts) or None
 
-    def dump(self) -> str:
-        """The resolved run as YAML that can be run again."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    def dump(self, filtered: Callable[[str], str] = str) -> str:
+        """The resolved run as YAML that can be run again. Errors: `RunError` for one that holds a secret: however it
+        was put together, none is written down or sent anywhere. `filtered`: what is done with each text before."""
+        values = self.model_dump(mode="json")
+        if (hidden := messages.secret(values)) is not None:
+            raise RunError(secret_in(hidden))
+        return yaml.safe_dump(disclosure.struck_all(values, filtered), sort_keys=False, allow_unicode=True, width=110)
 
     def arithmetic(self) -> dict[str, Any]:
         """The keys that decide the weights, flat: a resume must not change any of them.
@@ -191,10 +195,7 @@ def load(
         if overridden.get(given) is not None and replaced not in overridden:
             values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
     if (hidden := messages.secret(values)) is not None:
-        raise RunError(
-            f"{hidden} ({messages.where(hidden, origin, {}, overridden)}) looks like a secret. Secrets come from the "
-            "environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, and revoke it if the file was shared"
-        )
+        raise RunError(secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})"))
     lines = messages.lines_of(text) if text else {}
     try:
         return _validated(values, origin, lines, overridden, imports)
@@ -288,6 +289,14 @@ class _Source:
             allowed = (*beside, options)
             text = messages.explain(error, Run, self.origin, self.lines, self.overridden, key, allowed)
             raise RunError(text) from None
+
+
+def secret_in(key: str) -> str:
+    """What is said of a run that holds a secret."""
+    return (
+        f"{key} looks like a secret. Secrets come from the environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, "
+        "and revoke it if the file was shared"
+    )
 
 
 def check_output(run: Run) -> None:

@@ -22,10 +22,11 @@ import transformers
 
 from lockstep import plugins
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints, check_resumable, finished
-from lockstep.console import LOG, Console, append, error
+from lockstep.console import LOG, Console, append, error, strike_tracebacks
 from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
+from lockstep.disclosure import said, struck_all
 from lockstep.dry_run import rehearse, rehearse_the_end
 from lockstep.exit_status import BAD, DONE, FAILED, STOPPED
 from lockstep.hub.hub import pending, push_pending, require, write_export
@@ -56,6 +57,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
     """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1.
     `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks are there."""
     world = None
+    strike_tracebacks()
     try:
         world = World(run, init_method)
         world.refusal = refusal
@@ -291,7 +293,7 @@ def deliver(job: Job, found: Trained, weights: Mapping[str, torch.Tensor]) -> in
     run, task, steps = job.run, job.task, job.feed.total
     with suppress(OSError):  # before the export, which is what says that the run is finished
         aside = run.folder / aside_of("tables.json")
-        aside.write_text(json.dumps(found.tables), encoding="utf-8")
+        aside.write_text(json.dumps(struck_all(found.tables, said)), encoding="utf-8")
         os.replace(aside, run.folder / "tables.json")
     write_export(run, task, weights, found.scores, steps)
     sha256 = concluded(run, task, job.journal, job.console, steps, weights)

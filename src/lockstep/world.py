@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.console import LOG
+from lockstep.disclosure import one_line
 from lockstep.processes import network, secret, stores
 from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run, RunError
@@ -170,7 +171,7 @@ class World:
         return (
             f"rank {self.rank} of {self.size} on {self.host} did not meet the other ranks"
             f"{f' at {host}:{port}' if host else ''} within {self._timeout.total_seconds():g} s (launch.timeout_s), "
-            f"through {through}: {' '.join(str(caught).split())[:300]}\nIs every process running, is the address that "
+            f"through {through}: {one_line(caught, 300)}\nIs every process running, is the address that "
             f"of rank 0, and can the others reach this interface? GLOO_SOCKET_IFNAME chooses another one"
         )
 

@@ -6,7 +6,7 @@ import argparse
 import collections
 
 from lockstep.commands.status import NOT_WRITTEN, launcher_of, run_of, trust
-from lockstep.disclosure import visible
+from lockstep.disclosure import said
 from lockstep.run import RunError
 
 HELP = "what the run of OUTPUT has said"
@@ -32,5 +32,5 @@ def main(known: argparse.Namespace) -> int:
         skip = lines[0][0] + (known.tail == 0) if lines else 0
     for place, line in enumerate(launcher.logs(run, record, known.follow)):
         if place >= skip:
-            print(visible(line), flush=known.follow)
+            print(said(line), flush=known.follow)
     return 0

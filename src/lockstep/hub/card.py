@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
-from lockstep.disclosure import said, struck
+from lockstep.disclosure import said, struck_all
 from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
 
@@ -41,6 +41,8 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}")
 
 def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps: int) -> str:
     """The card of a run that ended after `steps`, with the scores of its splits."""
+    from huggingface_hub.utils import yaml_dump
+
     base, data = hub_model(run), _data_name(run, task)
     where = f"[{run.data.source}](https://huggingface.co/datasets/{run.data.source})" if hub_data(run) else code(data)
     labels = ", ".join(words(str(label)) for label in task.prepared.facts.get("labels", []))
@@ -54,8 +56,9 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
         )
         origin = f"{'An adapter of' if _adapter_alone(run) else 'Fine-tuned from'} {named}"
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
-    head = struck(metadata(run, task, scores).to_yaml(line_break="\n"))
-    file = struck(without_home(run.dump()))
+    # struck before they are YAML, to which a bare *** means something else
+    head = yaml_dump(struck_all(metadata(run, task, scores).to_dict(), said), sort_keys=False).strip()
+    file = without_home(run.dump(said))
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any in the file
     return (
         f"---\n{head}\n---\n\n# {run.name}\n\n"

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from lockstep.console import Console, error
+from lockstep.disclosure import one_line
 from lockstep.exit_status import STOPPED
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.parts.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
@@ -189,8 +190,8 @@ def kubectl(facts: Any, *words: str) -> str:
     """Standard output. Errors: `RunError` with what kubectl said."""
     done = subprocess.run([*command(facts), *words], capture_output=True, text=True)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise RunError(f"kubectl {words[0]}: {said[:500] or f'status {done.returncode}'}")
+        said = one_line(done.stderr or done.stdout, 500)
+        raise RunError(f"kubectl {words[0]}: {said or f'status {done.returncode}'}")
     return done.stdout
 
 

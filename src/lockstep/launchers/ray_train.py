@@ -24,6 +24,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lockstep.console import Console, error
+from lockstep.disclosure import one_line
 from lockstep.exit_status import BAD, DONE, FAILED, STOPPED
 from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.launchers.local import processes_of
@@ -134,7 +135,7 @@ def connect(address: str | None) -> bool:
     try:
         ray.init(address=address or "local", logging_level=logging.ERROR)
     except Exception as caught:  # ConnectionError, RuntimeError, what gRPC raises
-        said = " ".join(str(caught).split())[:300]
+        said = one_line(caught, 300)
         if address is None:
             raise RunError(f"launch.name: ray: Ray did not start on this machine: {said}") from None
         raise unanswered(address, said) from None
@@ -182,7 +183,7 @@ def fit(given: dict[str, dict[str, Any]], config: dict[str, Any]) -> int | None:
     while thread.is_alive():
         thread.join(0.2)
     if caught:
-        error(f"Ray gave up: {' '.join(str(caught[0]).split())[:600]}")
+        error(f"Ray gave up: {one_line(caught[0], 600)}")
         return FAILED
     return None
 

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 from lockstep.console import error
+from lockstep.disclosure import one_line
 from lockstep.processes import launched
 from lockstep.world import World
 
@@ -42,7 +43,7 @@ def tell_failure(caught: Exception, world: World | None, log: Path | None = None
             pass
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
     if lost_contact(caught):
-        error(f"{who} lost contact with another rank: {' '.join(str(caught).split())[:200]}", log)
+        error(f"{who} lost contact with another rank: {one_line(caught, 200)}", log)
     else:
         error(f"{who} failed at {time.strftime('%H:%M:%S')}:\n{''.join(traceback.format_exception(caught))}", log)
 

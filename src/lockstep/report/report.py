@@ -51,6 +51,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_told,  # each value before HTML writes its quotes and ampersands in another way
     )
     pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
     text = pages.get_template(template).render(written=time.strftime("%Y-%m-%d %H:%M"), **values)
@@ -208,6 +209,11 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _value(value: object) -> str:
     return "" if value is None else charts.number(value) if isinstance(value, int | float) else str(value)
+
+
+def _told(value: Any) -> Any:
+    """A value as the page may have it; what is HTML already (`safe`) was made by us of texts that are escaped."""
+    return said(value) if type(value) is str else value
 
 
 def _percent(share: float) -> str:

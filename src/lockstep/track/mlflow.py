@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import Field
 
 from lockstep import messages
-from lockstep.disclosure import struck
 from lockstep.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
@@ -65,8 +64,8 @@ class MLflow(Tracker):
     def _parameters(self) -> None:
         from mlflow.entities import Param
 
-        flat = messages.flat(self.run.model_dump(mode="json"))
-        rows = [Param(key, struck(str(value))[:6000]) for key, value in flat.items()]
+        flat = messages.flat(self.config)
+        rows = [Param(key, str(value)[:6000]) for key, value in flat.items()]
         for start in range(0, len(rows), 100):  # as many as a request may hold
             self._client.log_batch(self.run_id, params=rows[start : start + 100])
 

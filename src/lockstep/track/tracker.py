@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from lockstep.disclosure import said, struck_all
 from lockstep.run import Run, RunError
 from lockstep.sections import Section
 
@@ -33,6 +34,11 @@ class Tracker(ABC):
         will be logged again. `run_id`: what the sink called this run when the checkpoint was made that it goes on
         from, or None."""
         self.run, self.options, self.after, self.run_id = run, options, after, run_id
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved run as plain values, for a sink that keeps it: without secrets."""
+        return struck_all(self.run.model_dump(mode="json"), said)
 
     @classmethod
     def check(cls) -> None:

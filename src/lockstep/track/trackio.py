@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import Field
 
-from lockstep.disclosure import struck_all
 from lockstep.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
@@ -44,7 +43,7 @@ class Trackio(Tracker):
             group=options.group,
             space_id=options.space,
             private=options.private if options.space else None,
-            config=struck_all(self.run.model_dump(mode="json")),
+            config=self.config,
             resume="allow",
             embed=False,
             auto_log_gpu=False,  # of this process only; `system/...` has those of every rank

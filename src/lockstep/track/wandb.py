@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lockstep.disclosure import struck_all
+from lockstep.disclosure import one_line
 from lockstep.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
@@ -55,7 +55,7 @@ class WandB(Tracker):
         except wandb.errors.CommError as caught:
             wandb.teardown()  # its background process would not give the run's id free
             self._start(wandb, "offline")
-            return f"{' '.join(str(caught).split())[:200]}; {self._kept()}"
+            return f"{one_line(caught, 200)}; {self._kept()}"
         return self._wandb.url or self._kept()
 
     def _kept(self) -> str:
@@ -71,7 +71,7 @@ class WandB(Tracker):
             name=options.name or self.run.name,
             tags=options.tags or None,
             notes=options.notes,
-            config=struck_all(self.run.model_dump(mode="json")),
+            config=self.config,
             dir=str(self.run.folder),
             id=self.run_id,
             resume="allow",

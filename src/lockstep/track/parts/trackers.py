@@ -1,7 +1,8 @@
 """All trackers of a run behind one: hands numbers on, and sees to it that none of them holds up or ends training.
 
 In: `log` and `show` on rank 0. Out: calls of each tracker, in a thread of its own. One that fails, or cannot keep up,
-is named once and left out; `metrics.jsonl` is written at once, by the caller, and keeps everything.
+is named once and left out; `metrics.jsonl` is written at once, by the caller, and keeps everything. No text passes here
+with a secret or a control character in it, whatever the tracker.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep import plugins
+from lockstep.disclosure import one_line, said, struck_all
 from lockstep.run import Run
 from lockstep.track.jsonl import Jsonl
 from lockstep.track.tracker import End, Sample, Tracker
@@ -37,6 +39,7 @@ class Trackers:
         self._wait_s, self._warn, self._warned = run.track.wait_s, warn, False
         self._jsonl: Tracker | None = Jsonl(run, None, after, None) if loud else None
         self._lanes = []
+        self._names: dict[str, str] = {}  # of numbers -> as they are told
         self._at_once("open")
         for name in dict.fromkeys(run.track.to) if loud else ():
             if name != "jsonl":
@@ -46,12 +49,14 @@ class Trackers:
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         """As `Tracker.log`."""
-        self._hand_on("log", step, split, numbers)
+        names = self._names
+        plain = {names.get(name) or names.setdefault(name, said(name)): value for name, value in numbers.items()}
+        self._hand_on("log", step, split, plain)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         """As `Tracker.show`."""
         if samples:
-            self._hand_on("show", step, samples)
+            self._hand_on("show", step, struck_all(list(samples), said))
 
     def close(self, end: End) -> None:
         """Let every tracker finish, for `track.wait_s` seconds in all."""
@@ -132,4 +137,4 @@ def reason(caught: BaseException) -> str:
     """What went wrong, on one line."""
     if isinstance(caught, OSError) and caught.strerror:
         return caught.strerror + (f": {caught.filename}" if caught.filename else "")
-    return f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}"
+    return f"{type(caught).__name__}: {one_line(caught, 300)}"
