@@ -113,9 +113,6 @@ def test_a_forged_sign_of_life(three: Hosts, how: str, given: bool, tmp_path: Pa
     if how == "forged":
         marker.write_text(str(bystander.process.pid))
     stranger(three, store_of_rank_0(three), how, marker)
-    for folder in folders:
-        if how != "forged" or given:
-            assert folder.exists()
     ends = [job.ended() for job in jobs]
     assert ends == [1, 1], jobs[0].err + jobs[1].err
     said = jobs[0].err + jobs[1].err
