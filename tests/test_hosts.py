@@ -12,45 +12,28 @@ from pathlib import Path
 
 import hosts
 import pytest
-import yaml
-from command import LOCKSTEP, ended, saved, start, step_of
-from harness import TINY
+from command import LOCKSTEP
+from host_jobs import (
+    HELD,
+    HERE,
+    PORT,
+    QUICK,
+    STEPS,
+    alone,
+    bits,
+    hold,
+    own,
+    release,
+    torchrun,
+    until,
+    until_step,
+    write,
+)
 from hosts import Hosts, Job
 
-from lockstep.checkpoint.checkpoint import digest
+__all__ = ["alone"]  # a fixture
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
-STEPS, PORT = 24, 29400
-SMALL = TINY | {
-    "steps": STEPS,
-    "output": "out",
-    "launch": {"device": "cpu", "threads": 1, "processes": 1, "hang_s": 0},
-    "checkpoint": {"every": 6, "keep": 2},
-    "track": {"every": 1},
-}
-QUICK = ["launch.lost_s=6", "launch.more_s=3", "launch.max_restarts=3"]
-HELD = "strategy.name=held_steps.Held"
-HERE = str(Path(__file__).parent)
-
-
-def write(folder: Path, **values: object) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.yaml").write_text(yaml.safe_dump(SMALL | values))
-    return folder
-
-
-def bits(folder: Path) -> str:
-    """SHA-256 of weights and optimizer at the end, whoever wrote them."""
-    return digest(folder / f"out/checkpoints/step-{STEPS:06d}")
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> str:
-    """The bits of one process on one machine."""
-    folder = write(tmp_path_factory.mktemp("alone"))
-    status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml"], folder, cache))
-    assert status == 0, err
-    return bits(folder)
 
 
 @pytest.fixture
@@ -77,43 +60,6 @@ def note(request: pytest.FixtureRequest) -> Callable[..., None]:
                 file.write(json.dumps(line) + "\n")
 
     return keep
-
-
-def torchrun(made: Hosts, host: int, *words: str, folder: Path | None = None, machines: str = "2", at: int = 0) -> Job:
-    """The launcher `torchrun` on a host; it meets the others on host `at`."""
-    options = ["launch.name=torchrun", f"launch.machines={machines}", f"launch.rendezvous={made.address(at)}:{PORT}"]
-    return made.start(host, [*LOCKSTEP, "train", "run.yaml", *options, *words], folder, PYTHONPATH=HERE)
-
-
-def hold(step: int, *folders: Path) -> None:
-    """Jobs of these folders shall not go beyond so many steps."""
-    for folder in folders:
-        (folder / "hold.new").write_text(str(step))
-        (folder / "hold.new").rename(folder / "hold")
-
-
-def release(*folders: Path) -> None:
-    for folder in folders:
-        (folder / "hold").unlink()
-
-
-def own(made: Hosts) -> list[Path]:
-    """Every host's own folder, with the run file."""
-    return [write(made.folder(host)) for host in range(made.count)]
-
-
-def until(true: Callable[[], object], job: Job, seconds: float = 500) -> None:
-    """Wait, as long as the job runs. The limit is only there so that a failure ends."""
-    limit = time.monotonic() + seconds
-    while not true():
-        assert job.process.poll() is None, f"has ended:\n{job.out}\n{job.err}"
-        assert time.monotonic() < limit, f"waited in vain:\n{job.out}\n{job.err}"
-        time.sleep(0.05)
-
-
-def until_step(folder: Path, step: int, job: Job) -> None:
-    """The job has come so far, and the checkpoint before that is written."""
-    until(lambda: step_of(folder) >= step and saved(folder) >= step - step % 6, job)
 
 
 def together(first: Job, second: Job, *folders: Path) -> None:
@@ -216,7 +162,7 @@ def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, n
     hold(12, shared)
     told = first.says("restarting from the last checkpoint", since=killed)
     again = torchrun(two, 1, *words, folder=shared, machines="1:2")
-    until(lambda: again.when("machines   2") or first.when("another machine has come"), again)
+    until(lambda: again.when("machines   2") or first.when("another machine has come", killed), again)
     release(shared)
     assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
     assert "lost contact with another rank" in first.err or "no sign of life from host-1" in first.err

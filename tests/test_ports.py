@@ -7,22 +7,26 @@ import json
 import os
 import pickle
 import socket
+import subprocess
 import sys
+import threading
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from harness import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
-from lockstep.processes import meeting_state, network, secret, stores
-from lockstep.processes.meeting import Limits, Machine, Meeting
+from lockstep.processes import meeting_state, network, secret, stores, watch
+from lockstep.processes.meeting import Limits, Machine, Meeting, _parsed
 from lockstep.processes.stores import Sealed
 from lockstep.run import RunError
+from lockstep.world import World
 
 KEY = "0123456789abcdef0123456789abcdef"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc")
@@ -82,6 +86,90 @@ def test_a_forged_end_is_one_message() -> None:
     assert end is not None
     assert end.status == 1
     assert "'end' in the store bears no seal" in end.text.replace(f"{first.get_run_id()}/", "")
+
+
+def state(**values: Any) -> dict[str, Any]:
+    """A well-formed state of one machine that is there."""
+    node, now = ["stranger", 1, 0], "2199-01-01T00:00:00+00:00"
+    lists = {"participants": [[*node, 0]], "wait_list": [], "redundancy_list": [], "last_heartbeats": [[*node, now]]}
+    return {"round": 0, "complete": True, "deadline": None, "closed": False} | lists | values
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        state(round=-1),
+        state(last_heartbeats=[]),
+        state(wait_list=[["other", 1, 0]]),
+        state(participants=[["stranger", 1, 0, 0], ["other", 1, 0, 0]]),
+    ],
+)
+def test_a_state_that_cannot_be_is_told(forged: dict[str, Any]) -> None:
+    """Without a secret anybody can make the seal: what it holds is looked at, too."""
+    first = meeting(key="")
+    text = json.dumps(forged).encode()
+    key = f"{first.get_run_id()}/state/state"
+    raw = stores.connected("127.0.0.1", first.port, 5, 5)
+    PrefixStore(f"lockstep-state-{first.get_run_id()}", raw).set("state", secret.sealed("", key, text))
+    with pytest.raises(RendezvousStateError, match="is no such state"):
+        first.next_rendezvous()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"host": "b", "address": 3, "processes": 1},
+        {"host": "b", "address": "", "processes": "many"},
+        {"host": "b", "address": "", "processes": 1, "step": []},
+        {"other": 1},
+        ["b"],
+        3,
+    ],
+)
+def test_a_machine_that_cannot_be_is_told(told: Any) -> None:
+    with pytest.raises(RendezvousStateError, match="cannot be read"):
+        _parsed(Machine, json.dumps(told).encode())
+
+
+def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None:
+    first = meeting(key="")
+    for wrong in (KeyError("a"), ValueError("b"), AttributeError("c"), TypeError("d"), OverflowError("e")):
+        with pytest.raises(RendezvousStateError, match="makes no sense"), first.reading():
+            raise wrong
+    assert not first.gone
+    with pytest.raises(RendezvousConnectionError), first.reading():
+        raise RuntimeError("the store is gone")
+    assert first.gone
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[", b"3", b"{}", b'{"over": 0}', b'{"over": false}', b"[" * 100_000, b'{"over": true, "pid": 1}']
+)
+def test_a_sign_of_life_that_no_rank_gives_is_told(text: bytes) -> None:
+    with pytest.raises(RendezvousStateError, match="is no sign of life"):
+        watch.parsed(text)
+
+
+def test_a_rank_s_own_signs_of_life_are_read() -> None:
+    watching = watch.Watch(World(tiny()), 5)
+    watching._main = threading.get_ident()
+    for stuck in (True, False):
+        found = watching._beat(3, stuck)
+        assert watch.parsed(json.dumps(found).encode()) == found
+    assert watch.parsed(b'{"over": true}') == {"over": True}
+
+
+@linux
+def test_only_a_process_of_the_same_launcher_is_ended() -> None:
+    """Whoever writes a sign of life chooses the number that is in it."""
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not watch.sibling(other.pid)
+        assert not any(watch.sibling(pid) for pid in (-1, 0, 1, os.getppid(), 2**31))
+        assert watch.sibling(os.getpid())
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_what_is_sealed_holds_for_its_own_key_only() -> None:

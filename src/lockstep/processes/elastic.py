@@ -188,7 +188,8 @@ class Agent(LocalElasticAgent):
         self._meets = True
         if self._asked:
             raise SignalException("asked to stop", sigval=signal.SIGTERM)
-        super()._rendezvous(worker_group)
+        with self.meeting.reading():
+            super()._rendezvous(worker_group)
         self._hopeless = self._meets = False
         machines = self.meeting.machines
         if self.meeting.most > 1:

@@ -11,9 +11,10 @@ import ipaddress
 import json
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, get_type_hints
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
@@ -137,9 +138,11 @@ class Meeting:
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines; then decide, with all of them, which one comes first."""
-        found = self._inner.next_rendezvous()
-        while not self._wait_for(keys := self._introduce(found), 2 * self.limits.lost):
-            found = self._inner.next_rendezvous()  # one was lost just now
+        found = self._call(self._inner.next_rendezvous)
+        while found.rank >= found.world_size or not self._wait_for(
+            keys := self._introduce(found), 2 * self.limits.lost
+        ):
+            found = self._call(self._inner.next_rendezvous)  # one was lost just now
         told = self._call(lambda: self._round.multi_get(keys))
         machines = [_parsed(Machine, text) for text in told]
         order = sorted(range(len(machines)), key=lambda rank: machines[rank].precedence)
@@ -179,7 +182,7 @@ class Meeting:
         others end with the same message, else they go on without this one."""
         mine = json.dumps([self._machine.host, facts], sort_keys=True)
         first = self._call(lambda: self._job.compare_set("facts", "", mine)).decode()
-        host, theirs = _parsed(lambda host, facts: (str(host), dict(facts)), first)
+        host, theirs = _parsed(_facts, first)
         if not (text := disagreement([(host, theirs), (self._machine.host, facts)])):
             return
         self._call(self._inner.num_nodes_waiting)  # looks at the others' signs of life
@@ -280,14 +283,23 @@ class Meeting:
         return self._inner._state_holder.state
 
     def _call(self, ask: Callable[[], Any]) -> Any:
-        try:
+        with self.reading():
             return ask()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around what torch elastic does with what the others wrote: it trusts them. Errors: `RendezvousError`, also
+        for what somebody wrote there who is none of them."""
+        try:
+            yield
         except RendezvousConnectionError:
             self.gone = True
             raise
         except RuntimeError as caught:
             self.gone = True
             raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as caught:
+            raise RendezvousStateError(f"what another machine wrote makes no sense: {caught!r:.200}") from caught
 
     def _wait_for(self, keys: list[str], limit_s: float) -> bool:
         """Without holding the store's connection, which signs of life need. Returns whether they came."""
@@ -308,13 +320,21 @@ def serve(host: str, port: int) -> Any:
 
 
 def _parsed(kind: Callable[..., Any], text: bytes) -> Any:
-    """What another machine has written, made of its JSON: an object's or a list's members. Errors:
-    `RendezvousStateError`."""
+    """What another machine has written, made of its JSON: an object's or a list's members, of the types that a
+    dataclass says. Errors: `RendezvousStateError`."""
     try:
         found = json.loads(text)
-        return kind(**found) if isinstance(found, dict) else kind(*found)
+        made = kind(**found) if isinstance(found, dict) else kind(*found)
+        for name, wanted in get_type_hints(kind).items() if is_dataclass(kind) else ():
+            if not isinstance(getattr(made, name), wanted):
+                raise TypeError(f"{name} is {getattr(made, name)!r:.80}")
+        return made
     except (ValueError, TypeError, RecursionError) as caught:
         raise RendezvousStateError(f"what another machine wrote cannot be read: {caught!r:.200}") from None
+
+
+def _facts(host: str, facts: dict[str, str]) -> tuple[str, dict[str, str]]:
+    return str(host), {str(name): str(value) for name, value in dict(facts).items()}
 
 
 def _seconds(seconds: float) -> Any:

@@ -91,9 +91,19 @@ def _state(text: bytes) -> _RendezvousState:
         state.wait_list = {node(found) for found in told["wait_list"]}
         state.redundancy_list = {node(found) for found in told["redundancy_list"]}
         state.last_heartbeats = {node(found): _time(found[3]) for found in told["last_heartbeats"]}
+        _possible(state)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as caught:
         raise RendezvousStateError(f"the state that machines meet through is no such state: {caught!r:.200}") from None
     return state
+
+
+def _possible(state: _RendezvousState) -> None:
+    """What torch elastic takes for granted. Errors: `ValueError`."""
+    places = list(state.participants.values())
+    if state.round < 0 or (state.complete and (len(set(places)) < len(places) or min(places, default=0) < 0)):
+        raise ValueError("two machines have one place")
+    if not {*state.participants, *state.wait_list, *state.redundancy_list} <= set(state.last_heartbeats):
+        raise ValueError("a machine has given no sign of life")
 
 
 def _is(kind: type, value: Any) -> Any:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ class Watch:
         for rank in range(self.world.size):
             if not self._store.check([str(rank)]):
                 continue
-            beat = json.loads(self._store.get(str(rank)))
+            beat = parsed(self._store.get(str(rank)))
             if beat["over"]:
                 seen.pop(rank, None)
                 continue
@@ -154,9 +155,39 @@ class Watch:
     def _end_silent(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
         error(verdict(found, silent, self.limit_s), self.world.log)
         for rank in silent:
-            if found[rank]["host"] == self.world.host:  # a stopped process does not end when it is asked to
-                with contextlib.suppress(OSError):
+            if found[rank]["host"] == self.world.host and sibling(found[rank]["pid"]):
+                with contextlib.suppress(OSError):  # a stopped process does not end when it is asked to
                     os.kill(found[rank]["pid"], signal.SIGKILL)
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """A beat, or `{"over": True}`. Errors: `RendezvousStateError` for what no rank writes."""
+    try:
+        found = json.loads(text)
+        if found == {"over": True}:
+            return dict(found)
+        lists = [found["stack"], found["collectives"]]
+        right = (
+            found["over"] is False
+            and all(type(found[name]) is int for name in ("beat", "pid", "progress"))
+            and all(type(word) is str for word in [found["host"], found["place"], *lists[0], *lists[1]])
+            and all(type(each) is list for each in lists)
+        )
+    except (ValueError, TypeError, LookupError, RecursionError):
+        right = False
+    if not right:
+        raise RendezvousStateError(f"{text[:80]!r} is no sign of life")
+    return dict(found)
+
+
+def sibling(pid: int) -> bool:
+    """Whether that process has the parent of this one, as ranks of one launcher have: without a secret, anybody who
+    reaches the store can name any process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return pid > 1 and sys.platform != "linux"  # which does not tell
+    return pid > 1 and int(stat.rpartition(")")[2].split()[1]) == os.getppid()
 
 
 def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float) -> str:

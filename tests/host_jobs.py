@@ -1,0 +1,82 @@
+"""What tests of jobs on several hosts share: a small run, the launcher `torchrun` on a host, holding it at a step."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from command import LOCKSTEP, ended, saved, start, step_of
+from harness import TINY
+from hosts import Hosts, Job
+
+from lockstep.checkpoint.checkpoint import digest
+
+STEPS, PORT = 24, 29400
+SMALL = TINY | {
+    "steps": STEPS,
+    "output": "out",
+    "launch": {"device": "cpu", "threads": 1, "processes": 1, "hang_s": 0},
+    "checkpoint": {"every": 6, "keep": 2},
+    "track": {"every": 1},
+}
+QUICK = ["launch.lost_s=6", "launch.more_s=3", "launch.max_restarts=3"]
+HELD = "strategy.name=held_steps.Held"
+HERE = str(Path(__file__).parent)
+
+
+def write(folder: Path, **values: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(SMALL | values))
+    return folder
+
+
+def bits(folder: Path) -> str:
+    """SHA-256 of weights and optimizer at the end, whoever wrote them."""
+    return digest(folder / f"out/checkpoints/step-{STEPS:06d}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> str:
+    """The bits of one process on one machine."""
+    folder = write(tmp_path_factory.mktemp("alone"))
+    status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml"], folder, cache))
+    assert status == 0, err
+    return bits(folder)
+
+
+def torchrun(made: Hosts, host: int, *words: str, folder: Path | None = None, machines: str = "2", at: int = 0) -> Job:
+    """The launcher `torchrun` on a host; it meets the others on host `at`."""
+    options = ["launch.name=torchrun", f"launch.machines={machines}", f"launch.rendezvous={made.address(at)}:{PORT}"]
+    return made.start(host, [*LOCKSTEP, "train", "run.yaml", *options, *words], folder, PYTHONPATH=HERE)
+
+
+def hold(step: int, *folders: Path) -> None:
+    """Jobs of these folders shall not go beyond so many steps."""
+    for folder in folders:
+        (folder / "hold.new").write_text(str(step))
+        (folder / "hold.new").rename(folder / "hold")
+
+
+def release(*folders: Path) -> None:
+    for folder in folders:
+        (folder / "hold").unlink()
+
+
+def own(made: Hosts) -> list[Path]:
+    """Every host's own folder, with the run file."""
+    return [write(made.folder(host)) for host in range(made.count)]
+
+
+def until(true: Callable[[], object], job: Job, seconds: float = 500) -> None:
+    """Wait, as long as the job runs. The limit is only there so that a failure ends."""
+    limit = time.monotonic() + seconds
+    while not true():
+        assert job.process.poll() is None, f"has ended:\n{job.out}\n{job.err}"
+        assert time.monotonic() < limit, f"waited in vain:\n{job.out}\n{job.err}"
+        time.sleep(0.05)
+
+
+def until_step(folder: Path, step: int, job: Job) -> None:
+    """The job has come so far, and the checkpoint before that is written."""
+    until(lambda: step_of(folder) >= step and saved(folder) >= step - step % 6, job)
