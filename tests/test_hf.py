@@ -142,6 +142,7 @@ def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:
         assert (ours[name] - weight).abs().max() <= 1e-6, name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "option", "said"),
     [
@@ -151,7 +152,7 @@ def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:
         ("hf_accelerate", "fsdp={version: 1}", "strategy.options.fsdp: Accelerate's plug-in for FSDP2 has no option"),
         ("hf_accelerate", "fsdp=1", "is not a mapping"),
         ("hf_accelerate", "deepspeed={zero_stage: 4}", "strategy.options.deepspeed.zero_stage"),
-        ("hf_accelerate", "deepspeed={zero_stage: 2, optimizer: {}}", "strategy.options.deepspeed.optimizer"),
+        ("hf_accelerate", "deepspeed={zero_stage: 2, optimizer: {type: Lamb}}", "strategy.options.deepspeed.optimizer"),
     ],
 )
 def test_unknown_options_are_refused(name: str, option: str, said: str) -> None:
