@@ -38,7 +38,7 @@ def missing() -> str | None:
     return None if probe.returncode == 0 else "this kernel or container allows no network namespaces"
 
 
-cluster = [pytest.mark.cluster, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+cluster = [pytest.mark.cluster, pytest.mark.processes, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 
 def run(*words: str) -> str:

@@ -1,20 +1,15 @@
 """What a stranger on the network does: `python stranger.py HOST PORT HOW MARKER` writes into the store that it finds
 there, under every key that is there and under those that torch and lockstep read. Prints how many keys.
 
-HOW: `pickle` (it would make the folder MARKER), `malformed` (half of a JSON text), `forged` (well-formed, under the
-seal that anybody can make; a sign of life names the process that MARKER holds), `strange` (well-formed, and makes no
-sense), `elsewhere` (the pickle, under keys of torch's own).
+HOW: `pickle` (it would make the folder MARKER), `malformed` (half of a JSON text), `forged` (well-formed); the last two
+under the seal that anybody can make.
 """
 
-import contextlib
 import json
 import os
 import pickle
-import socket
-import struct
 import sys
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from lockstep.processes import secret, stores
@@ -31,7 +26,6 @@ STATE: dict[str, Any] = {
     "redundancy_list": [],
     "last_heartbeats": [[*ME, SOON]],
 }
-STRANGE = STATE | {"complete": False, "round": 1, "wait_list": [["a", 2, 0]], "last_heartbeats": []}
 
 
 class Code:
@@ -44,33 +38,16 @@ class Code:
         return os.mkdir, (self.marker,)
 
 
-def beat(process: int) -> dict[str, Any]:
-    """A sign of life of a rank."""
-    common = {"host": "host-0", "place": "step 1", "progress": 1, "stack": [], "collectives": [], "over": False}
-    return common | {"beat": -1, "pid": process}
-
-
 def values(how: str, marker: str, key: str) -> bytes:
     """What to write under a key."""
-    if how in ("pickle", "elsewhere"):
+    if how == "pickle":
         return pickle.dumps(Code(marker))
-    if "lockstep-watch" in key:
-        room, text = "watch", json.dumps(beat(int(Path(marker).read_text())) if how == "forged" else {"over": 0})
-    else:
-        first, _, rest = key.partition("/")
-        room = f"{first.removeprefix('lockstep-state-').removeprefix('lockstep-')}"
-        room = f"{room}/state" if first.startswith("lockstep-state-") else room
-        text = json.dumps(STATE if how == "forged" else STRANGE) if rest == "state" else '["stranger", {}]'
+    first, _, rest = key.partition("/")
+    room = first.removeprefix("lockstep-state-").removeprefix("lockstep-")
+    room = f"{room}/state" if first.startswith("lockstep-state-") else room
+    text = json.dumps(STATE) if rest == "state" else '["stranger", {}]'
     text = text[: len(text) // 2] if how == "malformed" else text
     return secret.sealed("", f"{room}/{key.rpartition('/')[2]}", text.encode())
-
-
-def speaks(host: str, port: int) -> bool:
-    """Whether a store of torch listens there."""
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2) as probe:
-        probe.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 1))  # VALIDATE and PING, as in `network.answers`
-        return probe.recv(4) == struct.pack("=I", 1)
-    return False
 
 
 def main(host: str, port: str, how: str, marker: str) -> None:
@@ -78,8 +55,8 @@ def main(host: str, port: str, how: str, marker: str) -> None:
     found = [key for key in store.list_keys() if not key.startswith(("lockstep-job", "init/"))]
     name = next((store.get(key)[-32:].decode() for key in found if key.startswith("lockstep-name-")), "none")
     own = [f"torch.rendezvous.{name}", f"torch.rendezvous.{name}.0/torchelastic/role_info/0", "c10d/state"]
-    ours = [key for key in found if "state" in key or "facts" in key or "lockstep-watch" in key]
-    keys = own if how == "elsewhere" else [*own, *ours, *([f"lockstep-state-{name}/state"] if name != "none" else [])]
+    ours = [key for key in found if "state" in key or "facts" in key]
+    keys = [*own, *ours, *([f"lockstep-state-{name}/state"] if name != "none" else [])]
     for key in keys:
         store.set(key, values(how, marker, key))
     print(len(keys), *keys)

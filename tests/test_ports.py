@@ -160,6 +160,7 @@ def test_a_rank_s_own_signs_of_life_are_read() -> None:
 
 
 @linux
+@pytest.mark.processes
 def test_only_a_process_of_the_same_launcher_is_ended() -> None:
     """Whoever writes a sign of life chooses the number that is in it."""
     other = subprocess.Popen(["sleep", "60"])

@@ -16,7 +16,12 @@ from lockstep.processes import launched
 from lockstep.run import load
 
 reason = slurm_cluster.missing()
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason)), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.processes,
+    pytest.mark.skipif(reason is not None, reason=str(reason)),
+    pytest.mark.timeout(900),
+]
 HERE = str(Path(__file__).parent)
 PLAIN = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
 
