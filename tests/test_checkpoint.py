@@ -253,6 +253,7 @@ def test_the_same_data_under_another_name_is_the_same_data(trained: tuple, tmp_p
     told = changed(*of("renamed", "optim.clip=3"), manifest)
     assert told is not None
     assert "optim.clip: 0.5 in the checkpoint, 3.0 now" in told
+    assert "data.source" not in told, "the same data under another name is no reason"
 
 
 def test_the_same_data_in_another_cache_is_the_same_data(

@@ -161,6 +161,8 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
     # a checkpoint that is older than a key was trained with the key's default
     then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
     differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
+    if manifest.data == prepared.key:  # the same tokens: where they were read from is no reason
+        differing = [key for key in differing if key not in _READ_FROM]
     rows = "\n".join(f"  {k}: {then.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in differing)
     if not set(differing) <= _READ_FROM:
         return (
