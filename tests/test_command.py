@@ -48,6 +48,7 @@ def test_what_a_run_leaves(untouched: Path) -> None:
     assert found == {
         "run.yaml",
         "launch.json",
+        "export.json",
         "log.txt",
         *(f"{name}.jsonl" for name in ("metrics", "system", "samples", "events", "ranks")),
         "tables.json",

@@ -34,7 +34,7 @@ def test_by_length_every_example_comes_once_and_from_any_starting_point(
     for epoch in (steps[:count], steps[count:]):
         assert sorted(np.concatenate(epoch)) == list(range(examples))
         assert [len(s) for s in epoch] == [len(Order(examples, batch, seed).step(t)) for t in range(count)]
-    for t in np.random.default_rng(seed).permutation(2 * count):  # in another order, and each by one that is new
+    for t in np.random.default_rng(seed).permutation(2 * count)[:20]:  # in another order, and each by one that is new
         assert (order.step(int(t)) == steps[t]).all()
         assert (ByLength(lengths, batch, seed, window).step(int(t)) == steps[t]).all()
 

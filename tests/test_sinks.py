@@ -112,6 +112,7 @@ def connected(world: World, name: str, folder: Path) -> tuple[str, str]:
     return "\n".join(said), (run.folder / "log.txt").read_text()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_a_password_in_a_tracking_address(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip(name)
@@ -224,6 +225,7 @@ def test_no_way_into_run_yaml_by_a_sweep(part: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.processes
 def test_what_a_run_writes_of_data_with_secrets_and_escapes(tmp_path: Path, cache: Path) -> None:
     text, label = TOLD.replace("\ud800", ""), f"joy \x1b[2J {TOKEN}"
     rows = [{"text": f"{text} {i}", "label": label if i % 2 else "b"} for i in range(80)]
