@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import held
 import pytest
 from command import LOCKSTEP, STEPS, bits, ended, ranks_of, saved, start, step_of, until, write
 from harness import tiny
@@ -42,12 +43,16 @@ class Dawdling(AllReduce):
 @pytest.mark.parametrize("rank", [1, slow(0)])  # rank 0 holds the store that the others beat in
 def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
-    options = ["launch.max_restarts=1", "launch.hang_s=4"]
-    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
-    until(lambda: saved(tmp_path) >= 10, "a checkpoint", process)
+    options = ["launch.max_restarts=1", "launch.hang_s=4", "strategy.name=held.Held"]
+    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=HERE)
+    until(
+        lambda: saved(tmp_path) >= 20 and step_of(tmp_path) >= held.STEP, "a checkpoint, and a step that waits", process
+    )
+    time.sleep(1.2)  # three beats, which tell the others who is who
     main = json.loads((tmp_path / "out" / "launch.json").read_text())["main"]["pid"]
     (frozen,) = (pid for pid in ranks_of(process, tmp_path) if (pid == main) is (rank == 0))
     os.kill(frozen, signal.SIGSTOP)
+    (tmp_path / "go").touch()
     status, out, err = ended(process)
     assert status == 0, err
     assert err.count("no sign of life for 4 s") == 1
