@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from harness import run_on, tiny
 from test_fsdp2 import steps_of
+from torch import nn
+from transformers import PretrainedConfig
 
 from lockstep.models import models
 from lockstep.run import RunError
@@ -29,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "xlnet": XLNET,  # its config has no limit of positions, and says so with an error
     "funnel": FUNNEL,  # its layers are lists within a list
     "squeezebert": BERT | {"embedding_size": 32},  # calls `forward` of its layers, past all hooks
+    "albert": BERT | {"embedding_size": 16},  # runs one layer twice
 }
 
 
@@ -52,6 +55,16 @@ def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
         task={"name": "language_modeling", "block_size": 16, "samples": 0},
     )
     assert (found["digest"], found["norm"]) == (single["digest"], single["norm"])
+
+
+@pytest.mark.parametrize(("family", "name", "ranks"), [("ibert", "ddp", 2), ("nllb-moe", "fsdp2", 1)])
+def test_what_is_known_to_have_other_bits_is_refused(family: str, name: str, ranks: int) -> None:
+    model = nn.Linear(1, 1)
+    model.config = PretrainedConfig()
+    model.config.model_type = family
+    with pytest.raises(RunError, match=rf"{family} does not have the bits of one process.*strategy\.exact=false"):
+        models.check_bits(model, tiny(f"strategy.name={name}"), ranks)
+    models.check_bits(model, tiny("strategy.name=single"), 1)
 
 
 def test_an_entry_that_a_config_does_not_take_is_refused() -> None:

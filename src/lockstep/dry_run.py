@@ -20,6 +20,7 @@ from lockstep.console import error
 from lockstep.data.feed import Feed
 from lockstep.exit_status import BAD
 from lockstep.hub.hub import try_export
+from lockstep.models import models
 from lockstep.models.decoding import Decoding
 from lockstep.run import Run
 from lockstep.strategies.strategy import NotFinite, Strategy
@@ -32,7 +33,10 @@ EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before
 
 def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed, then: Callable[[], None] = lambda: None) -> None:
     """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
-    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number."""
+    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number, `RunError` for a
+    model that is known to have other bits."""
+    if strategy.gives_bits(run):
+        models.check_bits(strategy.model, run, world.size)
     keep_freed_memory()  # not before: building a model frees what no step asks for again
     batch = feed.longest().to(world.device)
     try:
