@@ -305,8 +305,8 @@ def check_bits(model: nn.Module, run: Run, ranks: int) -> None:
     if where == run.strategy.name or (where is None and ranks > 1):
         raise RunError(
             f"strategy.exact: {kind} does not have the bits of one process "
-            f"{f'under {where}' if where else 'at several'}; set strategy.exact=false, which promises rounding only, or "
-            "use strategy.name=single launch.processes=1"
+            f"{f'under {where}' if where else 'at several'}; set strategy.exact=false, which promises rounding only, "
+            "or use strategy.name=single launch.processes=1"
         )
 
 
