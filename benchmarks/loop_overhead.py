@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -24,13 +25,13 @@ from torch import Tensor
 from lockstep.batch import StepBatch, StepResult
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.checkpoint.parts import Saved
-from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
 from lockstep.measure.usage import Usage
 from lockstep.plugins import find
 from lockstep.quick_start import QUICK_START
 from lockstep.reduction import share
 from lockstep.run import Run, load
+from lockstep.session import Sinks, built
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.parts.trackers import Trackers
@@ -75,38 +76,46 @@ class NoCheckpoints(Checkpoints):
     def save(self, step: int, strategy: Strategy) -> None: ...
 
 
+class Numbers(Sinks):
+    """What a run keeps without a terminal."""
+
+    def __init__(self, trackers: Trackers, usage: Usage) -> None:
+        self.trackers, self.usage = trackers, usage
+
+    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        self.trackers.log(step, split, numbers)
+        if split == "train":
+            self.usage.ask(step)
+
+    def advance(self, step: int) -> None:
+        if (found := self.usage.found()) is not None:
+            self.log(found[0], "system", found[1])
+
+
 def overhead_ms(world: World, run: Run) -> float:
     """Milliseconds a step outside the step."""
-    task_class = find("tasks", run.task.name)
-    prepared = prepare(run, task_class)
-    task = task_class(run, prepared)
-    strategy = Waits(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    prepared = prepare(run, find("tasks", run.task.name))
+    session = built(run, world, prepared)
+    assert isinstance(session.strategy, Waits)
     with tempfile.TemporaryDirectory() as folder:
         trackers = Trackers(run.model_copy(update={"output": folder}), 0, {}, print, print, world.is_main)
-        usage = Usage(world)
-
-        def log(step: int, split: str, numbers: dict[str, float]) -> None:
-            trackers.log(step, split, numbers)
-            if split == "train":
-                usage.ask(step)
-
-        def advance(step: int) -> None:
-            if (found := usage.found()) is not None:
-                log(found[0], "system", found[1])
-
-        none = NoCheckpoints(run, world, prepared, feed.total)
-        feed.make(0)  # what only the first batch costs is not the loop's
+        sinks = Numbers(trackers, Usage(world))
+        none = NoCheckpoints(run, world, prepared, session.feed.total)
+        session.feed.make(0)  # what only the first batch costs is not the loop's
         world.barrier()
         start = time.perf_counter()
-        train(run, world, task, strategy, feed, none, log, advance, 0)
+        train(replace(session, checkpoints=none, sinks=sinks), 0)
         took = time.perf_counter() - start
         trackers.close("done")
-    return (took - strategy.waited) / feed.total * 1e3
+    return (took - session.strategy.waited) / session.feed.total * 1e3
 
 
 def main() -> None:
-    run = load(None, ["steps=200", "batch_size=128", "micro_batches=8", "launch.threads=1"], QUICK_START)
+    run = load(
+        None,
+        ["steps=200", "batch_size=128", "micro_batches=8", "launch.threads=1", "strategy.name=loop_overhead.Waits"],
+        QUICK_START,
+    )
     for ranks in (1, 2):
         times = [max(run_on(ranks, overhead_ms, run, run=run)) for _ in range(5)]
         print(f"{ranks} process(es): {statistics.median(times):.2f} ms a step (runs: {[round(t, 2) for t in times]})")

@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from lockstep.batch import MicroBatch, StepBatch, StepResult
+from lockstep.randomness import seed_everything
 from lockstep.strategies.allreduce import AllReduce
-from lockstep.world import seed_everything
 
 
 class MeanOfMeans(AllReduce):

@@ -17,7 +17,7 @@ class Held(AllReduce):
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         limit = time.monotonic() + float(os.environ.get("HELD_S", "120"))
         while batch.step == STEP and not Path("go").exists() and time.monotonic() < limit:
-            if self.world._stop:
+            if self.world.stop.came:
                 Path("go").touch()  # the other ranks may not have been told
             time.sleep(0.05)
         return super().train_step(batch, learning_rate)

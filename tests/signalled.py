@@ -21,6 +21,7 @@ from typing import Any
 from command import LOCKSTEP
 from harness import lockstep_environment
 
+from lockstep.processes.place import PLACE
 from lockstep.run import Run
 from lockstep.strategies.allreduce import AllReduce
 
@@ -60,7 +61,7 @@ class Signalled(AllReduce):
         return super().train_step(batch, learning_rate)
 
     def forward(self, inputs: Any) -> Any:
-        if self.world.place.startswith("evaluation"):
+        if PLACE.name.startswith("evaluation"):
             self._at("evaluation")
         return super().forward(inputs)
 

@@ -13,9 +13,9 @@ from marks import slow
 
 from lockstep import plugins
 from lockstep.data.feed import Feed
-from lockstep.measure.memory import measured, tensor_bytes
+from lockstep.measure.memory import keep_freed_memory, measured, tensor_bytes
 from lockstep.run import Run
-from lockstep.world import World, keep_freed_memory
+from lockstep.world import World
 
 # Large enough that batches, buffers and buckets are small beside it.
 MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}

@@ -14,7 +14,7 @@ from lockstep import recording
 from lockstep.batch import MicroBatch
 from lockstep.data.feed import Feed
 from lockstep.data.tokens import Columns
-from lockstep.own_random import own_generators
+from lockstep.randomness import own_generators
 from lockstep.run import Run
 from lockstep.tasks.classification import Classification
 from lockstep.train import evaluate

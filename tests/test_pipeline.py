@@ -15,11 +15,12 @@ from lockstep.data.feed import Feed
 from lockstep.data.tokens import Columns
 from lockstep.models import models
 from lockstep.optim import learning_rate
+from lockstep.randomness import seed_libraries
 from lockstep.run import Run, RunError
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.classification import Classification
 from lockstep.train import evaluate
-from lockstep.world import World, seed_libraries
+from lockstep.world import World
 
 FOUR = "model.config.n_layer=4"
 NAMES = ((1, "single"), (2, "pipeline"))

@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import build, digest, run_on, tiny
+from harness import digest, run_on, tiny
 
-from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.data.feed import Feed
+from lockstep.data.prepare import prepare
 from lockstep.measure.profiling import Profiler
+from lockstep.plugins import find
 from lockstep.report.report import write_report
 from lockstep.run import Run, RunError
+from lockstep.session import built
 from lockstep.train import train
 from lockstep.world import World
 
@@ -75,12 +76,10 @@ def test_the_key_is_checked_and_no_part_of_the_arithmetic() -> None:
 
 def weights(world: World, run: Run) -> str:
     """Of a job, trained by the loop itself to its end."""
-    task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
-    checkpoints = Checkpoints(run, world, task.prepared, feed.total)
-    train(run, world, task, strategy, feed, checkpoints, lambda *_: None, lambda step: None, 0)
-    found = digest(strategy.state())
-    strategy.close()
+    session = built(run, world, prepare(run, find("tasks", run.task.name)))
+    train(session, 0)
+    found = digest(session.strategy.state())
+    session.strategy.close()
     return found
 
 

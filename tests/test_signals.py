@@ -12,8 +12,8 @@ from harness import tiny
 from marks import slow
 from signalled import Terminal, state_of, variables
 
-from lockstep.processes.stops import AGAIN_S, Interrupts
-from lockstep.world import Stopped, World
+from lockstep.processes.stops import AGAIN_S, Interrupts, Stopped
+from lockstep.world import World
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="a pseudo-terminal, /proc"),
@@ -138,12 +138,12 @@ def test_of_a_ctrl_c_that_is_heard_twice_only_the_next_one_counts(monkeypatch: p
 
 def test_what_may_be_stopped_at_once_is() -> None:
     world = World(tiny())
-    before = signal.signal(signal.SIGUSR1, world._on_signal)
+    before = signal.signal(signal.SIGUSR1, world.stop.on_signal)
     try:
-        with pytest.raises(Stopped), world.stoppable():
+        with pytest.raises(Stopped), world.stop.interrupts():
             os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)  # elsewhere it is noted
-        with pytest.raises(Stopped), world.stoppable():
+        with pytest.raises(Stopped), world.stop.interrupts():
             raise AssertionError("asked before: not even begun")
     finally:
         signal.signal(signal.SIGUSR1, before)

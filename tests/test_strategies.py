@@ -183,7 +183,7 @@ def restored(world: World, run: Run) -> tuple[str, str]:
     feed = Feed(run, task, strategy.leaves(), world.device)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
-    kept = world.from_main({k: v.clone() for k, v in strategy.state().items()})
+    kept = world.broadcast({k: v.clone() for k, v in strategy.state().items()})
     strategy.train_step(feed.make(3), 1e-3)
     straight = digest(strategy.state())
     _, other = build(run, world)

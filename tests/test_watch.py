@@ -98,7 +98,7 @@ def test_a_rank_alone_ends_when_it_is_asked_to(
     world = World(tiny())
     watch = Watch(world, 0.5)
     watch._store, watch._main = Gone(), threading.get_ident()
-    world._stop = asked  # as its signal handler notes it
+    world.stop.came = asked  # as its signal handler notes it
     threading.Timer(1.0, watch._over.set).start()  # or it comes to its end by itself
     watch._run()
     assert ends == [1] * asked

@@ -7,18 +7,17 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from common import Meter, parse_arguments, report
 
-from lockstep import plugins
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.data.feed import Feed
-from lockstep.data.prepare import prepare
+from lockstep.measure.memory import keep_freed_memory
 from lockstep.run import Run, load
-from lockstep.strategies.strategy import of
+from lockstep.session import Sinks, built, met
 from lockstep.train import evaluate, train
-from lockstep.world import World, keep_freed_memory
+from lockstep.world import World
 
 
 def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> Run:
@@ -64,6 +63,16 @@ class NoCheckpoints(Checkpoints):
     def save(self, step: int, strategy: object, scores: object = None) -> None: ...
 
 
+class Steps(Sinks):
+    """Tells the meter of each step."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def advance(self, step: int) -> None:
+        self.meter.step()
+
+
 def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--micro-batches", type=int, default=8)
@@ -78,22 +87,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = run_of(args, extra, folder)
         world = World(run)
-        task_class = plugins.find("tasks", run.task.name)
-        prepared = prepare(run, task_class)
-        world.join()
-        task = task_class(run, prepared)
-        strategy = of(run)(run, world)
-        strategy.build(task)
-        feed = Feed(run, task, strategy.leaves(), world.device)
-        keep_freed_memory()  # as `worker.rehearse` does
-        meter = Meter(strategy.model, args.skip, args.steps)
-        checkpoints = NoCheckpoints(run, world, prepared, feed.total)
+        prepared = met(run, world)
+        session = built(run, world, prepared)
+        keep_freed_memory()  # as `dry_run.rehearse` does
+        meter = Meter(session.strategy.model, args.skip, args.steps)
+        checkpoints = NoCheckpoints(run, world, prepared, session.feed.total)
         Path(folder).mkdir(exist_ok=True)
-        train(run, world, task, strategy, feed, checkpoints, lambda *_: None, lambda step: meter.step(), 0)
+        train(replace(session, checkpoints=checkpoints, sinks=Steps(meter)), 0)
         score = None
         if args.evaluate:
-            score = evaluate(run, world, task, strategy, task.splits["validation"])["accuracy"]
-        strategy.close()
+            score = evaluate(run, world, session.task, session.strategy, session.task.splits["validation"])["accuracy"]
+        session.strategy.close()
     name = f"lockstep {extra.strategy}" + (" inexact" if extra.inexact else "")
     report(args, name, "lockstep-train", meter, score)
 

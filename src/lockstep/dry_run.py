@@ -15,26 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.console import error
-from lockstep.data.feed import Feed
 from lockstep.exit_status import BAD
 from lockstep.hub.hub import try_export
+from lockstep.measure.memory import keep_freed_memory
 from lockstep.models import models
 from lockstep.models.decoding import Decoding
-from lockstep.run import Run
-from lockstep.strategies.strategy import NotFinite, Strategy
-from lockstep.tasks.task import Task
+from lockstep.processes.place import PLACE
+from lockstep.session import Session
+from lockstep.strategies.strategy import NotFinite
 from lockstep.train import TrainingFailed, evaluated_at_once, explained, samples, scored
-from lockstep.world import World, keep_freed_memory
 
 EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
 
 
-def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed, then: Callable[[], None] = lambda: None) -> None:
+def rehearse(session: Session, then: Callable[[], None] = lambda: None) -> None:
     """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
     where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number, `RunError` for a
     model that is known to have other bits."""
+    run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
     if strategy.gives_bits(run):
         models.check_bits(strategy.model, run, world.size)
     keep_freed_memory()  # not before: building a model frees what no step asks for again
@@ -58,19 +57,22 @@ def rehearse(run: Run, world: World, strategy: Strategy, feed: Feed, then: Calla
         os._exit(BAD)  # the others wait in a collective: the launcher ends them
 
 
-def rehearse_the_end(run: Run, world: World, task: Task, strategy: Strategy, checkpoints: Checkpoints) -> None:
+def rehearse_the_end(session: Session) -> None:
     """What comes after the first step, before it: a checkpoint's memory, evaluation of the longest examples, samples,
     and an export unless the model is large. A mistake in a task of one's own is found here and not after hours; nothing
     is left behind. Collective."""
-    checkpoints.rehearse(strategy)
+    session.checkpoints.rehearse(session.strategy)
     try:
-        _try_the_end(run, world, task, strategy, checkpoints)
+        _try_the_end(session)
     except Exception as caught:
-        caught.add_note(f"({world.place}, tried before training: it would have failed after it)")
+        caught.add_note(f"({PLACE.name}, tried before training: it would have failed after it)")
         raise
 
 
-def _try_the_end(run: Run, world: World, task: Task, strategy: Strategy, checkpoints: Checkpoints) -> None:
+def _try_the_end(session: Session) -> None:
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    checkpoints = session.checkpoints
+
     def briefly(inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         return strategy.generate(inputs, replace(how, new_tokens=min(2, how.new_tokens)))
 
@@ -83,9 +85,9 @@ def _try_the_end(run: Run, world: World, task: Task, strategy: Strategy, checkpo
             json.dumps(tables)
         if run.checkpoint.best:
             checkpoints.is_best(scores["validation"])
-        world.at("trying samples")
+        PLACE.at("trying samples")
         samples(task, strategy, world, briefly)
-        world.at("trying the export")
+        PLACE.at("trying the export")
         weights = strategy.export() if strategy.parameter_count <= EXPORTED_TWICE else None
         if weights is not None:
             try:

@@ -12,10 +12,9 @@ from typing import Any
 
 from lockstep import plugins
 from lockstep.console import Console
-from lockstep.data.prepare import prepare
 from lockstep.models import adapters
 from lockstep.run import Run, RunError, load, overrides_of
-from lockstep.strategies import strategy as strategies
+from lockstep.session import built, met
 from lockstep.train import evaluate as evaluated
 from lockstep.world import World
 
@@ -54,20 +53,17 @@ def scores(
     becomes the only rank of a job. Errors: `RunError`."""
     run, export = finished(output, overrides)
     alone = of_export(run, export, output)
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task = task_class(alone, prepare(run, task_class))
+    world = World(alone)
+    session = built(alone, world, met(alone, world, data=run))
+    task, strategy = session.task, session.strategy
     wanted = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
     if split is not None and split not in task.splits:
         raise RunError(f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
-    world = World(alone)
-    world.join()
-    strategy = strategies.of(alone)(alone, world)
-    strategy.build(task)
     if adapters.is_adapter(export):
         adapters.load(strategy.model, export)
     found = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
     strategy.close()
-    del strategy
+    del session, strategy
     world.close()
     return str(task.prepared.facts["source"]), found
 

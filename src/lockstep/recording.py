@@ -13,21 +13,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep import optim, plugins
+from lockstep import optim
 from lockstep.batch import StepBatch
-from lockstep.data.feed import Feed
-from lockstep.data.prepare import prepare
-from lockstep.measure.memory import Held, measured, tensor_bytes
-from lockstep.own_random import own_generators
-from lockstep.processes.agreement import agree
+from lockstep.dry_run import rehearse
+from lockstep.measure.memory import measured
+from lockstep.randomness import own_generators
 from lockstep.run import Run
-from lockstep.strategies.strategy import Strategy, checked
+from lockstep.session import Session, built, met
+from lockstep.strategies.strategy import Strategy
 from lockstep.train import evaluate
-from lockstep.world import World, seed_libraries
+from lockstep.world import World
 
 
 @dataclass(frozen=True)
@@ -68,18 +66,10 @@ def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
 def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     """Run a few steps and write down what they did in OUTPUT; then `timed` more for their speed and memory.
     Collective."""
-    strategy = checked(run, world.size)(run, world)
-    task_class = plugins.find("tasks", run.task.name)
-    prepared = prepare(run, task_class)
-    world.join()
-    agree(run, world, prepared)
-    task = task_class(run, prepared)
-    before = tensor_bytes()
-    seed_libraries(run.seed)
-    strategy.build(task)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    session = built(run, world, met(run, world))
+    task, strategy, feed = session.task, session.strategy, session.feed
     uncovered = own_generators(task, strategy.model)
-    strategy.rehearse(feed.longest().to(world.device))
+    rehearse(session)
     numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
     probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
     writer = _Writer(run.folder, world, strategy)
@@ -90,7 +80,7 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     strategy.observe = None
     dtypes = writer.dtypes()
     writer.gradients.clear()
-    seconds, held = _cost(run, world, strategy, feed, int(timed), before)
+    seconds, held = _cost(session, int(timed))
     rate = run.batch_size / seconds if seconds else None
     bits, rounding = strategy.gives_bits(run), strategy.rounding(run)
     found = Recording(
@@ -152,12 +142,11 @@ class _Writer:
         }
 
 
-def _cost(
-    run: Run, world: World, strategy: Strategy, feed: Feed, timed: int, before: int
-) -> tuple[float | None, list[dict[str, int]]]:
+def _cost(session: Session, timed: int) -> tuple[float | None, list[dict[str, int]]]:
     """Seconds of the median step, and bytes held on each rank. Collective."""
     if not timed:
         return None, []
+    run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
     seconds = []
     for number in range(timed):
         batch = feed.make(number % feed.total).to(world.device)
@@ -166,12 +155,9 @@ def _cost(
         float(strategy.train_step(batch, run.optim.learning_rate).loss)
         seconds.append(time.perf_counter() - start)
     batch = feed.make(0).to(world.device)
-    with measured(before) as held:
+    with measured(session.bytes_before) as held:
         strategy.train_step(batch, run.optim.learning_rate)
-    everyone: list[Held] = [held] * world.size
-    if world.size > 1:
-        dist.all_gather_object(everyone, held)
-    return sorted(seconds)[len(seconds) // 2], [asdict(h) for h in everyone]
+    return sorted(seconds)[len(seconds) // 2], [asdict(each) for each in world.all_gather(held)]
 
 
 def read(folder: Path) -> Recording:

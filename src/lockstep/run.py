@@ -148,6 +148,13 @@ class Run(Section):
             values["strategy"] = {"exact": True}
         return messages.flat(values)
 
+    def check_shared(self, processes: int, told: str) -> None:
+        """Errors: `RunError` when a process would have no micro-batch. `told`: the key, and how many it makes."""
+        if processes > self.micro_batches:
+            raise RunError(
+                f"{told} cannot share {self.micro_batches} micro-batches; use fewer processes or more micro_batches"
+            )
+
     def default(self, key: str) -> Any:
         """What a key of `arithmetic` is where no run file gives it, as JSON has it; None where it must be given."""
         name, _, inner = key.partition(".")

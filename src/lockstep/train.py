@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from lockstep import optim
 from lockstep.batch import StepBatch, StepResult, Sums
-from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.data import pieces
 from lockstep.data.feed import Feed
 from lockstep.data.tokens import Columns
-from lockstep.measure.journal import Journal
 from lockstep.measure.profiling import Profiler
 from lockstep.models.decoding import Decoding
+from lockstep.processes.place import PLACE
+from lockstep.randomness import seed_everything
 from lockstep.run import Run
+from lockstep.session import Session
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.task import Task
-from lockstep.track.tracker import Sample
-from lockstep.world import World, seed_everything
+from lockstep.world import World
 
 
 class Meter:
@@ -146,32 +146,17 @@ class Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-def train(
-    run: Run,
-    world: World,
-    task: Task,
-    strategy: Strategy,
-    feed: Feed,
-    checkpoints: Checkpoints,
-    log: Callable[[int, str, dict[str, float]], None],
-    advance: Callable[[int], None],
-    step: int,
-    show: Callable[[int, Sequence[Sample]], None] = lambda step, samples: None,
-    journal: Journal | None = None,
-) -> tuple[int, Counts]:
+def train(session: Session, step: int) -> tuple[int, Counts]:
     """Train from `step` updates done to the run's last, or until asked to stop. Collective.
 
     Returns updates done (fewer than `feed.total` after a stop; a checkpoint of them is written) and what they took.
     """
-    meter, journal, profiler, phases = (
-        Meter(checkpoints.meter),
-        journal or Journal(None),
-        Profiler(run, world),
-        strategy.phases,
-    )
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    feed, checkpoints, journal, sinks = session.feed, session.checkpoints, session.journal, session.sinks
+    meter, profiler, phases = Meter(checkpoints.meter), Profiler(run, world), strategy.phases
     phases.take()  # what came before the first step is not in its phases
     for batch in phases.during("data", feed.steps(after=step)):
-        world.at(f"step {step}")
+        PLACE.at(f"step {step}")
         rate = optim.learning_rate(run.optim, step, feed.total)
         try:
             result = strategy.train_step(batch, rate)
@@ -180,10 +165,10 @@ def train(
         step += 1
         last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
         meter.add(batch, result)
-        advance(step)
+        sinks.advance(step)
         journal.answer()
         if due(step, run.track.every, step == feed.total):  # no line more where a run was stopped on the way
-            log(step, "train", meter.line(result, rate))
+            sinks.log(step, "train", meter.line(result, rate))
             journal.times(step, phases.take())
         scores: dict[str, float] = {}
         with meter.paused():
@@ -195,17 +180,17 @@ def train(
             if due(step, run.evaluate.every, False) and step < feed.total:
                 with phases("evaluation"):
                     scores = evaluate(run, world, task, strategy, task.splits["validation"])
-                    log(step, "validation", scores)
-                    show(step, samples(task, strategy, world))
+                    sinks.log(step, "validation", scores)
+                    sinks.show(step, samples(task, strategy, world))
                 journal.event("evaluation", step)
             if due(step, run.checkpoint.every, last) or (scores and checkpoints.is_best(scores)):
-                world.at(f"saving after step {step}")
+                PLACE.at(f"saving after step {step}")
                 checkpoints.meter = meter.state()
                 with phases("checkpoint"):
                     checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
         if last:
             break
-    world.at("waiting for the last checkpoint")
+    PLACE.at("waiting for the last checkpoint")
     with phases("checkpoint"):
         checkpoints.settle()
     journal.saved(checkpoints.newest)
@@ -281,7 +266,7 @@ def scored(
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
     for turn in range(0, len(batches), strategy.share.size):
-        world.at(f"evaluation, batch {turn}")
+        PLACE.at(f"evaluation, batch {turn}")
         if stop():
             raise Interrupted
         mine = turn + strategy.share.rank

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from lockstep.console import Console
 from lockstep.launchers.launcher import Launcher
-from lockstep.own_random import UNCOVERED
+from lockstep.randomness import UNCOVERED
 from lockstep.recording import Recording, Step, read
 from lockstep.run import Run, keep
 

@@ -14,17 +14,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
 
 from lockstep import plugins
-from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints, check_resumable, finished
+from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.console import LOG, Console, append, error, strike_tracebacks
-from lockstep.data.feed import Feed
-from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
 from lockstep.disclosure import said, struck_all
 from lockstep.dry_run import rehearse, rehearse_the_end
@@ -34,23 +32,23 @@ from lockstep.launchers.launcher import TRAIN
 from lockstep.measure.journal import Journal, launched_by
 from lockstep.measure.journal import facts as start_facts
 from lockstep.measure.usage import Usage
-from lockstep.models import attention
-from lockstep.own_random import UNCOVERED, own_generators
 from lockstep.processes import launched
-from lockstep.processes.agreement import agree
 from lockstep.processes.failure import lost_contact, tell_failure
+from lockstep.processes.group import Unreached
+from lockstep.processes.place import PLACE
+from lockstep.processes.stops import Stopped, end_by_signal
 from lockstep.processes.watch import Watch
+from lockstep.randomness import UNCOVERED, own_generators
 from lockstep.report.history import told_whole
 from lockstep.report.report import write_report
 from lockstep.run import Run, RunError, aside_of, keep, load
-from lockstep.strategies import strategy as strategies
-from lockstep.strategies.strategy import Strategy
+from lockstep.session import Session, Sinks, built, met
 from lockstep.summary import closing, digest_of, facts, precisions
 from lockstep.tasks.task import Task
 from lockstep.track.parts.trackers import Trackers
 from lockstep.track.tracker import End, Sample
 from lockstep.train import Counts, Interrupted, TrainingFailed, samples, scored, train
-from lockstep.world import Stopped, Unreached, World, seed_libraries
+from lockstep.world import World
 
 
 def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -61,12 +59,6 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
     try:
         world = World(run, init_method)
         world.refusal = refusal
-        if world.size > run.micro_batches:
-            raise RunError(
-                f"micro_batches: {run.micro_batches} pieces cannot be shared by {world.size} processes; use fewer "
-                f"processes or "
-                "more micro_batches"
-            )
         module, _, function = job[0].rpartition(".")
         return left(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
     except RunError as caught:
@@ -74,9 +66,9 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
             error(str(caught), run.folder / LOG if world is None or world.refusal is None else None)
         return left(run, world, job, BAD)
     except Exception as caught:
-        if world is not None and world.stopping and lost_contact(caught):
+        if world is not None and world.stop.came and lost_contact(caught):
             left(run, world, job, FAILED)
-            world.end_by_signal()  # another rank did not listen yet when all were asked to stop
+            end_by_signal()  # another rank did not listen yet when all were asked to stop
         if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
             tell_failure(caught, world, run.folder / LOG)
         elif world is None or world.is_main or (isinstance(caught, Unreached) and world.local_rank == 0):
@@ -84,7 +76,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
         left(run, world, job, FAILED)
         if world is not None and world.size > 1:
             if lost_contact(caught):
-                world.wait_to_be_stopped(1.0)  # so that the launcher sees the rank that failed by itself first
+                world.stop.wait(1.0)  # so that the launcher sees the rank that failed by itself first
             sys.stdout.flush()
             os._exit(FAILED)  # leaving properly would wait for ranks that may be gone
         return FAILED
@@ -111,20 +103,6 @@ def main_of_file(path: str, job: Sequence[str] = TRAIN) -> None:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a rank has built, until it is through."""
-
-    run: Run
-    world: World
-    console: Console
-    task: Task
-    strategy: Strategy
-    feed: Feed
-    checkpoints: Checkpoints
-    journal: Journal
-
-
-@dataclass(frozen=True)
 class Trained:
     """What came of a run that reached its last step."""
 
@@ -133,9 +111,8 @@ class Trained:
     tables: dict[str, dict[str, Any]]  # split -> name -> table
 
 
-class Sinks:
-    """Where numbers and texts go while a run trains: the terminal and the trackers, on rank 0. `advance` is
-    collective."""
+class Outlets(Sinks):
+    """The terminal and the trackers, on rank 0."""
 
     def __init__(self, console: Console, trackers: Trackers, usage: Usage) -> None:
         self._console, self._trackers, self._usage = console, trackers, usage
@@ -158,13 +135,7 @@ class Sinks:
 
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
-    attention.check(run, here=True)
-    strategy = strategies.checked(run, world.size)(run, world)
-    task_class = plugins.find("tasks", run.task.name)
-    prepared = prepare(run, task_class)
-    world.join()
-    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
-    agree(run, world, prepared)
+    prepared = met(run, world)
     console = Console(world.is_main, world.log, run.track.console)
     done = finished_already(run, world, prepared)
     if world.is_main:
@@ -172,77 +143,62 @@ def work(run: Run, world: World) -> int:
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
         return pushed(run, world, console) if world.is_main else DONE
-    task: Task = task_class(run, prepared)
-    seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
-    strategy.build(task)
-    feed = Feed(run, task, strategy.leaves(), world.device)
-    checkpoints = Checkpoints(run, world, prepared, feed.total, console.note)
-    job = Job(run, world, console, task, strategy, feed, checkpoints, Journal(world, run.folder))
-    found = through(job, resumed(job))
+    session = replace(built(run, world, prepared, console.note), journal=Journal(world, run.folder))
+    found = through(session, console, resumed(session, console))
     if found is None:
-        return STOPPED if checkpoints.newest else FAILED
-    weights = strategy.export()
-    strategy.close()
-    return DONE if weights is None else deliver(job, found, weights)
+        return STOPPED if session.checkpoints.newest else FAILED
+    weights = session.strategy.export()
+    session.strategy.close()
+    return DONE if weights is None else deliver(session, console, found, weights)
 
 
-def resumed(job: Job) -> int:
+def resumed(session: Session, console: Console) -> int:
     """Say what is about to be done, try it, and take up the newest checkpoint. Returns the updates that are done.
     Collective."""
-    run, world, console, strategy = job.run, job.world, job.console, job.strategy
-    opening = facts(run, world, job.task, strategy, job.feed)
+    run, world, strategy = session.run, session.world, session.strategy
+    opening = facts(run, world, session.task, strategy, session.feed)
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
-    if strategy.gives_bits(run) and (own := own_generators(job.task, strategy.model)):
+    if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
-    rehearse(run, world, strategy, job.feed, lambda: rehearse_the_end(run, world, job.task, strategy, job.checkpoints))
+    rehearse(session, lambda: rehearse_the_end(session))
     if world.is_main:
-        launched.arrived(run.folder, world.size, job.feed.total)
-    step, notes = job.checkpoints.resume(strategy)
+        launched.arrived(run.folder, world.size, session.feed.total)
+    step, notes = session.checkpoints.resume(strategy)
     for text in notes:
         console.note(text)
     if step:
-        console.say(f"resuming after step {step} of {job.feed.total}")
-    job.journal.event("start", step, **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside))
+        console.say(f"resuming after step {step} of {session.feed.total}")
+    session.journal.event(
+        "start", step, **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside)
+    )
     return step
 
 
-def through(job: Job, step: int) -> Trained | None:
+def through(session: Session, console: Console, step: int) -> Trained | None:
     """Train from `step` to the end and score the model; None when the run was asked to stop before. Collective."""
-    run, world, console, task, strategy = job.run, job.world, job.console, job.task, job.strategy
-    trackers = Trackers(run, step, job.checkpoints.trackers, console.tracker, console.note, world.is_main)
-    sinks = Sinks(console, trackers, Usage(world))
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    trackers = Trackers(run, step, session.checkpoints.trackers, console.tracker, console.note, world.is_main)
+    sinks = Outlets(console, trackers, Usage(world))
     watch = Watch(world, run.launch.hang_s).start()
     end: End = "failed"
     try:
-        console.start(job.feed.total, step, lambda: world.place)
-        step, counts = train(
-            run,
-            world,
-            task,
-            strategy,
-            job.feed,
-            job.checkpoints,
-            sinks.log,
-            sinks.advance,
-            step,
-            sinks.show,
-            job.journal,
-        )
+        console.start(session.feed.total, step, lambda: PLACE.name)
+        step, counts = train(replace(session, sinks=sinks), step)
         sinks.advance(step)
         console.stop()
-        found = final_scores(job, step) if step == job.feed.total else None
+        found = final_scores(session, console, step) if step == session.feed.total else None
         if found is None:
-            console.say(stopped_at(job, step))
+            console.say(stopped_at(session, step))
             strategy.close()
-            job.journal.event("stop", step)
+            session.journal.event("stop", step)
             end = "stopped"
             return None
         with strategy.phases("evaluation"):
             for split, (scores, _) in found.items():
                 sinks.log(step, split, scores)
             sinks.show(step, samples(task, strategy, world))
-        job.journal.event("evaluation", step)
-        job.journal.last_times(step, strategy.phases.take())
+        session.journal.event("evaluation", step)
+        session.journal.last_times(step, strategy.phases.take())
         end = "done"
         return Trained(
             counts,
@@ -250,7 +206,7 @@ def through(job: Job, step: int) -> Trained | None:
             {split: tables for split, (_, tables) in found.items()},
         )
     except BaseException as caught:
-        job.journal.failed(caught, world.place)
+        session.journal.failed(caught, PLACE.name)
         raise
     finally:
         watch.stop()
@@ -258,14 +214,16 @@ def through(job: Job, step: int) -> Trained | None:
         trackers.close(end)
 
 
-def final_scores(job: Job, step: int) -> dict[str, tuple[dict[str, float], dict[str, Any]]] | None:
+def final_scores(
+    session: Session, console: Console, step: int
+) -> dict[str, tuple[dict[str, float], dict[str, Any]]] | None:
     """Metrics and tables of each split after the last step; None when all were asked to stop, and the next start can go
     on from the last step. Collective."""
-    run, world, task, strategy = job.run, job.world, job.task, job.strategy
-    job.console.facts({"precision": precisions(run, strategy)})
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    console.facts({"precision": precisions(run, strategy)})
 
     def stop() -> bool:
-        return world.asked_to_stop(by_clock=False) and job.checkpoints.newest == step
+        return world.asked_to_stop(by_clock=False) and session.checkpoints.newest == step
 
     with strategy.phases("evaluation"):
         splits = [split for split in ("validation", "test") if split in task.splits]
@@ -275,30 +233,30 @@ def final_scores(job: Job, step: int) -> dict[str, tuple[dict[str, float], dict[
             return None
 
 
-def stopped_at(job: Job, step: int) -> str:
+def stopped_at(session: Session, step: int) -> str:
     """The last words of a run that was asked to stop."""
-    newest = job.checkpoints.newest
+    newest = session.checkpoints.newest
     there = "there" if newest == step else f"step {newest}"
     then = (
         f"the same command goes on from {there}"
         if newest
         else "no checkpoint could be written, and the same command begins from the start"
     )
-    return f"stopped on request after step {step} of {job.feed.total}; {then}"
+    return f"stopped on request after step {step} of {session.feed.total}; {then}"
 
 
-def deliver(job: Job, found: Trained, weights: Mapping[str, torch.Tensor]) -> int:
+def deliver(session: Session, console: Console, found: Trained, weights: Mapping[str, torch.Tensor]) -> int:
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
     collective. Rank 0 only. Returns the exit status."""
-    run, task, steps = job.run, job.task, job.feed.total
+    run, task, steps = session.run, session.task, session.feed.total
     with suppress(OSError):  # before the export, which is what says that the run is finished
         aside = run.folder / aside_of("tables.json")
         aside.write_text(json.dumps(struck_all(found.tables, said)), encoding="utf-8")
         os.replace(aside, run.folder / "tables.json")
     write_export(run, task, weights, found.scores, steps)
-    sha256 = concluded(run, task, job.journal, job.console, steps, weights)
-    closing(job.console, run, task, found.scores, found.counts, job.world, sha256)
-    return pushed(job.run, job.world, job.console)
+    sha256 = concluded(run, task, session.journal, console, steps, weights)
+    closing(console, run, task, found.scores, found.counts, session.world, sha256)
+    return pushed(run, session.world, console)
 
 
 def concluded(
@@ -335,7 +293,7 @@ def pushed(run: Run, world: World, console: Console) -> int:
     if not pending(run):
         return DONE
     try:
-        with world.stoppable():
+        with world.stop.interrupts():
             return push_pending(run, console.say)
     except Stopped:
         console.say(
@@ -361,7 +319,7 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
                 conclude(run, prepared, manifest.steps)
         except RunError as caught:
             found = str(caught)
-    found = world.from_main(found)
+    found = world.broadcast(found)
     if isinstance(found, str):
         raise RunError(found)
     return found

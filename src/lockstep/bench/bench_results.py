@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.bench.timing import Timing
 from lockstep.console import clock
+from lockstep.processor import processor
 from lockstep.report import charts
 from lockstep.report.report import write_page
 from lockstep.run import Run, RunError
@@ -209,7 +210,4 @@ def plots(rows: Sequence[Row]) -> list[str]:
 
 def machine() -> dict[str, Any]:
     """What it was measured on: without this the figures say nothing."""
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    processor = names[0].partition(":")[2].strip() if names else platform.processor()
-    return {"processor": processor, "cores": os.cpu_count(), "system": platform.platform(terse=True)}
+    return {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform(terse=True)}

@@ -9,26 +9,22 @@ import itertools
 import json
 import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from lockstep import plugins
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.data.feed import Feed
-from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
 from lockstep.dry_run import rehearse
 from lockstep.exit_status import STOPPED
 from lockstep.measure import memory
 from lockstep.processes.watch import Watch
 from lockstep.run import Run
-from lockstep.strategies import strategy as strategies
+from lockstep.session import Session, Sinks, built, met
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.task import Task
 from lockstep.train import Counts, train
 from lockstep.world import World
 
@@ -72,25 +68,27 @@ class _NoCheckpoints(Checkpoints):
         """Nothing."""
 
 
+class _Moments(Sinks):
+    """Notes when each step ended; lines of the log are not kept."""
+
+    def __init__(self, moments: list[float]) -> None:
+        self.moments = moments
+
+    def advance(self, step: int) -> None:
+        self.moments.append(time.perf_counter())
+
+
 def measure(run: Run, world: World, steps: str, skip: str) -> int:
     """Train `skip` steps that are not counted and `steps` that are, in the product's own loop, without evaluations and
     checkpoints; then one more to look at memory. Collective. Returns the exit status."""
-    strategy_class = strategies.of(run)
-    strategy_class.check(run, world.size)
-    strategy = strategy_class(run, world)
-    task_class = plugins.find("tasks", run.task.name)
-    prepared = prepare(run, task_class)
-    world.join()
-    task = task_class(run, prepared)
-    before = memory.tensor_bytes()
-    strategy.build(task)
-    feed = Feed(run, task, strategy.leaves(), world.device)
-    whole = feed.total
+    prepared = met(run, world)
+    session = built(run, world, prepared)
+    strategy, whole = session.strategy, session.feed.total
     watch = Watch(world, run.launch.hang_s).start()
     try:
-        rehearse(run, world, strategy, feed)
-        found = _timed(run, world, task, strategy, feed, prepared, (int(skip), int(skip) + int(steps)))
-        ranks = [] if found is None else world.everyone(_memory(world, strategy, feed, before))
+        rehearse(session)
+        found = _timed(session, prepared, (int(skip), int(skip) + int(steps)))
+        ranks = [] if found is None else world.all_gather(_memory(session))
     finally:
         watch.stop()
     parameters, threads = strategy.parameter_count, world.threads
@@ -106,11 +104,10 @@ def measure(run: Run, world: World, steps: str, skip: str) -> int:
     return 0
 
 
-def _timed(
-    run: Run, world: World, task: Task, strategy: Strategy, feed: Feed, prepared: Prepared, ends: tuple[int, int]
-) -> tuple[Counts, list[float]] | None:
+def _timed(session: Session, prepared: Prepared, ends: tuple[int, int]) -> tuple[Counts, list[float]] | None:
     """What the steps between `ends` took, and the moments at which they ended, after the one at which they began;
     None when it was asked to stop. Collective."""
+    run, world, feed = session.run, session.world, session.feed
     sections = {"evaluate": {"every": 0}, "checkpoint": {"every": 0, "best": None}, "track": {"every": 10**9}}
     quiet = run.model_copy(update={n: getattr(run, n).model_copy(update=v) for n, v in sections.items()})
     checkpoints = _NoCheckpoints(run, world, prepared, feed.total)
@@ -121,29 +118,21 @@ def _timed(
         feed.total = end
         world.barrier()
         moments = [time.perf_counter()]
-        step, counts = train(
-            quiet,
-            world,
-            task,
-            strategy,
-            feed,
-            checkpoints,
-            lambda step, split, numbers: None,  # lines of the log are not kept
-            lambda step: moments.append(time.perf_counter()),  # noqa: B023 - called in this turn only
-            step,
-        )
+        loop = replace(session, run=quiet, checkpoints=checkpoints, sinks=_Moments(moments))
+        step, counts = train(loop, step)
         if step < end:
             return None
     return counts, moments
 
 
-def _memory(world: World, strategy: Strategy, feed: Feed, before: int) -> RankMemory:
+def _memory(session: Session) -> RankMemory:
     """This rank's, after a step that is looked at. Collective."""
+    world, strategy = session.world, session.strategy
     cuda = world.device.type == "cuda"
     peak_device = torch.cuda.max_memory_allocated(world.device) if cuda else 0
     peak_resident = memory.peak_resident()  # before the look, which takes memory itself
-    batch = feed.make(0).to(world.device)
-    with memory.measured(before) as held:
+    batch = session.feed.make(0).to(world.device)
+    with memory.measured(session.bytes_before) as held:
         strategy.train_step(batch, strategy.run.optim.learning_rate)
     name = torch.cuda.get_device_name(world.device) if cuda else "CPU"
     return RankMemory(world.host, name, peak_resident, peak_device, held.at_rest, held.at_update)

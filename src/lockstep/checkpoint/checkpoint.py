@@ -128,14 +128,14 @@ class Checkpoints:
         """See that there is a buffer for these parts. Returns what went wrong, and where. Collective."""
         from lockstep.checkpoint.storage import Shard
 
-        if not any(self.world.everyone(self._shard is None or not self._shard.suits(parts))):
+        if not any(self.world.all_gather(self._shard is None or not self._shard.suits(parts))):
             return []
         self._shard, reason = None, None
         try:
             self._shard = Shard(parts, self.world, self._writes())
         except (OSError, MemoryError, RuntimeError) as caught:
             reason = _reason(caught)
-        found = self.world.everyone((reason, self.world.host))
+        found = self.world.all_gather((reason, self.world.host))
         faults = [f"rank {i} on {host}: {reason}" for i, (reason, host) in enumerate(found) if reason]
         if faults:
             self._shard = None
@@ -147,7 +147,7 @@ class Checkpoints:
         if (saving := self._saving) is None:
             return
         if saving.answer is None or saving.answer():
-            saving.answer = self.world.highest(int(not saving.work.done))
+            saving.answer = self.world.all_reduce_max(int(not saving.work.done))
         elif saving.committing:
             self._committed(saving)
         else:
@@ -180,7 +180,7 @@ class Checkpoints:
         """Every rank is done with its file, or has failed."""
         from lockstep.checkpoint.storage import Background
 
-        outcomes = self.world.everyone((saving.work.result, _reason(saving.work.error), self.world.host))
+        outcomes = self.world.all_gather((saving.work.result, _reason(saving.work.error), self.world.host))
         faults = [f"rank {i} on {host}: {reason}" for i, (_, reason, host) in enumerate(outcomes) if reason]
         if faults:
             self._failed(saving.manifest.step, faults)
@@ -192,7 +192,7 @@ class Checkpoints:
         saving.answer, saving.committing = None, True
 
     def _committed(self, saving: _Saving) -> None:
-        reason = self.world.from_main(_reason(saving.work.error))
+        reason = self.world.broadcast(_reason(saving.work.error))
         if reason is not None:
             self._failed(saving.manifest.step, [f"rank 0: {reason}"])
             return
@@ -269,7 +269,7 @@ class Checkpoints:
                     (self.folder / name).touch()
                 except OSError:
                     made = False  # nobody will be able to write, and each will say why
-            name, made = self.world.from_main((name, made))
+            name, made = self.world.broadcast((name, made))
             self._sees = not made or (self.folder / name).exists()
             self.world.barrier()
             if self.world.is_main and made:
@@ -284,7 +284,7 @@ class Checkpoints:
         should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and none verifies."""
         notes, faults = list[str](), list[str]()
         here = candidates(self.run) if self.world.is_main else ()
-        found = self.world.from_main([(path.name, manifest) for path, manifest in here])
+        found = self.world.broadcast([(path.name, manifest) for path, manifest in here])
         scores = [s for _, m in found if isinstance(m, Manifest) and (s := self._score(m.scores)) is not None]
         self.best = max(scores, default=None)
         for name, manifest in found:
@@ -313,7 +313,7 @@ class Checkpoints:
     def _open(self, path: Path, manifest: Manifest) -> Saved:
         from lockstep.checkpoint.storage import Files, FromMain
 
-        if all(self.world.everyone(self._writes())):
+        if all(self.world.all_gather(self._writes())):
             return Files(path, manifest.hashes)
         return FromMain(Files(path, manifest.hashes) if self.world.is_main else None, self.world)
 
@@ -327,13 +327,13 @@ class Checkpoints:
             fault = manifests.misfit(path, manifest)
             if fault is None and manifests.changed(self.run, self.prepared, manifest):
                 fault = "it is of another run"
-        if (fault := self.world.from_main(fault)) is not None:
+        if (fault := self.world.broadcast(fault)) is not None:
             return fault
-        readers = [rank for rank, sees in enumerate(self.world.everyone(self._writes())) if sees]
+        readers = [rank for rank, sees in enumerate(self.world.all_gather(self._writes())) if sees]
         mine = []
         if self.world.rank in readers:
             mine = sorted(manifest.hashes)[readers.index(self.world.rank) :: len(readers)]
-        return next((fault for fault in self.world.everyone(manifests.mismatch(path, manifest, mine)) if fault), None)
+        return next((fault for fault in self.world.all_gather(manifests.mismatch(path, manifest, mine)) if fault), None)
 
     def _differences(self, name: str, manifest: Manifest, bits: bool) -> list[str]:
         """What differs from the saving run and can change bits: a strategy, a kind of device, threads, versions."""

@@ -57,7 +57,7 @@ def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
         elif (gathered := whole(tensor)) is not None and world.is_main:
             found[name] = gathered.cpu()
     if world.size > 1:
-        held = world.everyone([(n, t.shape, t.dtype) for n, t in found.items()] if not world.is_main else list(found))
+        held = world.all_gather([(n, t.shape, t.dtype) for n, t in found.items()] if not world.is_main else list(found))
         arrived = set(held[0])
         for rank in range(1, world.size):
             for name, shape, dtype in held[rank]:

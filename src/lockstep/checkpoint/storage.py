@@ -61,7 +61,7 @@ def share_out(parts: Mapping[str, Tensor], world: World, writes: bool) -> list[W
     nothing. Collective. Errors: `OSError`, on every rank, when only such a rank holds something."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(parts), is_coordinator=world.is_main)
-    plans, able = zip(*world.everyone((planner.create_local_plan(), writes)), strict=True)
+    plans, able = zip(*world.all_gather((planner.create_local_plan(), writes)), strict=True)
     covered = {item.index for plan, can in zip(plans, able, strict=True) if can for item in plan.items}
     for rank, (plan, can) in enumerate(zip(plans, able, strict=True)):
         if not can and any(item.index not in covered for item in plan.items):
@@ -248,15 +248,15 @@ class FromMain(Saved):
     def __init__(self, files: Files | None, world: World) -> None:
         """`files` on rank 0. Collective."""
         self.world, self.files = world, files
-        self.names: list[str] = world.from_main(self.files.names if self.files else [])
+        self.names: list[str] = world.broadcast(self.files.names if self.files else [])
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
-        for name in sorted({name for wanted in self.world.everyone(list(targets)) for name in wanted}):
+        for name in sorted({name for wanted in self.world.all_gather(list(targets)) for name in wanted}):
             tensor = self.files.whole(name) if self.files else None
-            shape, dtype = self.world.from_main((tensor.shape, tensor.dtype) if tensor is not None else None)
+            shape, dtype = self.world.broadcast((tensor.shape, tensor.dtype) if tensor is not None else None)
             on_device = torch.empty(shape, dtype=dtype) if tensor is None else tensor
             on_device = on_device.to(self.world.device)
             dist.broadcast(on_device, src=0)

@@ -17,9 +17,9 @@ import torch
 from lockstep.batch import MicroBatch, StepBatch
 from lockstep.data import pieces
 from lockstep.data.order import ByLength, Order
+from lockstep.randomness import seed_everything
 from lockstep.run import Run
 from lockstep.tasks.task import Task
-from lockstep.world import seed_everything
 
 AHEAD = 2  # steps made before they are asked for
 

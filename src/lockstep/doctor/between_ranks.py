@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.doctor import machine
-from lockstep.world import World, available_cores
+from lockstep.processor import available_cores, processor
+from lockstep.world import World
 
 # What has to be the same on every rank for the same bits, and why a person should care.
 EXACT = {
@@ -37,7 +38,7 @@ _SMALL, _LARGE = 1, 4 * 2**20  # float32 numbers in an all-reduce: of latency, o
 
 def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
     """All facts between ranks. Collective. Takes about `seconds` for each speed of an all-reduce, at most."""
-    everyone = world.everyone(of_rank(world))
+    everyone = world.all_gather(of_rank(world))
     found: dict[str, Any] = {
         "size": world.size,
         "hosts": _groups([rank["host"] for rank in everyone]),
@@ -54,7 +55,7 @@ def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
             "ms": round(took * 1e3, 2),
             "bus_mb_s": round(moved / took / 1e6),
         }
-    speeds = world.everyone(_gflops(world.device))
+    speeds = world.all_gather(_gflops(world.device))
     middle = statistics.median(speeds)
     found["compute"] = {"median_gflops": round(middle), "lowest_gflops": round(min(speeds))}
     found["compute"]["slow_ranks"] = [rank for rank, speed in enumerate(speeds) if speed < 0.7 * middle]
@@ -74,7 +75,7 @@ def of_rank(world: World) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "cores": None if cuda else available_cores(),
         "OMP_NUM_THREADS": None if cuda else os.environ.get("OMP_NUM_THREADS"),
-        "processor": None if cuda else machine.processor(),
+        "processor": None if cuda else processor(),
         "instructions": None if cuda else torch.backends.cpu.get_cpu_capability(),
         "driver": torch.version.cuda if cuda else None,
     }
@@ -110,9 +111,9 @@ def all_reduce(world: World, numbers: int, seconds: float) -> float:
                 torch.cuda.synchronize(tensor.device)
             times.append(time.perf_counter() - start)
         if part == 0:
-            slowest = max(world.everyone(statistics.median(times)))
+            slowest = max(world.all_gather(statistics.median(times)))
             rounds, times = max(3, min(200, int(seconds / slowest))), []
-    return float(max(world.everyone(statistics.median(times))))
+    return float(max(world.all_gather(statistics.median(times))))
 
 
 def clock_skew(world: World, rounds: int = 9) -> list[float]:
@@ -134,14 +135,14 @@ def clock_skew(world: World, rounds: int = 9) -> list[float]:
                 back = time.time()
                 if back - asked < best:
                     best, skews[rank] = back - asked, float(box) - (asked + back) / 2
-    found: list[float] = world.from_main(skews)
+    found: list[float] = world.broadcast(skews)
     return found
 
 
 def folders(world: World, folder: Path) -> dict[str, Any]:
     """Speed of the folder on each host, measured at the same time by one rank of each; and whether all see the same
     one. Collective."""
-    token = world.from_main(f"{os.getpid()}-{time.time_ns()}")
+    token = world.broadcast(f"{os.getpid()}-{time.time_ns()}")
     marker = folder / f".lockstep-doctor-{token}"
 
     def make() -> machine.Facts:
@@ -155,9 +156,9 @@ def folders(world: World, folder: Path) -> dict[str, Any]:
     if world.is_main:
         machine.bounded(make, 5)
     world.barrier()
-    seen = world.everyone(bool(machine.bounded(lambda: {"there": marker.exists()}, 5).get("there")))
+    seen = world.all_gather(bool(machine.bounded(lambda: {"there": marker.exists()}, 5).get("there")))
     mine = machine.bounded(lambda: machine.file_system(folder), 15) if world.local_rank == 0 else None
-    every = world.everyone((world.host, mine))
+    every = world.all_gather((world.host, mine))
     if world.is_main:
         machine.bounded(remove, 5)
     return {"shared_by_all": all(seen), "of_host": {host: facts for host, facts in every if facts is not None}}

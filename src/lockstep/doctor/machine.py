@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lockstep.processor import available_cores, processor
+
 Facts = dict[str, Any]
 
 # What trains, in the order of how much depends on it.
@@ -110,13 +112,12 @@ def probe(folder: Path, seconds: float = 60.0) -> dict[str, Facts]:
 
 def machine() -> Facts:
     """Processor, system, and the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found: Facts = {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "processor": processor(),
-        "cores": cores,
+        "cores": available_cores(),
         "cores_of_machine": os.cpu_count(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
     }
@@ -127,14 +128,6 @@ def machine() -> Facts:
 
         found["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return found
-
-
-def processor() -> str:
-    """The model of the processor, which exact bits depend on."""
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith(("model name", "Hardware", "cpu model")):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def memory() -> Facts:

@@ -51,11 +51,7 @@ class Accelerate(Launcher):
         options, each = self.options(run), processes_of(run)
         accelerate_config.check_file(run, options.config_file)
         total = options.machines * each
-        if total > run.micro_batches:
-            raise RunError(
-                f"launch.machines: {options.machines} machine(s) of {each} process(es) cannot share "
-                f"{run.micro_batches} micro-batches; use fewer machines or processes, or more micro_batches"
-            )
+        run.check_shared(total, f"launch.machines: {options.machines} machine(s) of {each} process(es)")
         if options.machine_rank >= options.machines:
             raise RunError(
                 f"launch.machine_rank: {options.machine_rank} is not below launch.machines ({options.machines})"

@@ -69,11 +69,7 @@ class Kubernetes(Launcher):
         options = self.options(run)
         each = processes_of(run, options)
         processes = options.machines * each
-        if processes > run.micro_batches:
-            raise RunError(
-                f"launch.machines: {options.machines} pods of {each} processes cannot share {run.micro_batches} "
-                "micro-batches; use fewer, or more micro_batches"
-            )
+        run.check_shared(processes, f"launch.machines: {options.machines} pods of {each} processes")
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": each})})
         found = manifests(run, options)
         file = str(run.folder / "launch/kubernetes.yaml")

@@ -17,6 +17,7 @@ from lockstep.launchers.launcher import TRAIN, Launcher, Plan
 from lockstep.plugins import importing
 from lockstep.processes import secret
 from lockstep.processes.stops import STOP_SIGNALS
+from lockstep.processor import available_cores
 from lockstep.run import Run, RunError
 
 LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
@@ -27,11 +28,7 @@ class Local(Launcher):
 
     def plan(self, run: Run) -> Plan:
         processes = processes_of(run)
-        if processes > run.micro_batches:
-            raise RunError(
-                f"launch.processes: {processes} processes cannot share {run.micro_batches} micro-batches; "
-                "use fewer processes or more micro_batches"
-            )
+        run.check_shared(processes, f"launch.processes: {processes} processes")
         if run.launch.device == "cuda" and (count := gpus_of(run)) < processes:
             raise RunError(
                 f"launch.device: cuda, but this machine has {count} CUDA device(s) for {processes} process(es); "
@@ -74,8 +71,7 @@ def processes_of(run: Run) -> int:
         return int(run.launch.processes)
     if run.strategy.name == "single":
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(run.micro_batches, gpus_of(run) or cores)
+    return min(run.micro_batches, gpus_of(run) or available_cores())
 
 
 def gpus_of(run: Run) -> int:

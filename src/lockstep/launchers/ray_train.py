@@ -57,11 +57,7 @@ class Ray(Launcher):
     def plan(self, run: Run) -> Plan:
         options = self.options(run)
         workers = options.workers or processes_of(run)
-        if workers > run.micro_batches:
-            raise RunError(
-                f"launch.workers: {workers} workers cannot share {run.micro_batches} micro-batches; use fewer workers "
-                "or more micro_batches"
-            )
+        run.check_shared(workers, f"launch.workers: {workers} workers")
         notes = [
             f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
             for name, given in asked(run, options).items()

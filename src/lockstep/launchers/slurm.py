@@ -161,11 +161,7 @@ class Slurm(Launcher):
         asked = self.options(run)
         processes = processes_of(run, asked)
         world = asked.machines * processes
-        if world > run.micro_batches:
-            raise RunError(
-                f"launch.machines: {asked.machines} machine(s) with {processes} process(es) each cannot share "
-                f"{run.micro_batches} micro-batches; use fewer machines or processes, or more micro_batches"
-            )
+        run.check_shared(world, f"launch.machines: {asked.machines} machine(s) of {processes} process(es)")
         minutes = sbatch.minutes_of(asked.time) if asked.time else None
         warn = 60 * sbatch.minutes_of(asked.warn)
         if minutes and warn >= 60 * minutes:

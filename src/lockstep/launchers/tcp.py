@@ -38,10 +38,7 @@ class Tcp(Launcher):
             raise RunError("launch: the tcp launcher needs launch.rank and launch.world_size")
         if launch.rank >= launch.world_size:
             raise RunError(f"launch.rank: {launch.rank} is not below launch.world_size ({launch.world_size})")
-        if launch.world_size > run.micro_batches:
-            raise RunError(
-                f"launch.world_size: {launch.world_size} processes cannot share {run.micro_batches} micro-batches"
-            )
+        run.check_shared(launch.world_size, f"launch.world_size: {launch.world_size} processes")
         variables = {
             "RANK": str(launch.rank),
             "WORLD_SIZE": str(launch.world_size),

@@ -57,11 +57,7 @@ class Torchrun(Launcher):
         processes = processes_of(run)
         if fewest > most:
             raise RunError(f"launch.machines: {options.machines!r}: the fewest come first, as in 1:4")
-        if most * processes > run.micro_batches:
-            raise RunError(
-                f"launch.machines: {most} machine(s) of {processes} process(es) cannot share {run.micro_batches} "
-                "micro-batches; use fewer machines or processes, or more micro_batches"
-            )
+        run.check_shared(most * processes, f"launch.machines: {most} machine(s) of {processes} process(es)")
         if options.lost_s < 3:
             raise RunError(f"launch.lost_s: {options.lost_s:g} is too short; signs of life come once a second at most")
         if fewest < most and not run.launch.max_restarts:

@@ -23,6 +23,7 @@ import torch
 
 from lockstep.disclosure import struck_all
 from lockstep.measure import phases
+from lockstep.processor import processor
 from lockstep.run import Run
 from lockstep.world import World
 
@@ -58,7 +59,7 @@ class Journal:
         self.answer()
         if self._world is not None:
             steps, self._last = step - self._last, step
-            self._asked = time.time(), step, steps, self._world.each(seconds)
+            self._asked = time.time(), step, steps, self._world.all_gather_numbers(seconds)
 
     def answer(self) -> None:
         """Write what was gathered last, if anything. Collective, and waits for nobody who has come to `times`."""
@@ -89,7 +90,7 @@ class Journal:
 
 def facts(run: Run, world: World, opening: dict[str, str], clock: str, waits_inside: Sequence[str]) -> dict[str, Any]:
     """What a start is told with: processes, hosts, hardware, versions, git. Collective."""
-    places = world.everyone((world.host, _device(world)))
+    places = world.all_gather((world.host, _device(world)))
     return {
         "processes": world.size,
         "launch": launched_by(run),
@@ -159,8 +160,4 @@ def _device(world: World) -> str:
     """A GPU's name, or the processor's."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
-    name = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{name}, {os.cpu_count()} cores"
+    return f"{processor()}, {os.cpu_count()} cores"

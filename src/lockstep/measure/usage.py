@@ -29,7 +29,7 @@ class Usage:
 
     def ask(self, step: int) -> None:
         """Begin to gather what ranks took since this was last called. Collective."""
-        self._asked = step, self.world.each(self._mine())
+        self._asked = step, self.world.all_gather_numbers(self._mine())
 
     def found(self) -> tuple[int, dict[str, float]] | None:
         """What was asked for last, if anything: the step then, and `memory_gb/rank0` and so on. Collective."""

@@ -17,8 +17,8 @@ from transformers.utils import logging
 from lockstep.data import tokenizer as tokenizers
 from lockstep.hub.hub_errors import told
 from lockstep.models import adapters
+from lockstep.randomness import seed_libraries
 from lockstep.run import Run, RunError
-from lockstep.world import seed_libraries
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {

@@ -58,9 +58,9 @@ def agree(run: Run, world: World, prepared: Prepared) -> None:
         mine["launch.threads"] = str(world.threads)
         mine["kind of device"] = f"{world.device.type} {platform.machine()}"
     seal = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
-    if len(set(world.everyone(seal))) == 1:
+    if len(set(world.all_gather(seal))) == 1:
         return
-    everyone = world.everyone((f"{world.host} (rank {world.rank})", mine))
+    everyone = world.all_gather((f"{world.host} (rank {world.rank})", mine))
     raise RunError(disagreement(everyone))
 
 

@@ -1,19 +1,30 @@
 """What asks a process to stop, and how often a person has pressed Ctrl-C.
 
-In: signals. Out: which of them are listened to here. Imports nothing of ours, and no torch.
+In: signals. Out: which of them are listened to here, and whether one came. Imports nothing of ours, and no torch.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import signal
+import socket
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 # The last one is what a terminal sends when it is closed; nohup has it ignored.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Of one Ctrl-C a process may hear several times: from the terminal, and from a torchrun or a timeout that passes it on.
 AGAIN_S = 1.0
+
+
+class Stopped(BaseException):
+    """A stop signal came within `StopRequest.interrupts`."""
 
 
 def heard() -> list[signal.Signals]:
@@ -26,6 +37,60 @@ def listen_no_more() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+
+class StopRequest:
+    """Whether this process has been asked to stop: by a signal once it listens, or by the clock."""
+
+    def __init__(self, after_s: float | None = None) -> None:
+        """`after_s`: by the clock, so many seconds from now."""
+        self.came = False
+        self._raises = False
+        self._until = time.monotonic() + (math.inf if after_s is None else after_s)
+
+    def listen(self) -> None:
+        """From now on. The second Ctrl-C ends this process at once."""
+        for number in heard():
+            signal.signal(number, self.on_signal)
+        end_at_second_interrupt()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        if self._raises:
+            self._raises = False  # once: what tidies up is left alone
+            raise Stopped
+
+    def asked(self, by_clock: bool = True) -> bool:
+        """Whether one came; `by_clock`: or the time is over, which counts as one from then on."""
+        self.came = self.came or (by_clock and time.monotonic() > self._until)
+        return self.came
+
+    @contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """In here a stop signal does not wait for the end of a step. Errors: `Stopped`, also where the signal came
+        before."""
+        self._raises = not self.came
+        try:
+            if self.came:
+                raise Stopped
+            yield
+        finally:
+            self._raises = False
+
+    def wait(self, seconds: float) -> bool:
+        """Until a stop signal comes, or for so long. Returns whether one came."""
+        until = time.monotonic() + seconds
+        while not self.came and time.monotonic() < until:
+            time.sleep(0.02)
+        return self.came
+
+
+def end_by_signal() -> NoReturn:
+    """End as SIGTERM ends a process that does not listen to it: whoever asked takes it for what it is."""
+    sys.stdout.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(128 + signal.SIGTERM)  # where it is blocked
 
 
 class Interrupts:
@@ -41,3 +106,21 @@ class Interrupts:
         now = time.monotonic()
         self._first = min(now, self._first)
         return now - self._first >= AGAIN_S
+
+
+def end_at_second_interrupt() -> None:
+    """The first Ctrl-C asks for a stop at the end of the step; the second one ends this process at once, also while it
+    waits in a collective, where no signal handler of Python runs."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    receive, send = socket.socketpair()
+    send.setblocking(False)
+    signal.set_wakeup_fd(send.fileno(), warn_on_full_buffer=False)
+
+    def count(receive: socket.socket, send: socket.socket) -> None:  # both stay open as long as this thread
+        interrupts = Interrupts()
+        while data := receive.recv(64):
+            if any(interrupts.again(number) for number in data):
+                os._exit(130)
+
+    threading.Thread(target=count, args=(receive, send), name="lockstep-signals", daemon=True).start()

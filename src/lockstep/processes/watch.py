@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from lockstep.console import error
 from lockstep.exit_status import FAILED
 from lockstep.processes import secret
+from lockstep.processes.place import PLACE
 from lockstep.processes.stores import Sealed
 from lockstep.world import World
 
@@ -75,8 +76,8 @@ class Watch:
             while not self._over.wait(self.interval_s):
                 beats += 1
                 now = time.monotonic()
-                if self.world.progress != place:
-                    place, since = self.world.progress, now
+                if PLACE.moves != place:
+                    place, since = PLACE.moves, now
                 stuck = now - since > self.limit_s
                 self._asked = now
                 self._store.set(str(self.world.rank), json.dumps(self._beat(beats, stuck)))
@@ -95,7 +96,7 @@ class Watch:
                 return
             text = " ".join(str(caught).split())[:200]
             error(f"rank {self.world.rank} lost contact with the store: {text}", self.world.log)
-            while not self.world.wait_to_be_stopped(self.interval_s):
+            while not self.world.stop.wait(self.interval_s):
                 if self._over.is_set():
                     return
             os._exit(FAILED)  # its launcher ends it, and a rank that hangs would not; alone it has nothing to save
@@ -121,8 +122,8 @@ class Watch:
             "beat": beats,
             "host": self.world.host,
             "pid": os.getpid(),
-            "place": self.world.place,
-            "progress": self.world.progress,
+            "place": PLACE.name,
+            "progress": PLACE.moves,
             "stack": traceback.format_stack(frame)[-12:] if frame is not None else [],
             "collectives": open_collectives() if stuck else [],
             "over": False,

@@ -22,6 +22,7 @@ from lockstep.batch import StepBatch, StepResult
 from lockstep.checkpoint.parts import Saved, fill, local, moments, whole
 from lockstep.models import decoding, models
 from lockstep.models.decoding import Decoding
+from lockstep.randomness import seed_everything
 from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts.gate import gate
@@ -29,7 +30,7 @@ from lockstep.strategies.parts.sharding import OTHER_LAYERS, Shown, Uses, cuts, 
 from lockstep.strategies.parts.statistics import Statistics
 from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
-from lockstep.world import World, seed_everything
+from lockstep.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OPTIONS = {"replicate", "tensor_parallel", "reshard_after_forward", "cpu_offload", "param_dtype", "reduce_dtype"}

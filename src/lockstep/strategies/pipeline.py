@@ -24,12 +24,13 @@ from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.checkpoint.parts import Saved, gather, moments
 from lockstep.models import models
 from lockstep.models.cuts import Cut, layer_count
+from lockstep.randomness import seed_everything
 from lockstep.reduction import Exchange, buckets, clip_, share
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts.stages import Held, Links, Piece, Stage, random_state
 from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
-from lockstep.world import World, seed_everything
+from lockstep.world import World
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 BUCKET_BYTES = 25 * 2**20  # how much travels at a time between pipelines

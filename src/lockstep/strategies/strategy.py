@@ -167,7 +167,7 @@ class Strategy(ABC):
             then()
             self.optimizer.state.clear()
         if self.world.size > 1:
-            own = set().union(*self.world.everyone(changed)) - set(self.statistics.names if self.statistics else ())
+            own = set().union(*self.world.all_gather(changed)) - set(self.statistics.names if self.statistics else ())
             if own:
                 raise RunError(
                     f"strategy.name: training changes {some(sorted(own))} of the model, which are no weights: every "

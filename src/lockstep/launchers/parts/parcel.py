@@ -74,11 +74,7 @@ def machines_times_processes(run: Run, machines: int) -> int:
             "started yet. Give a number: one a GPU, or 1 on a machine without"
         )
     processes = machines * int(run.launch.processes)
-    if processes > run.micro_batches:
-        raise RunError(
-            f"launch.processes: {machines} x {run.launch.processes} processes cannot share {run.micro_batches} "
-            "micro-batches; use fewer processes or more micro_batches"
-        )
+    run.check_shared(processes, f"launch.processes: {machines} x {run.launch.processes} processes")
     return processes
 
 

@@ -16,12 +16,12 @@ from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.checkpoint.parts import Saved, moments
 from lockstep.models import decoding, models
 from lockstep.models.decoding import Decoding
+from lockstep.randomness import seed_everything
 from lockstep.reduction import Node, ReductionTree, clip_, gradient_norm
 from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.parts.statistics import Statistics, buffers_kept
 from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.task import Task
-from lockstep.world import seed_everything
 
 
 class Native(Strategy):

@@ -20,13 +20,13 @@ from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
 from lockstep.checkpoint.parts import Saved
 from lockstep.models import models
+from lockstep.randomness import seed_everything
 from lockstep.run import Run, RunError
 from lockstep.strategies.parts import zero_config
 from lockstep.strategies.parts.statistics import Statistics
 from lockstep.strategies.parts.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.task import Task
-from lockstep.world import seed_everything
 
 _STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD, each shaped as its parameter
 

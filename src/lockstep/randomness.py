@@ -1,6 +1,8 @@
-"""Generators of random numbers that a task or a model keeps for itself: no step seeds them, so no promise covers them.
+"""Random numbers that depend on the step and the micro-batch and on nothing else, and those of which that is not known.
 
-In: a task and its model. Out: where such generators are, for `lockstep verify` and the start of a run to name.
+In: a seed and a place in the run. Out: the generators of Python, numpy and torch, seeded. For a task and its model: the
+generators that they keep for themselves, which no step seeds and no promise covers; `verify` and a run's start name
+them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,36 @@ UNCOVERED = "not seeded for every micro-batch, so what they draw may differ at a
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _LIBRARIES = {"lockstep", "torch", "transformers", "tokenizers", "peft", "numpy", "datasets", "pyarrow", "builtins"}
 _DEPTH = 4  # objects within objects that are looked into
+
+
+def seed_everything(seed: int, *place: int) -> None:
+    """Seed Python's, numpy's and torch's own generators (on every device) from `(seed, *place)`.
+
+    Piece k of step t goes through the model with `place = (t, k)`, and is collated, where a task's `collate` may draw,
+    with `(t, k, 1)`; batch b of an evaluation has `(-1, b)`, and what is written for people `(-2,)`.
+    """
+    number = mix(seed, *place)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def seed_libraries(seed: int) -> None:
+    """Seed Python and numpy too, for model code that draws from them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def mix(*numbers: int) -> int:
+    """One well-mixed 63-bit number from several (splitmix64's finaliser, Steele et al. 2014, chained)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state + (number & 0xFFFFFFFFFFFFFFFF) + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
 
 
 def own_generators(task: Any, model: nn.Module) -> list[str]:
