@@ -62,10 +62,10 @@ class Waits(Strategy):
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         raise AssertionError
 
-    def parts(self) -> dict[str, Tensor]:
+    def sharded_state_dict(self) -> dict[str, Tensor]:
         return {}
 
-    def load_parts(self, saved: Saved) -> None: ...
+    def load_sharded_state_dict(self, saved: Saved) -> None: ...
 
     def export(self) -> None: ...
 

@@ -33,7 +33,7 @@ class Job:
         """Returns a digest of the whole state after it."""
         self.strategy.train_step(self.feed.make(self.done), 5e-3)
         self.done += 1
-        return digest(self.strategy.state())
+        return digest(self.strategy.state_dict())
 
     def save(self, **scores: float) -> None:
         self.checkpoints.save(self.done, self.strategy, scores)

@@ -46,7 +46,7 @@ def train(run: Run, steps: int) -> dict[int, str]:
     for step in range(done, steps):
         strategy.train_step(feed.make(step), 5e-3)
         checkpoints.save(step + 1, strategy)
-        found[step + 1] = digest(strategy.state())
+        found[step + 1] = digest(strategy.state_dict())
     checkpoints.settle()
     return found
 
@@ -54,7 +54,7 @@ def train(run: Run, steps: int) -> dict[int, str]:
 def resumed(run: Run) -> tuple[int, list[str], str]:
     checkpoints, strategy, _ = opened(run)
     step, notes = checkpoints.resume(strategy)
-    return step, notes, digest(strategy.state())
+    return step, notes, digest(strategy.state_dict())
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ def test_a_read_only_disk(small_disk: Path) -> None:
     assert "Read-only file system" in job.said[0]
     assert here(small_disk / "out") == ["latest", "step-000001"]
     assert job.opened(job.run).resume(job.strategy) == (1, [])
-    assert digest(job.strategy.state()) == state
+    assert digest(job.strategy.state_dict()) == state
 
 
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert job.said == []
     assert here(tmp_path / "out") == ["step-000002"]
     assert job.opened(job.run).resume(job.strategy) == (2, [])
-    assert digest(job.strategy.state()) == state
+    assert digest(job.strategy.state_dict()) == state
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def saved(world: World, run: Run) -> str:
     checkpoints = Checkpoints(run, world, task.prepared, 6)
     checkpoints.save(2, strategy)
     checkpoints.settle()
-    found = digest(strategy.state())
+    found = digest(strategy.state_dict())
     strategy.close()
     return found
 
@@ -52,9 +52,11 @@ def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, 
     for folder in folders:
         here = run.model_copy(update={"output": str(folder)})
         step, notes = Checkpoints(here, world, task.prepared, 6).resume(strategy)
-        loaded = digest(strategy.state())
+        loaded = digest(strategy.state_dict())
         loss = float(strategy.train_step(feed.make(2), learning_rate(run.optim, 3, 6)).loss)
-        found.append({"step": step, "notes": notes, "loaded": loaded, "loss": loss, "after": digest(strategy.state())})
+        found.append(
+            {"step": step, "notes": notes, "loaded": loaded, "loss": loss, "after": digest(strategy.state_dict())}
+        )
     strategy.close()
     return found
 
@@ -166,10 +168,10 @@ def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
     checkpoints.save(1, strategy)
     checkpoints.settle()
-    before = digest(strategy.state())
+    before = digest(strategy.state_dict())
     strategy.train_step(feed.make(1), 1e-3)
     resumed = Checkpoints(run, world, task.prepared, 6).resume(strategy)
-    after = digest(strategy.state())
+    after = digest(strategy.state_dict())
     strategy.close()
     return said, resumed, before, after
 

@@ -121,9 +121,9 @@ def full(*_: Any) -> None:
 
 def test_the_rehearsal_takes_the_buffer_and_leaves_no_trace(tmp_path: Path) -> None:
     job, untouched = Job(run_in(tmp_path / "a")), Job(run_in(tmp_path / "b"))
-    before = digest(job.strategy.state())
+    before = digest(job.strategy.state_dict())
     job.strategy.rehearse(job.feed.longest(), lambda: job.checkpoints.rehearse(job.strategy))
-    assert digest(job.strategy.state()) == before
+    assert digest(job.strategy.state_dict()) == before
     shard = job.checkpoints._shard
     assert shard is not None
     state = job.saved()
@@ -159,8 +159,8 @@ def test_a_moment_that_comes_later_is_saved_too(tmp_path: Path) -> None:
     """Of a weight that the rehearsal, or the first save, did not use."""
     job = Job(run_in(tmp_path / "out"))
     job.step()
-    parts = job.strategy.parts()
+    parts = job.strategy.sharded_state_dict()
     assert not job.checkpoints._lay_out({k: v for k, v in parts.items() if not k.startswith("optimizer.exp_avg.")})
     job.save()
     job.checkpoints.settle()
-    assert digest_of(tmp_path / "out/checkpoints/step-000001") == digest(job.strategy.state())
+    assert digest_of(tmp_path / "out/checkpoints/step-000001") == digest(job.strategy.state_dict())

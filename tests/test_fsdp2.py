@@ -32,10 +32,10 @@ def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
     feed = Feed(run, task, strategy.leaves(), world.device)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
     found = {
-        "digest": digest(strategy.state()),
+        "digest": digest(strategy.state_dict()),
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
-        "weights": {k: v.clone() for k, v in strategy.state().items() if k.startswith("model.")},
+        "weights": {k: v.clone() for k, v in strategy.state_dict().items() if k.startswith("model.")},
         "held": {
             n: (p.placements if isinstance(p, DTensor) else None, p.numel())
             for n, p in strategy.model.named_parameters()

@@ -61,6 +61,8 @@ FLOORS: dict[str, float] = {
     "data/prepare": 4,
     "data/feed": 4,
     "strategies/parts/gate": 2,
+    "strategies/parts/gradient": 3.5,
+    "strategies/parts/held_state": 3.5,
     "strategies/parts/statistics": 2,
     "randomness": 1,
     "processor": -1,

@@ -107,7 +107,7 @@ def rehearsed(world: World, run: Run) -> tuple[str, str]:
             strategy.rehearse(longest)
         for t in range(2):
             strategy.train_step(feed.make(t), 1e-3)
-        digests.append(digest(strategy.state()))
+        digests.append(digest(strategy.state_dict()))
         strategy.close()
     return digests[0], digests[1]
 
@@ -156,6 +156,38 @@ def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
     first, *others = run_on(1 if name == "single" else 2, poisoned, run, run=run)
     assert name == "pipeline" or first
     assert all(other == first for other in others)
+
+
+def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[bool]]:
+    """Digests after each step, and whether each was used; the losses of step 1 are no numbers."""
+    task, strategy = build(run, World(run))
+    strategy.asks_late = late  # as on CUDA
+    feed = Feed(run, task, strategy.leaves(), torch.device("cpu"))
+    real, digests, used = task.loss_sum, [], []
+    for t in range(steps):
+        task.loss_sum = lambda outputs, targets, t=t: real(outputs, targets) * (float("nan") if t == 1 else 1.0)
+        used.append(strategy.train_step(feed.make(t), 1e-3).used)
+        digests.append(digest(strategy.state_dict()))
+    strategy.settle()
+    return digests, [bool(each) for each in used]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_step_that_is_skipped_on_the_device_leaves_what_one_does_that_the_host_skips(optimizer: str) -> None:
+    run = tiny("strategy.name=single", "on_nonfinite=skip", f"optim.name={optimizer}")
+    found = bad_at_step_1(run, late=True, steps=4)
+    assert found == bad_at_step_1(run, late=False, steps=4)
+    assert found[1] == [True, False, True, True]
+    assert found[0][0] == found[0][1] != found[0][2]
+
+
+def test_a_bad_step_is_told_in_the_next_one_and_nothing_was_updated() -> None:
+    run = tiny("strategy.name=single")
+    with pytest.raises(NotFinite, match=r"step 1: micro-batches \[0, 1, 2, 3, 4, 5, 6, 7\]") as caught:
+        bad_at_step_1(run, late=True, steps=2)  # by `settle`, before anything is saved
+    assert caught.value.step == 1
+    with pytest.raises(NotFinite, match="step 1"):
+        bad_at_step_1(run, late=True, steps=3)
 
 
 def test_deepspeed_cannot_skip() -> None:

@@ -99,7 +99,7 @@ def test_files_of_others_are_passed_over(folder: Path, trained: tuple[Path, str]
     (kept / "step-3").write_text("")
     job = Job(run_in(folder))
     assert job.checkpoints.resume(job.strategy) == (2, [])
-    assert digest(job.strategy.state()) == trained[1]
+    assert digest(job.strategy.state_dict()) == trained[1]
     job.saved()
     assert {"step-000002 copy", "step-3", "notes.txt", ".DS_Store"} < set(here(folder))
 

@@ -88,7 +88,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     scores = evaluate(run, world, task, strategy, task.splits["validation"])
     exported = strategy.export()
     found = {
-        "digest": digest(strategy.state()),
+        "digest": digest(strategy.state_dict()),
         "buffers": digest(dict(strategy.model.named_buffers())),
         "norm": [float(r.grad_norm) for r in results],
         "loss": [float(r.loss) for r in results],

@@ -31,7 +31,7 @@ def steps_of(world: World, run: Run, steps: int = 3) -> dict[str, Any]:
     task, strategy = build(run, world)
     feed = Feed(run, task, strategy.leaves(), world.device)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6)) for t in range(steps)]
-    state, export = strategy.state(), strategy.export()
+    state, export = strategy.state_dict(), strategy.export()
     found = {
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
@@ -212,13 +212,13 @@ def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str,
     task, strategy = build(run, world)
     feed = Feed(run, task, strategy.leaves(), world.device)
     if kept:
-        strategy.load_state(kept)
+        strategy.load_state_dict(kept)
     else:
         for t in range(2):
             strategy.train_step(feed.make(t), 1e-3)
-    state = {k: v.clone() for k, v in strategy.state().items()}
+    state = {k: v.clone() for k, v in strategy.state_dict().items()}
     strategy.train_step(feed.make(2), 1e-3)
-    last = digest(strategy.state())
+    last = digest(strategy.state_dict())
     strategy.close()
     return state, last
 

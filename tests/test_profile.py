@@ -78,7 +78,7 @@ def weights(world: World, run: Run) -> str:
     """Of a job, trained by the loop itself to its end."""
     session = built(run, world, prepare(run, find("tasks", run.task.name)))
     train(session, 0)
-    found = digest(session.strategy.state())
+    found = digest(session.strategy.state_dict())
     session.strategy.close()
     return found
 

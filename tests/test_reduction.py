@@ -6,7 +6,8 @@ from harness import run_on, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.reduction import Exchange, ReductionTree, buckets, gradient_norm, partial_nodes, share
+from lockstep.reduction import Exchange, ReductionTree, buckets, partial_nodes, share
+from lockstep.strategies.parts.gradient import Gradient, Part
 from lockstep.world import World
 
 
@@ -95,5 +96,6 @@ def test_buckets_hold_everything_in_order() -> None:
 
 def test_the_norm_is_that_of_float64() -> None:
     gradients = [t * 1e-3 for t in leaf(3)]
+    parts = [Part(str(i), torch.nn.Parameter(g), g) for i, g in enumerate(gradients)]
     expected = torch.cat([g.double().reshape(-1) for g in gradients]).norm().float()
-    assert gradient_norm(gradients) == expected
+    assert Gradient(parts, [part.name for part in parts]).norm() == expected

@@ -30,13 +30,15 @@ def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
     parameters = list(strategy.model.parameters())
     found = {
-        "digest": digest(strategy.state()),
+        "digest": digest(strategy.state_dict()),
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
-        "weights": {k: v.clone() for k, v in strategy.state().items() if k.startswith("model.")},
+        "weights": {k: v.clone() for k, v in strategy.state_dict().items() if k.startswith("model.")},
         "clear": all(p.grad is None for p in parameters),
         "dtypes": {
-            str(v.dtype) for k, v in strategy.state().items() if "exp_avg" in k or k.startswith("model.transformer.h")
+            str(v.dtype)
+            for k, v in strategy.state_dict().items()
+            if "exp_avg" in k or k.startswith("model.transformer.h")
         },
     }
     strategy.close()
@@ -183,13 +185,13 @@ def restored(world: World, run: Run) -> tuple[str, str]:
     feed = Feed(run, task, strategy.leaves(), world.device)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
-    kept = world.broadcast({k: v.clone() for k, v in strategy.state().items()})
+    kept = world.broadcast({k: v.clone() for k, v in strategy.state_dict().items()})
     strategy.train_step(feed.make(3), 1e-3)
-    straight = digest(strategy.state())
+    straight = digest(strategy.state_dict())
     _, other = build(run, world)
-    other.load_state(kept)
+    other.load_state_dict(kept)
     other.train_step(feed.make(3), 1e-3)
-    again = digest(other.state())
+    again = digest(other.state_dict())
     strategy.close()
     other.close()
     return straight, again

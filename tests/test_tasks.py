@@ -45,7 +45,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
             for b in batches
         ],
     }
-    state = strategy.state()
+    state = strategy.state_dict()
     strategy.close()
     return found | {"digest": digest(state) if world.is_main else None}
 

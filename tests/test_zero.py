@@ -45,7 +45,7 @@ def trained(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
         "scores": scores,
-        "state": {k: v.clone() for k, v in strategy.state().items()},
+        "state": {k: v.clone() for k, v in strategy.state_dict().items()},
         "export": export and {k: v.clone() for k, v in export.items()},
         "gradients": gradients,
         "parameters": strategy.parameter_count,
@@ -189,9 +189,9 @@ def stopped(world: World, run: Run) -> tuple[str, dict[str, torch.Tensor], list[
     feed = Feed(run, task, strategy.leaves(), world.device)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
-    kept = {k: v.clone() for k, v in strategy.state().items()}
+    kept = {k: v.clone() for k, v in strategy.state_dict().items()}
     losses = [float(strategy.train_step(feed.make(t), 1e-3).loss) for t in (3, 4)]
-    after = digest(strategy.state())
+    after = digest(strategy.state_dict())
     strategy.close()
     return after, kept, losses
 
@@ -199,10 +199,10 @@ def stopped(world: World, run: Run) -> tuple[str, dict[str, torch.Tensor], list[
 def resumed(world: World, run: Run, kept: dict[str, torch.Tensor]) -> tuple[str, str, list[float]]:
     task, strategy = build(run, world)
     feed = Feed(run, task, strategy.leaves(), world.device)
-    strategy.load_state(kept)
-    taken_over = digest(strategy.state())
+    strategy.load_state_dict(kept)
+    taken_over = digest(strategy.state_dict())
     losses = [float(strategy.train_step(feed.make(t), 1e-3).loss) for t in (3, 4)]
-    after = digest(strategy.state())
+    after = digest(strategy.state_dict())
     strategy.close()
     return after, taken_over, losses
 

@@ -72,4 +72,4 @@ class StepResult:
 
     loss: Tensor  # float64 scalar: mean over the step's targets, before the update
     grad_norm: Tensor  # float32 scalar: 2-norm of the whole gradient, before clipping
-    used: bool = True  # False: no update was made, because loss or gradient is not finite (`on_nonfinite: skip`)
+    used: Tensor | bool = True  # False: no update was made; loss or gradient is not finite (`on_nonfinite: skip`)

@@ -42,7 +42,7 @@ def rehearse(session: Session, then: Callable[[], None] = lambda: None) -> None:
         strategy.rehearse(batch, then)
     except NotFinite as caught:
         when = "before step 0, tried with the longest examples of the training split"
-        raise TrainingFailed(explained(caught, feed, batch, when)) from caught
+        raise TrainingFailed(explained(caught, feed, batch.ids, when)) from caught
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
         text = " ".join(str(caught).split())
         if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:

@@ -108,6 +108,7 @@ class AdamW(torch.optim.AdamW):
                     [],
                     [state["step"] for state in states],
                     fused=True,
+                    found_inf=group.get("skipped"),
                     amsgrad=False,
                     beta1=group["betas"][0],
                     beta2=group["betas"][1],
@@ -134,6 +135,7 @@ class SGD(torch.optim.SGD):
                     gradients,
                     [*velocities] if momentum else [None for _ in params],
                     fused=True,
+                    found_inf=group.get("skipped"),
                     weight_decay=group["weight_decay"],
                     momentum=momentum,
                     lr=group["lr"],
@@ -168,7 +170,10 @@ def _padded(part: Tensor) -> Tensor:
     return torch.nn.functional.pad(part.reshape(-1), (0, -part.numel() % LINE))
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of every group."""
+def set_rate(optimizer: torch.optim.Optimizer, rate: float, used: Tensor | None = None) -> None:
+    """Set the rate of every group. `used`: a bool scalar on the device; where it is false the next step leaves weights
+    and state as they are, without the host having to know."""
+    skipped = None if used is None else (~used).float()
     for group in optimizer.param_groups:
         group["lr"] = rate
+        group["skipped"] = skipped

@@ -117,7 +117,7 @@ class _Writer:
 
     def weights(self) -> dict[str, Tensor]:
         """Whole, on rank 0's host. Collective."""
-        state = {k: v for k, v in self.strategy.state().items() if k.startswith("model.")}
+        state = {k: v for k, v in self.strategy.state_dict().items() if k.startswith("model.")}
         return {f"weight.{k.removeprefix('model.')}": v.detach().cpu().clone() for k, v in state.items()}
 
     def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
@@ -133,7 +133,7 @@ class _Writer:
 
     def dtypes(self) -> dict[str, list[str]]:
         """What numbers are kept in: asserted by tests, printed for users."""
-        state = self.strategy.state()
+        state = self.strategy.state_dict()
         moments = {str(v.dtype) for k, v in state.items() if k.startswith("optimizer.") and v.dim()}
         return {
             "weights": sorted({str(p.dtype) for p in self.strategy.model.parameters()}),

@@ -189,21 +189,10 @@ def buckets(tensors: Sequence[Tensor], cap_bytes: int) -> list[list[int]]:
     return [g for g in groups if g]
 
 
-def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The squared 2-norm of some tensors: float64 scalar."""
-    values = [g._values() if g.is_sparse else g for g in gradients]
-    return torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64).square() for v in values]).sum()
-
-
-def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of a whole gradient: float32 scalar, squared and summed in float64, rounded once."""
-    return squared_norm(gradients).sqrt().float()
-
-
 def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float | None) -> None:
     """Scale gradients whose whole has the norm `norm` down to the norm `limit` (none: never), in place, with the factor
     of `torch.nn.utils.clip_grad_norm_`."""
     if limit:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         if factor.device.type != "cpu" or factor < 1.0:  # on CUDA the multiplication is cheaper than knowing
-            torch._foreach_mul_([g._values() if g.is_sparse else g for g in gradients], factor)
+            torch._foreach_mul_(list(gradients), factor)

@@ -85,6 +85,7 @@ class DenseRows:
 
     def __init__(self, parameter: Tensor) -> None:
         self._dense = torch.zeros_like(parameter)
+        self._rows = torch.empty(0, dtype=torch.int64, device=parameter.device)  # those that are other than zero
 
     def filled(self, gradient: Tensor) -> Tensor:
         """The dense form of a coalesced gradient; valid until `wipe`."""
@@ -92,6 +93,7 @@ class DenseRows:
         return self._dense.index_add_(0, self._rows, gradient._values())
 
     def wipe(self) -> None:
+        """All zero again."""
         self._dense.index_fill_(0, self._rows, 0)
 
 

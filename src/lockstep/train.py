@@ -41,22 +41,26 @@ class Meter:
         self.total = Counts(*(-number for number in astuple(began)))  # what was done before does not count
         self._line = began
         self._spikes = Spikes(*state["spikes"]) if state else Spikes()
+        self._used: list[Tensor | bool] = []  # of the steps since the last line; may still be on the device
         self._since = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
         """What the next line of the log needs to know of the steps so far; the same on every rank but for seconds."""
+        self._count_skipped()
         return {"line": asdict(self._line), "spikes": self._spikes.state}
 
     def add(self, batch: StepBatch, result: StepResult) -> None:
         """One step more."""
         counts = (batch.examples, batch.tokens, batch.padded, batch.padded_by_chance)
-        self._line += Counts(1, *counts, skipped=int(not result.used))
+        self._line += Counts(1, *counts)
+        self._used.append(result.used)
 
     def line(self, result: StepResult, rate: float) -> dict[str, float]:
         """The numbers of a line of the log: this step's, and rates since the last line. The host waits for the
         device here."""
         numbers = {"loss": float(result.loss), "learning_rate": rate, "grad_norm": float(result.grad_norm)}
         self._stop_clock()
+        self._count_skipped()
         line, self.total, self._line = self._line, self.total + self._line, Counts()
         if line.skipped:
             numbers["skipped_steps"] = line.skipped
@@ -76,6 +80,11 @@ class Meter:
         self._stop_clock()
         yield
         self._since = time.perf_counter()
+
+    def _count_skipped(self) -> None:
+        """The host waits for the device here."""
+        self._line += Counts(skipped=sum(not used for used in self._used))
+        self._used.clear()
 
     def _stop_clock(self) -> None:
         now = time.perf_counter()
@@ -113,19 +122,19 @@ class TrainingFailed(Exception):
     """Training cannot go on: one message for the user, exit status 1."""
 
 
-def explained(caught: NotFinite, feed: Feed, batch: StepBatch, when: str = "") -> str:
-    """Which step (or `when`), micro-batches and examples."""
-    groups = pieces.cut(feed.columns.lengths[batch.ids], feed.micro_batches)
+def explained(caught: NotFinite, feed: Feed, rows: np.ndarray, when: str = "") -> str:
+    """Which step (or `when`), micro-batches and examples; `rows` are those of the step."""
+    groups = pieces.cut(feed.columns.lengths[rows], feed.micro_batches)
     lines = []
     for piece in caught.pieces:
-        ids = ", ".join(map(str, batch.ids[groups[piece]][:20]))
+        ids = ", ".join(map(str, rows[groups[piece]][:20]))
         more = len(groups[piece]) - 20
         lines.append(
             f"  micro-batch {piece}: rows {ids}{f' and {more} more' if more > 0 else ''} of the training split"
         )
     what = "the loss" if caught.pieces else f"the gradient (norm {caught.norm}), though no loss,"
     return (
-        f"{when or f'step {batch.step}'}: {what} is not a finite number; nothing was updated. Look at these examples, "
+        f"{when or f'step {caught.step}'}: {what} is not a finite number; nothing was updated. Look at these examples, "
         "or lower optim.learning_rate or optim.clip; on_nonfinite=skip leaves such steps out"
     ) + "".join("\n" + line for line in lines)
 
@@ -151,45 +160,29 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
 
     Returns updates done (fewer than `feed.total` after a stop; a checkpoint of them is written) and what they took.
     """
-    run, world, task, strategy = session.run, session.world, session.task, session.strategy
-    feed, checkpoints, journal, sinks = session.feed, session.checkpoints, session.journal, session.sinks
+    run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
+    checkpoints, journal, sinks = session.checkpoints, session.journal, session.sinks
     meter, profiler, phases = Meter(checkpoints.meter), Profiler(run, world), strategy.phases
     phases.take()  # what came before the first step is not in its phases
-    for batch in phases.during("data", feed.steps(after=step)):
-        PLACE.at(f"step {step}")
-        rate = optim.learning_rate(run.optim, step, feed.total)
-        try:
+    try:
+        for batch in phases.during("data", feed.steps(after=step)):
+            PLACE.at(f"step {step}")
+            rate = optim.learning_rate(run.optim, step, feed.total)
             result = strategy.train_step(batch, rate)
-        except NotFinite as caught:
-            raise TrainingFailed(explained(caught, feed, batch)) from caught
-        step += 1
-        last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
-        meter.add(batch, result)
-        sinks.advance(step)
-        journal.answer()
-        if due(step, run.track.every, step == feed.total):  # no line more where a run was stopped on the way
-            sinks.log(step, "train", meter.line(result, rate))
-            journal.times(step, phases.take())
-        scores: dict[str, float] = {}
-        with meter.paused():
-            with phases("profile"):
-                profiler.advance(step)
-            with phases("checkpoint"):
-                checkpoints.advance()
-            journal.saved(checkpoints.newest)
-            if due(step, run.evaluate.every, False) and step < feed.total:
-                with phases("evaluation"):
-                    scores = evaluate(run, world, task, strategy, task.splits["validation"])
-                    sinks.log(step, "validation", scores)
-                    sinks.show(step, samples(task, strategy, world))
-                journal.event("evaluation", step)
-            if due(step, run.checkpoint.every, last) or (scores and checkpoints.is_best(scores)):
-                PLACE.at(f"saving after step {step}")
-                checkpoints.meter = meter.state()
-                with phases("checkpoint"):
-                    checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
-        if last:
-            break
+            step += 1
+            last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
+            meter.add(batch, result)
+            sinks.advance(step)
+            journal.answer()
+            if due(step, run.track.every, step == feed.total):  # no line more where a run was stopped on the way
+                sinks.log(step, "train", meter.line(result, rate))
+                journal.times(step, phases.take())
+            with meter.paused():
+                between_steps(session, meter, profiler, step, last)
+            if last:
+                break
+    except NotFinite as caught:
+        raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
     PLACE.at("waiting for the last checkpoint")
     with phases("checkpoint"):
         checkpoints.settle()
@@ -198,6 +191,31 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
         profiler.close()
     journal.last_times(step, phases.take())
     return step, meter.total
+
+
+def between_steps(session: Session, meter: Meter, profiler: Profiler, step: int, last: bool) -> None:
+    """What is due after `step` updates: an evaluation, a checkpoint. `last`: no step comes after it now. Collective."""
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    checkpoints, journal, phases = session.checkpoints, session.journal, strategy.phases
+    scores: dict[str, float] = {}
+    with phases("profile"):
+        profiler.advance(step)
+    with phases("checkpoint"):
+        checkpoints.advance()
+    journal.saved(checkpoints.newest)
+    if due(step, run.evaluate.every, False) and step < session.feed.total:
+        strategy.settle()
+        with phases("evaluation"):
+            scores = evaluate(run, world, task, strategy, task.splits["validation"])
+            session.sinks.log(step, "validation", scores)
+            session.sinks.show(step, samples(task, strategy, world))
+        journal.event("evaluation", step)
+    if due(step, run.checkpoint.every, last) or (scores and checkpoints.is_best(scores)):
+        PLACE.at(f"saving after step {step}")
+        strategy.settle()
+        checkpoints.meter = meter.state()
+        with phases("checkpoint"):
+            checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
 
 
 def samples(

@@ -1,7 +1,7 @@
 """Checkpoints: written beside training, aside, synced and renamed; verified before they are loaded.
 
-In: a strategy's `parts` under the task's own names. Out: `OUTPUT/checkpoints/step-NNNNNN/`, a safetensors file a rank
-and a manifest, the same for every strategy and number of processes; nothing in it is pickled.
+In: a strategy's `sharded_state_dict`, under the task's own names. Out: `OUTPUT/checkpoints/step-NNNNNN/`, a safetensors
+file a rank and a manifest, the same for every strategy and number of processes; nothing in it is pickled.
 
 A step waits for the copy into a buffer. Hashing and writing go on in a thread of each rank, without a collective;
 at the step boundaries all ranks agree on when all are done, then rank 0 writes the manifest and renames.
@@ -85,7 +85,7 @@ class Checkpoints:
         from lockstep.checkpoint.storage import Background
 
         self.settle()
-        parts = strategy.parts()
+        parts = strategy.sharded_state_dict()
         if faults := self._lay_out(parts):
             self._failed(step, faults)
             return
@@ -114,7 +114,7 @@ class Checkpoints:
         """Take and fill the buffer of this rank's file, while there is a state of the optimizer: memory that does not
         suffice for it is found before the first step. Collective. Errors: `RunError`, on every rank, if the run is to
         stop at a failure."""
-        parts = strategy.parts()
+        parts = strategy.sharded_state_dict()
         if faults := self._lay_out(parts):
             text = f"no checkpoint can be written: {'; '.join(faults)}"
             if self.run.checkpoint.on_failure == "stop":
@@ -293,7 +293,7 @@ class Checkpoints:
                 notes.append(f"{name} is damaged ({fault}) and is not used")
                 continue
             self._clear_away()
-            strategy.load_parts(self._open(self.folder / name, manifest))
+            strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
             self.newest = manifest.step
             self.trackers.update(manifest.trackers)
             self.meter = manifest.meter

@@ -19,13 +19,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep import optim
 from lockstep.batch import StepBatch, StepResult
-from lockstep.checkpoint.parts import Saved, fill, local, moments, whole
+from lockstep.checkpoint.parts import Saved, fill, local, whole
 from lockstep.models import decoding, models
 from lockstep.models.decoding import Decoding
 from lockstep.randomness import seed_everything
-from lockstep.reduction import Exchange, ReductionTree, clip_, share, squared_norm
+from lockstep.reduction import Exchange, ReductionTree, share
 from lockstep.run import Run, RunError
+from lockstep.strategies.parts import held_state
 from lockstep.strategies.parts.gate import gate
+from lockstep.strategies.parts.gradient import Gradient, Part
 from lockstep.strategies.parts.sharding import OTHER_LAYERS, Shown, Uses, cuts, roomy, summing
 from lockstep.strategies.parts.statistics import Statistics
 from lockstep.strategies.strategy import Share, Strategy, made
@@ -224,9 +226,8 @@ class FSDP2(Strategy):
         with self.phases("reduction"):
             losses, uses = self.agree(losses, self.uses.counts)
         with self.phases("optimizer"):
-            norm, used = self.update(learning_rate, losses, uses)
-        if used:
-            self.statistics.finish(self.share.sum)
+            norm, used = self.update(batch.step, self.whole_gradient(), learning_rate, losses, uses)
+        self.statistics.finish(self.share.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     @property
@@ -249,37 +250,19 @@ class FSDP2(Strategy):
             self.tree = ReductionTree(0)  # lets go of its sums
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        order = losses.new_tensor(self.uses.signature())
-        losses, found = super().agree(torch.cat([losses, order]), uses)
-        self.uses.compare(losses[-2:].tolist(), self.share.size)
-        return losses[:-2], found
+        losses, found = super().agree(losses, [*uses, *self.uses.signature()])
+        self.uses.compare(found[-2:], self.share.size)
+        return losses, found[:-2]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named.values())
 
-    def update(self, learning_rate: float, losses: Tensor, uses: list[int]) -> tuple[Tensor, bool]:
-        """Clip, then one optimizer step on this rank's parts of what was used. Returns the norm before clipping, and
-        whether the step was made."""
-        for parameter, count in zip(self.parameters, uses, strict=True):
-            if not count:
-                parameter.grad = None
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        squares: dict[int, list[Tensor]] = {}
-        for gradient in gradients:
-            squares.setdefault(self.world.size // cuts(gradient), []).append(local(gradient))
-        total = sum(squared_norm(tensors) / copies for copies, tensors in sorted(squares.items()))
-        assert isinstance(total, Tensor)
-        norm = self.world.sum(total).sqrt().float()
-        if self.observe is not None:
-            zero = {n: torch.zeros_like(p) for n, p in self.named.items() if p.grad is None}
-            self.observe({n: whole(zero.get(n, p.grad)).clone() for n, p in self.named.items()})
-        if used := self.usable(losses, norm):
-            clip_([local(g) for g in gradients], norm, self.run.optim.clip)
-            optim.set_rate(self.optimizer, learning_rate)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm.to(self.world.device), used
+    def whole_gradient(self) -> Gradient:
+        """Each rank holds its parts, and each part as many ranks as it is not cut over."""
+        found = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.named.items()}
+        parts = [Part(n, p, found[n], cuts(found[n]) / self.world.size) for n, p in self.named.items()]
+        return Gradient(parts, list(self.named), self.world.sum)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
@@ -300,21 +283,11 @@ class FSDP2(Strategy):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, Tensor]:
-        optim.complete(self.optimizer)
-        found = {f"model.{n}": t.detach() for n, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
-        for name, parameter in self.named.items():
-            for key, value in self.optimizer.state[parameter].items():
-                if isinstance(value, Tensor):
-                    found[f"optimizer.{key}.{name}"] = value
-        return found
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        return held_state.sharded(held_state.tensors_of(self.model), self.named, self.optimizer)
 
-    def load_parts(self, saved: Saved) -> None:
-        targets = {f"model.{n}": t.detach() for n, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
-        for name, parameter in self.named.items():
-            for key, value in moments(saved, name, parameter).items():
-                self.optimizer.state[parameter][key] = targets[f"optimizer.{key}.{name}"] = value
-        saved.read(targets)
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        held_state.load(saved, held_state.tensors_of(self.model), self.named, self.optimizer)
 
     def on_main(self, tensor: Tensor) -> Tensor | None:
         """A whole tensor on rank 0's host, nothing elsewhere. Collective."""

@@ -21,12 +21,15 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
-from lockstep.checkpoint.parts import Saved, gather, moments
+from lockstep.checkpoint.parts import Saved, gather
 from lockstep.models import models
 from lockstep.models.cuts import Cut, layer_count
 from lockstep.randomness import seed_everything
-from lockstep.reduction import Exchange, buckets, clip_, share
+from lockstep.reduction import Exchange, buckets, share
 from lockstep.run import Run, RunError
+from lockstep.strategies.parts import held_state
+from lockstep.strategies.parts.gradient import Gradient, Part
+from lockstep.strategies.parts.sharding import summing
 from lockstep.strategies.parts.stages import Held, Links, Piece, Stage, random_state
 from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
@@ -164,7 +167,7 @@ class Pipeline(Strategy):
             own = [sum(held.uses.get(name, 0) for held in self.held) for name in self.order]
             losses, uses = self.agree(self.losses, own)
         with self.phases("optimizer"):
-            norm, used = self.update(gradients, learning_rate, losses, uses)
+            norm, used = self.update(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def begin(self, micro: MicroBatch) -> None:
@@ -212,30 +215,14 @@ class Pipeline(Strategy):
             totals.append(total)
         return totals
 
-    def update(
-        self, gradients: list[dict[str, Tensor]], learning_rate: float, losses: Tensor, uses: list[int]
-    ) -> tuple[Tensor, bool]:
-        """Clip, then one optimizer step of what was used. Returns the norm before clipping, and whether the step was
-        made."""
-        squares = torch.zeros(len(self.order), dtype=torch.float64, device=self.world.device)
-        for held, found in zip(self.held, gradients, strict=True):
-            for name in held.owned:
-                squares[held.position[name]] = torch.linalg.vector_norm(found[name], dtype=torch.float64).square()
-        dist.all_reduce(squares, group=self.pipe)
-        norm = squares.sum().sqrt().float()
-        if self.observe is not None:
-            owned = {n: found[n] for held, found in zip(self.held, gradients, strict=True) for n in held.owned}
-            found = gather(owned if self.pipeline == 0 else {}, self.world)
-            self.observe({name: found[name] for name in self.order} if self.world.is_main else {})
-        if used := self.usable(losses, norm):
-            clip_([g for found in gradients for g in found.values()], norm, self.run.optim.clip)
-            for held, found in zip(self.held, gradients, strict=True):
-                for name, parameter in held.parameters.items():
-                    parameter.grad = found[name] if uses[held.position[name]] else None
-            optim.set_rate(self.optimizer, learning_rate)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return norm, used
+    def whole_gradient(self, gradients: list[dict[str, Tensor]]) -> Gradient:
+        """Each stage holds its own weights'; a tied weight counts where its owner is."""
+        parts = [
+            Part(name, parameter, found[name], float(name in held.owned))
+            for held, found in zip(self.held, gradients, strict=True)
+            for name, parameter in held.parameters.items()
+        ]
+        return Gradient(parts, self.order, summing(self.pipe))
 
     def sum_of_step(self, tensor: Tensor) -> Tensor:
         return self.world.sum(tensor)  # the last stages have the losses, every stage its weights' gradients
@@ -271,41 +258,29 @@ class Pipeline(Strategy):
         dist.broadcast(logits, last, group=self.side)
         return logits
 
-    def parts(self) -> dict[str, Tensor]:
-        optim.complete(self.optimizer)
-        own = self.weights()
-        for held in self.held:
-            for name, parameter in held.owned.items():
-                for key, value in self.optimizer.state[parameter].items():
-                    if isinstance(value, Tensor):
-                        own[f"optimizer.{key}.{name}"] = value
-        return own
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        owned = {name: parameter for held in self.held for name, parameter in held.owned.items()}
+        return held_state.sharded(self.weights(), owned, self.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this rank answers for, as `model.NAME`."""
+        """The parameters and buffers that this rank answers for."""
         return {
-            f"model.{name}": part.tensor(name).detach()
+            name: part.tensor(name).detach()
             for part in self.cut_parts
             for name in part.names
             if part.stage == self.cut.holders[name][0]
         }
 
-    def load_parts(self, saved: Saved) -> None:
-        for part in self.cut_parts:
-            saved.read({f"model.{name}": part.tensor(name).detach() for name in part.names})
-        for held in self.held:
-            targets: dict[str, Tensor] = {}
-            for name, parameter in held.parameters.items():
-                if found := moments(saved, name, parameter):
-                    self.optimizer.state[parameter] = found
-                    targets |= {f"optimizer.{key}.{name}": value for key, value in found.items()}
-            saved.read(targets)
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        for part, held in zip(self.cut_parts, self.held, strict=True):
+            tensors = {name: part.tensor(name).detach() for name in part.names}
+            held_state.load(saved, tensors, held.parameters, self.optimizer)
 
     def export(self) -> dict[str, Tensor] | None:
         found = gather(self.weights(), self.world)
         if not self.world.is_main:
             return None
-        return {key: found[f"model.{self.cut.canonical[key]}"] for key in self.cut.whole.state_dict()}
+        return {key: found[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
 
     def close(self) -> None:
         del self.model, self.optimizer, self.schedule, self.engine, self.held, self.cut_parts

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lockstep import plugins
+from lockstep import optim, plugins
 from lockstep.batch import StepBatch, StepResult
 from lockstep.checkpoint.parts import Given, Saved, gather
 from lockstep.measure.phases import Phases
@@ -25,6 +25,7 @@ from lockstep.models import decoding
 from lockstep.models.decoding import Decoding
 from lockstep.reduction import share
 from lockstep.run import Run, RunError
+from lockstep.strategies.parts.gradient import Gradient
 from lockstep.strategies.parts.statistics import Statistics, buffers_kept
 from lockstep.tasks.task import Task
 from lockstep.world import World
@@ -33,9 +34,9 @@ from lockstep.world import World
 class NotFinite(ArithmeticError):
     """A loss or a gradient that is no finite number, under `on_nonfinite: stop`; nothing was updated."""
 
-    def __init__(self, pieces: list[int], norm: float) -> None:
-        super().__init__(f"micro-batches {pieces}, gradient norm {norm}")
-        self.pieces, self.norm = pieces, norm  # micro-batches whose loss is not finite; the gradient's norm
+    def __init__(self, step: int, pieces: list[int], norm: float) -> None:
+        super().__init__(f"step {step}: micro-batches {pieces}, gradient norm {norm}")
+        self.step, self.pieces, self.norm = step, pieces, norm  # micro-batches whose loss is not finite
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Strategy(ABC):
         self.run, self.world = run, world
         self.phases = Phases(world.device)
         self.share = Share(world.rank, world.size, world.sum)
+        self.asks_late = world.device.type == "cuda"  # whether a step was usable: while the next one is computed
+        self._doubt: tuple[int, Tensor, Tensor] | None = None  # step, losses and norm that nobody has looked at
 
     @classmethod
     @abstractmethod
@@ -128,7 +131,26 @@ class Strategy(ABC):
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         """One update."""
 
-    def usable(self, losses: Tensor, norm: Tensor) -> bool:
+    def update(
+        self, step: int, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
+    ) -> tuple[Tensor, Tensor | bool]:
+        """Look at the gradient, see that it is finite, clip, set the rate, one step of the optimizer. `losses` and
+        `uses` are what `agree` gave. Returns the norm before clipping, and whether the update was made: on CUDA that is
+        still on the device, which then leaves the weights as they are by itself, and the host hears of it in the next
+        update. Collective. Errors: `NotFinite`, also of the update before."""
+        norm = gradient.norm()
+        if self.observe is not None:
+            self.observe(gradient.whole(self.world))
+        used = self.doubted(step, losses, norm) if self.asks_late else self.usable(step, losses, norm)
+        if used is not False:
+            gradient.clip_(norm, self.run.optim.clip)
+            gradient.give(uses)
+            optim.set_rate(self.optimizer, learning_rate, used if isinstance(used, Tensor) else None)
+            self.optimizer.step()
+        gradient.take_back()
+        return norm.to(self.world.device), used
+
+    def usable(self, step: int, losses: Tensor, norm: Tensor) -> bool:
         """Whether an update may be made of a gradient with this norm and these losses of the step's pieces (summed over
         ranks: [M]): the same on every rank. The host waits for the device here. Errors: `NotFinite`, unless the run
         says to skip such steps."""
@@ -136,16 +158,31 @@ class Strategy(ABC):
         if not bad and bool(torch.isfinite(norm)):
             return True
         if self.run.on_nonfinite == "stop":
-            raise NotFinite(bad, float(norm))
+            raise NotFinite(step, bad, float(norm))
         return False
 
+    def doubted(self, step: int, losses: Tensor, norm: Tensor) -> Tensor:
+        """The same without waiting: a bool scalar on the device. What it says of this step is raised by the next call,
+        or by `settle`. Errors: `NotFinite` of the step before."""
+        self.settle()
+        self._doubt = (step, losses, norm)
+        return torch.isfinite(losses).all() & torch.isfinite(norm).to(losses.device)
+
+    def settle(self) -> None:
+        """Wait for the last update. Errors: `NotFinite`, where it was not made and the run says to stop then."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            self.usable(*doubt)
+
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Sums over ranks: the losses of the step's pieces [M], and for each
-        trainable parameter how many pieces gave it a gradient. A parameter that none did is left alone by the update,
-        on every rank: neither decayed nor moved by its momentum. Collective. Errors: `RunError` when there is no
-        gradient at all, on every rank."""
-        both = torch.cat([losses, torch.tensor(uses, dtype=losses.dtype, device=losses.device)])
-        losses, counts = self.sum_of_step(both).split([len(losses), len(uses)])
+        """Sums over ranks: the losses of the step's pieces [M], and for each trainable parameter how many pieces gave
+        it a gradient. The counts never were on the device, so nobody waits for it. Collective. Errors: `RunError` when
+        there is no gradient at all, on every rank."""
+        counts = torch.tensor(uses, dtype=torch.float64)
+        if losses.device.type == "cpu":  # in one message
+            losses, counts = self.sum_of_step(torch.cat([losses, counts])).split([len(losses), len(counts)])
+        else:
+            losses, counts = self.sum_of_step(losses), self.sum_of_step(counts)
         found = [int(count) for count in counts.tolist()]
         if not any(found):
             raise RunError(
@@ -164,6 +201,7 @@ class Strategy(ABC):
         buffers change that each rank would keep for itself."""
         with buffers_kept(self.model) as changed:
             self.train_step(batch, 0.0)  # at this rate weights stay what they are
+            self.settle()
             then()
             self.optimizer.state.clear()
         if self.world.size > 1:
@@ -187,7 +225,7 @@ class Strategy(ABC):
         return decoding.by_forward(self.forward, lambda count: self.share.sum(count.float()), inputs, how)
 
     @abstractmethod
-    def parts(self) -> dict[str, Tensor]:
+    def sharded_state_dict(self) -> dict[str, Tensor]:
         """This rank's part of the weights (`model.NAME`) and the optimizer state (`optimizer.KEY.NAME`) under the
         task's own parameter names, not copied where it need not be.
 
@@ -197,17 +235,17 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def load_parts(self, saved: Saved) -> None:
-        """Take over what all ranks' `parts` gave together, on this or another strategy at this or another number of
-        processes. Each rank reads what it will hold; none is given all of it."""
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        """Take over what all ranks' `sharded_state_dict` gave together, on this or another strategy at this or another
+        number of processes. Each rank reads what it will hold; none is given all of it."""
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that `parts` cuts up, whole on rank 0; on other ranks what is there without gathering it."""
-        return gather(self.parts(), self.world)
+    def state_dict(self) -> dict[str, Tensor]:
+        """The same, whole on rank 0; on other ranks what is there without gathering it."""
+        return gather(self.sharded_state_dict(), self.world)
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what rank 0's `state` gave; every rank is given all of it. For small models, and tests."""
-        self.load_parts(Given(state))
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what rank 0's `state_dict` gave; every rank is given all of it. For small models, and tests."""
+        self.load_sharded_state_dict(Given(state))
 
     @abstractmethod
     def export(self) -> dict[str, Tensor] | None:

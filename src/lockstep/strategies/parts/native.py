@@ -13,12 +13,14 @@ from torch import Tensor
 
 from lockstep import optim
 from lockstep.batch import MicroBatch, StepBatch, StepResult
-from lockstep.checkpoint.parts import Saved, moments
+from lockstep.checkpoint.parts import Saved
 from lockstep.models import decoding, models
 from lockstep.models.decoding import Decoding
 from lockstep.randomness import seed_everything
-from lockstep.reduction import Node, ReductionTree, clip_, gradient_norm
+from lockstep.reduction import Node, ReductionTree
 from lockstep.rows import DenseRows, by_row, exchange_rows, row_sparse
+from lockstep.strategies.parts import held_state
+from lockstep.strategies.parts.gradient import Gradient, Part
 from lockstep.strategies.parts.statistics import Statistics, buffers_kept
 from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.task import Task
@@ -71,9 +73,8 @@ class Native(Strategy):
             losses, uses = self.agree(losses, self.uses)
             self.tree = ReductionTree(0)  # lets go of partial sums
         with self.phases("optimizer"):
-            norm, used = self.update(gradients, learning_rate, losses, uses)
-        if used:
-            self.statistics.finish(self.world.sum)
+            norm, used = self.update(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
+        self.statistics.finish(self.world.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
@@ -111,27 +112,10 @@ class Native(Strategy):
             for j, i in enumerate(self.rows)
         }
 
-    def update(
-        self, gradients: list[Tensor], learning_rate: float, losses: Tensor, uses: list[int]
-    ) -> tuple[Tensor, bool]:
-        """Clip, then one optimizer step of what was used. Returns the norm before clipping, and whether the step was
-        made."""
-        norm = gradient_norm(gradients)
-        if self.observe is not None:
-            self.observe({n: g.to_dense() for n, g in zip(self.named, gradients, strict=True)})
-        if used := self.usable(losses, norm):
-            clip_(gradients, norm, self.run.optim.clip)
-            for i, rows in self.rows.items():
-                gradients[i] = rows.filled(gradients[i])
-            for parameter, gradient, count in zip(self.parameters, gradients, uses, strict=True):
-                parameter.grad = gradient if count else None
-            optim.set_rate(self.optimizer, learning_rate)
-            self.optimizer.step()
-            for parameter in self.parameters:
-                parameter.grad = None
-            for rows in self.rows.values():
-                rows.wipe()
-        return norm, used
+    def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
+        """Every rank holds all of it."""
+        named = zip(self.named.items(), gradients, strict=True)
+        return Gradient([Part(n, p, g, rows=self.rows.get(i)) for i, ((n, p), g) in enumerate(named)], list(self.named))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
@@ -147,24 +131,11 @@ class Native(Strategy):
         self.model.train()
         return tokens
 
-    def parts(self) -> dict[str, Tensor]:
-        optim.complete(self.optimizer)
-        parts = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
-        parts |= {f"model.{n}": b for n, b in self.model.named_buffers()}
-        for name, parameter in self.named.items():
-            for key, value in self.optimizer.state[parameter].items():
-                if isinstance(value, Tensor):
-                    parts[f"optimizer.{key}.{name}"] = value
-        return parts
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        return held_state.sharded(held_state.tensors_of(self.model), self.named, self.optimizer)
 
-    def load_parts(self, saved: Saved) -> None:
-        targets = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
-        targets |= {f"model.{n}": b for n, b in self.model.named_buffers()}
-        for name, parameter in self.named.items():
-            if found := moments(saved, name, parameter):
-                self.optimizer.state[parameter] = found
-                targets |= {f"optimizer.{key}.{name}": value for key, value in found.items()}
-        saved.read(targets)
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        held_state.load(saved, held_state.tensors_of(self.model), self.named, self.optimizer)
 
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None

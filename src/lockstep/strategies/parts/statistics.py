@@ -52,13 +52,14 @@ class Statistics:
         if self._buffers:
             self._set(self._before)
 
-    def finish(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """After the pieces. Every rank has zeros for others' pieces, and adding zeros is exact. Collective."""
+    def finish(self, sum_over_ranks: Callable[[Tensor], Tensor], used: Tensor | bool = True) -> None:
+        """After the pieces; `used`: whether an update was made. Every rank has zeros for others' pieces, and adding
+        zeros is exact. Collective."""
         if self._buffers:
             made = sum_over_ranks(self._made)
             examples = made[:, -1:]  # [M, 1]
             mean = (made[:, :-1] * examples).sum(0) / examples.sum().clamp(min=1)
-            self._set(torch.where(examples.sum() > 0, mean, self._before) + 0.0)  # no zero keeps a sign
+            self._set(torch.where((examples.sum() > 0) & used, mean, self._before) + 0.0)  # no zero keeps a sign
             del self._made
 
     def _now(self) -> Tensor:

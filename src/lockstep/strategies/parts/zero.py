@@ -145,7 +145,7 @@ class Sharded(Strategy):
                 self.statistics.reset()
         with self.phases("reduction"):
             losses, uses = self.agree(losses, list(self.uses.values()))
-            self.usable(losses, losses.sum())
+            self.usable(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.leaves)
         if self.observe is not None:
             self.observe(self._whole_gradient())
@@ -158,7 +158,7 @@ class Sharded(Strategy):
             if kept:
                 self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
-        self.usable(losses, norm)
+        self.usable(batch.step, losses, norm)
         self.statistics.finish(self.share.sum)
         return StepResult(losses.sum() / batch.targets, norm)
 
@@ -257,7 +257,7 @@ class Sharded(Strategy):
                 found[name] = weight.to("cpu", copy=True)
         return found
 
-    def parts(self) -> dict[str, Tensor]:
+    def sharded_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors: DeepSpeed gives them to every rank, one at a time, and each is kept by one rank."""
         load = [0] * self.world.size  # numbers that each rank keeps
         found = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
@@ -281,7 +281,7 @@ class Sharded(Strategy):
             load[keepers[name]] += shape.numel()
         return keepers
 
-    def load_parts(self, saved: Saved) -> None:
+    def load_sharded_state_dict(self, saved: Saved) -> None:
         """Rank 0 reads every tensor by itself and sends it; each rank keeps its shard of it."""
         names = [n for n, _ in self._trained()]
         found = [k for k in _STATE_KEYS if f"optimizer.{k}.{names[0]}" in saved]
