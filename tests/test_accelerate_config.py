@@ -9,7 +9,8 @@ from harness import tiny
 
 from lockstep.launchers.accelerate import Accelerate
 from lockstep.run import RunError
-from lockstep.start import joined, verify
+from lockstep.start import joined
+from lockstep.verify import verify
 
 ZERO = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}, "mixed_precision": "bf16"}
 PLAIN = {"distributed_type": "MULTI_GPU", "mixed_precision": "no", "use_cpu": True}

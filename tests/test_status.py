@@ -16,9 +16,8 @@ from harness import lockstep_environment, tiny
 
 from lockstep.cli import main
 from lockstep.commands.status import advice, run_of
-from lockstep.launchers.launcher import TRAIN
 from lockstep.processes import launched
-from lockstep.processes.launched import Launched, Process, State
+from lockstep.processes.launched import TRAIN, Launched, Process, State
 from lockstep.run import load
 from lockstep.worker import left
 from lockstep.world import World

@@ -129,9 +129,9 @@ def test_an_edited_prepare_gets_no_old_tokens(here: Path, numbered: None) -> Non
 def test_machines_with_other_code_do_not_train(here: Path, numbered: None) -> None:
     (here / "space/there.py").write_text("")
     run, known = run_of(), prepared([])
-    first = facts(run, known)
+    first = facts(run, known.key)
     (here / "mine/deep/inner.py").write_text("y = 1\n")
-    said = disagreement([("a", first), ("b", facts(run, known))])
+    said = disagreement([("a", first), ("b", facts(run, known.key))])
     assert "the code of mine/deep/inner.py" in said
     assert "the code of mine/rating.py" not in said
 

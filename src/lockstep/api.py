@@ -203,5 +203,7 @@ def _predict(words: list[str]) -> int:
 
 
 def _verify(words: list[str]) -> int:
+    from lockstep.verify import verify
+
     found, path, steps = words
-    return start.verify(Run.load(path), int(steps), Path(found))
+    return verify(Run.load(path), int(steps), Path(found))

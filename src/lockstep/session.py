@@ -67,7 +67,7 @@ def met(run: Run, world: World, data: Run | None = None) -> Prepared:
     prepared = prepare(data or run, plugins.find("tasks", run.task.name))
     world.join()
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
-    agree(run, world, prepared)
+    agree(run, world, prepared.key)
     return prepared
 
 

@@ -116,14 +116,14 @@ def joined(run: Run) -> int:
     number of ranks than a launcher of ours wanted."""
     with plugins.importing():
         from lockstep import worker
-    from lockstep.launchers.launcher import JOB, TRAIN, WANTED
+    from lockstep.processes.launched import JOB_WORDS, TRAIN, WANTED
 
     accelerate_config.check_variables(run, os.environ)
     came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
     if wanted is not None and wanted != came:
         leave_status(2)
         raise RunError(f"launch: {wanted} processes were asked for, and a job of {came} came up; nothing was trained")
-    job = tuple(os.environ.get(JOB, "").split()) or TRAIN
+    job = tuple(os.environ.get(JOB_WORDS, "").split()) or TRAIN
     with ExitStack() as stack:
         lock, refusal = None, None
         if os.environ["RANK"] == "0" and job == TRAIN and not ownership.held_by_launcher(run.folder):
@@ -143,7 +143,7 @@ def joined(run: Run) -> int:
 
 def leave_status(status: int) -> None:
     """Tell the launcher of ours that is behind whoever started this rank, if there is one."""
-    from lockstep.launchers.launcher import STATUS
+    from lockstep.processes.launched import STATUS
 
     if (path := os.environ.get(STATUS)) and os.environ.get("LOCAL_RANK", "0") == "0":
         Path(path).write_text(str(status), encoding="utf-8")
@@ -164,20 +164,6 @@ def only_one(run: Run, launcher: Launcher) -> None:
             f"output: {run.folder} is being trained already ({state.word}{f': {state.text}' if state.text else ''}). "
             f"`lockstep stop {run.folder}` ends that, or give another output=FOLDER"
         )
-
-
-def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
-    """`lockstep verify`: a few steps, and the same as one process. `verdict`: where it is written, as JSON."""
-    launcher = None
-    task_of_srun(run)
-    if joining():
-        accelerate_config.check_variables(run, os.environ)
-    else:
-        launcher, plan = planned(run)
-        checked(run, plan)
-    from lockstep.verify import verify
-
-    return verify(run, launcher, steps, verdict)
 
 
 def joining() -> bool:

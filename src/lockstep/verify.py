@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from lockstep import start
 from lockstep.console import Console
 from lockstep.launchers.launcher import Launcher
+from lockstep.launchers.parts import accelerate_config
 from lockstep.randomness import UNCOVERED
 from lockstep.recording import Recording, Step, read
 from lockstep.run import Run, keep
@@ -203,9 +205,16 @@ def promise(recording: Recording) -> str:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def verify(run: Run, launcher: Launcher | None, steps: int, verdict: Path | None = None) -> int:
-    """Record both jobs and tell; `verdict`: also into this file, as JSON. `launcher` None: this process is a rank
-    already. Returns 0 when all is as promised, 1 when not, or a job's own exit status."""
+def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
+    """Record both jobs and tell; `verdict`: also into this file, as JSON. Under torchrun and its like this process is
+    one rank. Returns 0 when all is as promised, 1 when not, or a job's own exit status. Errors: `RunError`."""
+    launcher = None
+    start.task_of_srun(run)
+    if start.joining():
+        accelerate_config.check_variables(run, os.environ)
+    else:
+        launcher, plan = start.planned(run)
+        start.checked(run, plan)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     try:
         console = Console(os.environ.get("RANK", "0") == "0")

@@ -28,13 +28,13 @@ from lockstep.disclosure import said, struck_all
 from lockstep.dry_run import rehearse, rehearse_the_end
 from lockstep.exit_status import BAD, DONE, FAILED, STOPPED
 from lockstep.hub.hub import pending, push_pending, require, write_export
-from lockstep.launchers.launcher import TRAIN
 from lockstep.measure.journal import Journal, launched_by
 from lockstep.measure.journal import facts as start_facts
 from lockstep.measure.usage import Usage
 from lockstep.processes import launched
 from lockstep.processes.failure import lost_contact, tell_failure
 from lockstep.processes.group import Unreached
+from lockstep.processes.launched import TRAIN
 from lockstep.processes.place import PLACE
 from lockstep.processes.stops import Stopped, end_by_signal
 from lockstep.processes.watch import Watch

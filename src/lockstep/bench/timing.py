@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.checkpoint.parts import Sharded
 from lockstep.data.tokens import Prepared
 from lockstep.dry_run import rehearse
 from lockstep.exit_status import STOPPED
@@ -24,7 +25,6 @@ from lockstep.measure import memory
 from lockstep.processes.watch import Watch
 from lockstep.run import Run
 from lockstep.session import Session, Sinks, built, met
-from lockstep.strategies.strategy import Strategy
 from lockstep.train import Counts, train
 from lockstep.world import World
 
@@ -64,7 +64,7 @@ class Timing:
 class _NoCheckpoints(Checkpoints):
     """Checkpoints are written beside training; here none is."""
 
-    def save(self, step: int, strategy: Strategy, scores: Any = None) -> None:
+    def save(self, step: int, strategy: Sharded, scores: Any = None) -> None:
         """Nothing."""
 
 

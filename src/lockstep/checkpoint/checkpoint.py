@@ -37,9 +37,8 @@ from lockstep.run import Run, RunError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoint.parts import Saved
+    from lockstep.checkpoint.parts import Saved, Sharded
     from lockstep.checkpoint.storage import Background, Shard, Written
-    from lockstep.strategies.strategy import Strategy
     from lockstep.world import World
 
 __all__ = ["CheckpointError", "Checkpoints", "check_resumable", "digest", "finished", "folder_of", "newest_first"]
@@ -79,7 +78,7 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, strategy: Strategy, scores: Mapping[str, float] | None = None) -> None:
+    def save(self, step: int, strategy: Sharded, scores: Mapping[str, float] | None = None) -> None:
         """Begin to write the state after `step` updates; waits for the save before. `scores` are those of the
         evaluation after this step. Collective. Errors: `CheckpointError`, if the run is to stop at a failure."""
         from lockstep.checkpoint.storage import Background
@@ -101,7 +100,7 @@ class Checkpoints:
             hosts=self.world.hosts,
             launch=launched_by(self.run),
             code=self.code,
-            bits=type(strategy).gives_bits(self.run),
+            bits=strategy.gives_bits(self.run),
             scores={name: float(value) for name, value in (scores or {}).items()},
             trackers=dict(self.trackers),  # a tracker's thread may add to it
             meter=self.meter,
@@ -110,7 +109,7 @@ class Checkpoints:
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
         self._saving = _Saving(manifest, aside, Background(lambda: _write(shard, aside)))
 
-    def rehearse(self, strategy: Strategy) -> None:
+    def rehearse(self, strategy: Sharded) -> None:
         """Take and fill the buffer of this rank's file, while there is a state of the optimizer: memory that does not
         suffice for it is found before the first step. Collective. Errors: `RunError`, on every rank, if the run is to
         stop at a failure."""
@@ -279,7 +278,7 @@ class Checkpoints:
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
-    def resume(self, strategy: Strategy) -> tuple[int, list[str]]:
+    def resume(self, strategy: Sharded) -> tuple[int, list[str]]:
         """Load the newest checkpoint that verifies. Returns updates done (0: there is no checkpoint) and what the user
         should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and none verifies."""
         notes, faults = list[str](), list[str]()
@@ -297,7 +296,7 @@ class Checkpoints:
             self.newest = manifest.step
             self.trackers.update(manifest.trackers)
             self.meter = manifest.meter
-            return manifest.step, notes + self._differences(name, manifest, type(strategy).gives_bits(self.run))
+            return manifest.step, notes + self._differences(name, manifest, strategy.gives_bits(self.run))
         if faults:
             raise RunError(manifests.none_usable(self.run, faults))
         self._clear_away()

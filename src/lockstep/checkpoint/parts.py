@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lockstep.run import Run
 from lockstep.world import World
 
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD; all but step are moments
@@ -45,6 +47,20 @@ class Given(Saved):
         with torch.no_grad():
             for name, own in targets.items():
                 fill(own, self.state[name])
+
+
+class Sharded(Protocol):
+    """What has a state of which each rank holds some, such as a strategy. Every method but `gives_bits` is
+    collective."""
+
+    def gives_bits(self, run: Run) -> bool:
+        """Whether the run ends with the bits of a single process."""
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """This rank's part."""
+
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        """Take over what all ranks gave together, here or elsewhere."""
 
 
 def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:

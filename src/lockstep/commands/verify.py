@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from lockstep import start
 from lockstep.commands import run_file
 from lockstep.run import RunError
 
@@ -19,4 +18,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(known: argparse.Namespace) -> int:
     if known.steps < 1:
         raise RunError(f"--steps: {known.steps} is not a positive number of steps")
-    return start.verify(run_file.run_of(known), known.steps)
+    from lockstep.verify import verify
+
+    return verify(run_file.run_of(known), known.steps)

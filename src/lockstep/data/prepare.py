@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lockstep import __version__, user_code
 from lockstep.data import source
@@ -19,11 +19,16 @@ from lockstep.data.tokenizer import TARGET
 from lockstep.data.tokens import VERSION, Prepared, content, digest
 from lockstep.run import Run
 
-if TYPE_CHECKING:
-    from lockstep.tasks.task import Task
+
+class Prepares(Protocol):
+    """A task, as far as its data are concerned."""
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        """Tokens and labels of every split."""
 
 
-def prepare(run: Run, task: type[Task], fresh: bool = False, tell: Callable[[str], None] | None = None) -> Prepared:
+def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[[str], None] | None = None) -> Prepared:
     """What `task.prepare` makes of this run, from the cache where nothing it depends on has changed.
 
     `fresh` asks the Hub again for data that is not local: the launching process does, its workers do not.
@@ -64,7 +69,7 @@ def prepare(run: Run, task: type[Task], fresh: bool = False, tell: Callable[[str
     return found
 
 
-def _code_of(run: Run, task: type[Task]) -> dict[str, str]:
+def _code_of(run: Run, task: type[Prepares]) -> dict[str, str]:
     """What the files say that prepare the data: the task's, and what else of the user's it imports."""
     own = user_code.hashes_of([run.task.name] if user_code.is_own(run.task.name) else [])
     file = sys.modules[task.__module__].__file__

@@ -25,10 +25,11 @@ from pydantic import Field
 from lockstep.checkpoint.manifest import newest_whole
 from lockstep.console import error
 from lockstep.exit_status import STOPPED
-from lockstep.launchers.launcher import JOB, STATUS, TRAIN, WANTED, Launcher, Plan
+from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.launchers.local import gpus_of, processes_of
 from lockstep.launchers.parts import accelerate_config
 from lockstep.processes import launched, network
+from lockstep.processes.launched import JOB_WORDS, STATUS, TRAIN, WANTED
 from lockstep.processes.stops import Interrupts, heard
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section, Steps
@@ -132,7 +133,7 @@ def once(run: Run, plan: Plan, job: Sequence[str]) -> tuple[int, bool]:
     could not say it, and whether it was asked to stop."""
     with tempfile.TemporaryDirectory(prefix="lockstep-status-") as folder:
         answer = Path(folder) / "status"
-        environment = {**os.environ, **plan.variables, STATUS: str(answer), JOB: " ".join(job)}
+        environment = {**os.environ, **plan.variables, STATUS: str(answer), JOB_WORDS: " ".join(job)}
         # in a group of its own: a Ctrl-C reaches this process alone, which passes it on once
         process = subprocess.Popen(plan.command, env=environment, process_group=0)
         asked, interrupts = False, Interrupts()

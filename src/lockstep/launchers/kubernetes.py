@@ -23,10 +23,10 @@ from pydantic import Field
 from lockstep.console import Console, error
 from lockstep.disclosure import one_line
 from lockstep.exit_status import STOPPED
-from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.launchers.parts.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
 from lockstep.processes import launched
-from lockstep.processes.launched import Launched, State
+from lockstep.processes.launched import TRAIN, Launched, State
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section, Steps
 

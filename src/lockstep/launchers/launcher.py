@@ -13,15 +13,9 @@ from typing import Any, ClassVar
 
 from lockstep.console import LOG, Console
 from lockstep.processes import launched
-from lockstep.processes.launched import Launched, State
+from lockstep.processes.launched import TRAIN, Launched, State
 from lockstep.run import Run
 from lockstep.sections import Section
-
-# What ranks do: the dotted name of a function of (run, world), and further words for it.
-TRAIN = ("lockstep.worker.work",)
-# Variables for ranks that another program starts for a launcher: how many there shall be in all; a file for the exit
-# status of a machine's first rank, where that program has only one of its own; the job, where it is not `TRAIN`.
-WANTED, STATUS, JOB = "LOCKSTEP_WORLD_SIZE", "LOCKSTEP_STATUS_FILE", "LOCKSTEP_JOB"
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.plugins import importing
 from lockstep.processes import secret
+from lockstep.processes.launched import TRAIN
 from lockstep.processes.stops import STOP_SIGNALS
 from lockstep.processor import available_cores
 from lockstep.run import Run, RunError

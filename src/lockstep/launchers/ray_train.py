@@ -26,9 +26,10 @@ from pydantic import Field
 from lockstep.console import Console, error
 from lockstep.disclosure import one_line
 from lockstep.exit_status import BAD, DONE, FAILED, STOPPED
-from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.launchers.local import processes_of
 from lockstep.processes import network, secret
+from lockstep.processes.launched import TRAIN
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section
 

@@ -21,13 +21,13 @@ from typing import Any
 from pydantic import Field
 
 from lockstep.console import Console, error
-from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.launchers.parts import aws
 from lockstep.launchers.parts.parcel import Parcel, archive, inside, machines_times_processes, packed, requirements
 from lockstep.launchers.parts.sagemaker_job import describe, fetch, new_lines, state_from
 from lockstep.launchers.parts.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
 from lockstep.processes import launched
-from lockstep.processes.launched import Launched, State
+from lockstep.processes.launched import TRAIN, Launched, State
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section
 

@@ -22,10 +22,10 @@ from pydantic import Field, field_validator
 
 from lockstep.console import Console
 from lockstep.exit_status import FAILED, STOPPED
-from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.launchers.parts import sbatch
 from lockstep.processes import launched, secret
-from lockstep.processes.launched import Launched, State
+from lockstep.processes.launched import TRAIN, Launched, State
 from lockstep.processes.srun import Task
 from lockstep.run import Run, RunError
 from lockstep.sections import LaunchSection, Positive, Section

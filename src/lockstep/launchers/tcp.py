@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.processes.launched import TRAIN
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section, Steps
 

@@ -17,9 +17,10 @@ from typing import Annotated
 from pydantic import Field
 
 from lockstep.console import Console
-from lockstep.launchers.launcher import TRAIN, Launcher, Plan
+from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.launchers.local import entry, prestart, processes_of
 from lockstep.processes import network, secret
+from lockstep.processes.launched import TRAIN
 from lockstep.run import Run, RunError
 from lockstep.sections import Positive, Section, Steps
 
@@ -152,7 +153,7 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
 
     try:
         meeting = Meeting(host, port, fewest, most, machine, limits, newest, key)
-        meeting.admit(facts(run, prepare(run, plugins.find("tasks", run.task.name))))
+        meeting.admit(facts(run, prepare(run, plugins.find("tasks", run.task.name)).key))
     except RendezvousConnectionError as caught:
         raise RunError(f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}") from None
     return run_agent(run, processes_of(run), meeting, entry, (run, tuple(job), variables), say)

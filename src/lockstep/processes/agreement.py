@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__, messages, user_code
-from lockstep.data.tokens import Prepared
 from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
@@ -28,15 +27,16 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 _PATHS = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
 
 
-def facts(run: Run, prepared: Prepared) -> dict[str, str]:
-    """What must be the same on every machine before a process starts: keys of the run file, versions, contents."""
+def facts(run: Run, data: str) -> dict[str, str]:
+    """What must be the same on every machine before a process starts: keys of the run file, versions, contents. `data`:
+    the hash of the tokens."""
     values: dict[str, Any] = run.model_dump(mode="json")
     for key in _OWN:
         del values[key]
     found = {key: repr(value) for key, value in messages.flat(values).items()}
     for key in _PATHS:
         found = {k: v for k, v in found.items() if not (k.split("[")[0] == key and _is_local(values, key))}
-    found["the data"] = prepared.key[:16]
+    found["the data"] = data[:16]
     if run.model.source is not None and (folder := Path(run.model.source).expanduser()).is_dir():
         found["the model's files"] = fingerprint(folder)
     own = user_code.hashes_of(user_code.named(run).values())
@@ -51,9 +51,9 @@ def facts(run: Run, prepared: Prepared) -> dict[str, str]:
     return found
 
 
-def agree(run: Run, world: World, prepared: Prepared) -> None:
+def agree(run: Run, world: World, data: str) -> None:
     """Refuse to train when the ranks do not agree. Collective. Errors: `RunError`, the same on every rank."""
-    mine = facts(run, prepared)
+    mine = facts(run, data)
     if run.strategy.exact:
         mine["launch.threads"] = str(world.threads)
         mine["kind of device"] = f"{world.device.type} {platform.machine()}"

@@ -249,8 +249,8 @@ class FSDP2(Strategy):
                 local(parameter.grad).copy_(gradient)
             self.tree = ReductionTree(0)  # lets go of its sums
 
-    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        losses, found = super().agree(losses, [*uses, *self.uses.signature()])
+    def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
+        losses, found = super().sums_of_step(losses, [*numbers, *self.uses.signature()])
         self.uses.compare(found[-2:], self.share.size)
         return losses, found[:-2]
 

@@ -176,20 +176,23 @@ class Strategy(ABC):
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Sums over ranks: the losses of the step's pieces [M], and for each trainable parameter how many pieces gave
-        it a gradient. The counts never were on the device, so nobody waits for it. Collective. Errors: `RunError` when
-        there is no gradient at all, on every rank."""
-        counts = torch.tensor(uses, dtype=torch.float64)
-        if losses.device.type == "cpu":  # in one message
-            losses, counts = self.sum_of_step(torch.cat([losses, counts])).split([len(losses), len(counts)])
-        else:
-            losses, counts = self.sum_of_step(losses), self.sum_of_step(counts)
-        found = [int(count) for count in counts.tolist()]
+        it a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every rank."""
+        losses, found = self.sums_of_step(losses, uses)
         if not any(found):
             raise RunError(
                 "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
                 "the task's loss, and at what is frozen or detached)"
             )
         return losses, found
+
+    def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Over ranks. The numbers never were on the device, so nobody waits for it. Collective."""
+        counts = torch.tensor(numbers, dtype=torch.float64)
+        if losses.device.type == "cpu":  # in one message
+            losses, counts = self.sum_of_step(torch.cat([losses, counts])).split([len(losses), len(counts)])
+        else:
+            losses, counts = self.sum_of_step(losses), self.sum_of_step(counts)
+        return losses, [int(count) for count in counts.tolist()]
 
     def sum_of_step(self, tensor: Tensor) -> Tensor:
         """Over the ranks that have losses and gradients of their own, in place. Collective."""

@@ -7,6 +7,7 @@ status. The top of this file imports nothing but the standard library: what lock
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -78,9 +79,8 @@ def run(hosts: Hosts) -> int:
         words.append(f"launch.rendezvous={hosts.names[0]}:{os.environ.get('LOCKSTEP_PORT', '29400')}")
         if hosts.interface is not None:
             words.append(f"launch.interface={hosts.interface}")
-    from lockstep.cli import main as lockstep
-
-    status = lockstep(words)
+    # this file is an entry of the program, as `python -m lockstep` is: the whole of it runs inside
+    status = int(importlib.import_module("lockstep.cli").main(words))
     if status == 0:
         keep(ML / "checkpoints")
     return status
