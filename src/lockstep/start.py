@@ -28,59 +28,72 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> int:
-    """`lockstep train`: to the end, or on from the newest checkpoint; under torchrun and its like, as one rank."""
-    if (task := task_of_srun(run)) is not None and run.launch.options.get("ranks") == "elastic":
-        from lockstep.launchers.slurm import agent_of
+    """`lockstep train`: to the end, or on from the newest checkpoint; under torchrun and its like, as one rank.
 
-        if task.rank:
-            return agent_of(run, task)
-        with ownership.owned(run, Console(True).note) as lock:
-            return lock.verdict(agent_of(run, task))
+    The way of a launching process: plan, own OUTPUT, check and prepare, look whether all is done, keep run.yaml, start.
+    """
+    if (task := task_of_srun(run)) is not None and run.launch.options.get("ranks") == "elastic":
+        return agent(run, task)
     if joining():
         return joined(run)
     launcher, plan = planned(run)
-    if not launcher.leads(run, plan):
-        return launched_as(run, launcher, plan, None)
+    if not launcher.leads(run, plan):  # another process of the job speaks for it
+        ready(run, launcher, plan)
+        return launcher.start(run, plan)
     with ownership.owned(run, Console(True).note) as lock:
         only_one(run, launcher)
-        return lock.verdict(launched_as(run, launcher, plan, lock))
+        steps = ready(run, launcher, plan)
+        if steps is not None:
+            return lock.verdict(concluded(run, steps))
+        keep(run)
+        if launcher.submits:
+            lock.release()  # from here on it is that of the job's ranks
+            return lock.verdict(launcher.start(run, plan))
+        return lock.verdict(started(run, launcher, plan))
 
 
-def launched_as(run: Run, launcher: Launcher, plan: Plan, lock: ownership.Lock | None) -> int:
-    """Check, prepare, and start what the plan says. `lock`: of OUTPUT, on the machine that speaks for the job."""
+def ready(run: Run, launcher: Launcher, plan: Plan) -> int | None:
+    """Everything that can be checked, and the data, before a process starts. Returns the steps of a run that is
+    finished already, else None. Errors: `RunError`."""
     launcher.check(run, plan)
     # a machine that only submits may have no torch: the ranks make the same checks
-    if not launcher.submits or (launcher.shares_files and importlib.util.find_spec("torch") is not None):
-        from lockstep.hub import hub
+    if launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None):
+        return None
+    from lockstep.checkpoint import exported
+    from lockstep.checkpoint.manifest import check_resumable, finished
+    from lockstep.hub import hub
 
-        for note in hub.check(run):
-            Console(True).say(f"note: {note}")
-        check_output(run)
-        console = Console(True, voice=run.track.console)
-        prepared = checked(run, plan, lambda text: console.facts({"tokens": text}))
-        from lockstep.checkpoint import exported
-        from lockstep.checkpoint.manifest import check_resumable, finished
+    console = Console(True, voice=run.track.console)
+    for note in hub.check(run):
+        Console(True).say(f"note: {note}")
+    check_output(run)
+    prepared = checked(run, plan, lambda text: console.facts({"tokens": text}))
+    manifest = check_resumable(run, prepared)
+    if manifest is not None and finished(run, manifest) and not launcher.joins:
+        if not history.told_whole(run.folder):  # the start before was killed after its export
+            from lockstep.worker import conclude
 
-        manifest = check_resumable(run, prepared)
-        if finished(run, manifest) and not launcher.joins:
-            assert manifest is not None
-            console.say(f"{run.folder} is finished ({manifest.steps} steps); the model is in {run.folder}/export")
-            if not history.told_whole(run.folder):  # the start before was killed after its export
-                from lockstep.worker import conclude
+            conclude(run, prepared, manifest.steps)
+        return manifest.steps
+    if manifest is not None and manifest.step >= manifest.steps and (run.folder / "export").exists():
+        fault = exported.damage(run.folder)
+        console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
+    return None
 
-                conclude(run, prepared, manifest.steps)
-            status = hub.push_pending(run, console.say)
-            launched.note(run.folder, status=status, ended=time.time())  # the start before may not have come to it
-            return status
-        if manifest is not None and manifest.step >= manifest.steps and (run.folder / "export").exists():
-            fault = exported.damage(run.folder)
-            console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
-    if lock is None:
-        return launcher.start(run, plan)
-    keep(run)
-    if launcher.submits:
-        lock.release()  # from here on it is that of the job's ranks
-        return launcher.start(run, plan)
+
+def concluded(run: Run, steps: int) -> int:
+    """A run that is finished: say so, and push what is to be pushed. Returns the exit status."""
+    from lockstep.hub import hub
+
+    console = Console(True, voice=run.track.console)
+    console.say(f"{run.folder} is finished ({steps} steps); the model is in {run.folder}/export")
+    status = hub.push_pending(run, console.say)
+    launched.note(run.folder, status=status, ended=time.time())  # the start before may not have come to it
+    return status
+
+
+def started(run: Run, launcher: Launcher, plan: Plan) -> int:
+    """Start the ranks and wait for their end, which OUTPUT/launch.json tells of. Returns the exit status."""
     launched.write(run.folder, mine := launched.here(run.launch.name, plan.processes))
     try:
         status = launcher.start(run, plan)
@@ -93,6 +106,16 @@ def launched_as(run: Run, launcher: Launcher, plan: Plan, lock: ownership.Lock |
         status = 0  # rank 0 came to the end of all there was to do, whatever became of others that waited for it
     launched.note(run.folder, status=status, ended=time.time())
     return status
+
+
+def agent(run: Run, task: srun.Task) -> int:
+    """This process as the agent of its node, which starts the ranks there. Returns the exit status."""
+    from lockstep.launchers.slurm import agent_of
+
+    if task.rank:
+        return agent_of(run, task)
+    with ownership.owned(run, Console(True).note) as lock:
+        return lock.verdict(agent_of(run, task))
 
 
 def task_of_srun(run: Run) -> srun.Task | None:
