@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
-from lockstep.processes import meeting_state, network, secret, stores, watch
+from lockstep.processes import meeting_state, network, secret, stores, torch_internals, watch
 from lockstep.processes.meeting import Limits, Machine, Meeting, _parsed
 from lockstep.processes.stores import Sealed
 from lockstep.run import RunError
@@ -226,7 +226,7 @@ def test_objects_between_ranks_bear_the_seal(tmp_path: Path, monkeypatch: pytest
     module: Any = dist.distributed_c10d
     for name in ("_pickler", "_unpickler"):
         monkeypatch.setattr(module, name, getattr(module, name))
-    stores.seal_pickles(KEY)
+    torch_internals.seal_pickles(KEY)
     tensor, size = module._object_to_tensor({"a": (1, "two")}, "cpu", None)
     assert module._tensor_to_object(tensor, int(size), None) == {"a": (1, "two")}
     with pytest.raises(secret.ForgedError):

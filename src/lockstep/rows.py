@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.processes.torch_internals import rows_of, values_of
 from lockstep.reduction import Node, ReductionTree, partial_nodes, share
 
 SMALL = 256  # an embedding of this few rows is not worth the bookkeeping
@@ -43,8 +44,8 @@ def by_row(gradient: Tensor) -> Tensor:
     """
     if not gradient.is_sparse:  # an embedding that this piece did not use
         return gradient.to_sparse(1).coalesce()
-    rows, place = torch.unique(gradient._indices()[0], return_inverse=True)
-    values = gradient._values()
+    rows, place = torch.unique(rows_of(gradient), return_inverse=True)
+    values = values_of(gradient)
     summed = values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values)
     return _sparse(rows, summed, gradient.shape)
 
@@ -59,13 +60,13 @@ def exchange_rows(nodes: dict[Node, Tensor], leaves: int, rank: int, ranks: int)
     mine = [nodes[node] for node in layout[rank]]
     width = max(len(n) for n in layout)
     counts = torch.zeros(ranks, width, dtype=torch.int64)
-    counts[rank, : len(mine)] = torch.tensor([t._values().shape[0] for t in mine])
+    counts[rank, : len(mine)] = torch.tensor([values_of(t).shape[0] for t in mine])
     dist.all_reduce(counts)
     most = int(counts.sum(1).max())
     rows = torch.zeros(most, dtype=torch.int64)
-    values = mine[0]._values().new_zeros(most, mine[0].shape[1])
-    torch.cat([t._indices()[0] for t in mine], out=rows[: int(counts[rank].sum())])
-    torch.cat([t._values() for t in mine], out=values[: int(counts[rank].sum())])
+    values = values_of(mine[0]).new_zeros(most, mine[0].shape[1])
+    torch.cat([rows_of(t) for t in mine], out=rows[: int(counts[rank].sum())])
+    torch.cat([values_of(t) for t in mine], out=values[: int(counts[rank].sum())])
     all_rows = [torch.empty_like(rows) for _ in range(ranks)]
     all_values = [torch.empty_like(values) for _ in range(ranks)]
     dist.all_gather(all_rows, rows)
@@ -89,8 +90,8 @@ class DenseRows:
 
     def filled(self, gradient: Tensor) -> Tensor:
         """The dense form of a coalesced gradient; valid until `wipe`."""
-        self._rows = gradient._indices()[0]
-        return self._dense.index_add_(0, self._rows, gradient._values())
+        self._rows = rows_of(gradient)
+        return self._dense.index_add_(0, self._rows, values_of(gradient))
 
     def wipe(self) -> None:
         """All zero again."""

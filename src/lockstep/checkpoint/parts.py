@@ -100,7 +100,10 @@ def moments(saved: Saved, name: str, parameter: Tensor) -> dict[str, Tensor]:
 def local(tensor: Tensor | None) -> Tensor:
     """This rank's part, without communication."""
     assert tensor is not None
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # the tensor itself, and not a view with a graph
+        return tensor.to_local()
 
 
 def whole(tensor: Tensor | None) -> Tensor:
@@ -113,6 +116,6 @@ def fill(own: Tensor, given: Tensor) -> None:
     """Write this rank's part of `given` (whole, the same on every rank) into `own`."""
     if isinstance(own, DTensor):
         spread = distribute_tensor(given.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
-        own._local_tensor.copy_(spread._local_tensor)
+        local(own).copy_(local(spread))
     else:
         own.copy_(given)

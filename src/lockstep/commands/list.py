@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep import plugins
 from lockstep.console import Console
+from lockstep.disclosure import one_line
 
 HELP = "tasks, strategies, launchers and trackers a run file can name"
 
@@ -20,7 +21,11 @@ def main(known: argparse.Namespace) -> int:
     console = Console(True)
     rows = []
     for name in plugins.names("strategies"):
-        strategy: Any = plugins.find("strategies", name)
+        try:
+            strategy: Any = plugins.find("strategies", name)
+        except Exception as caught:  # an engine that lacks what this package knows of it takes no other down
+            rows.append([name, "", "", f"no: cannot be loaded: {one_line(caught, 200)}"])
+            continue
         summary = (sys.modules[strategy.__module__].__doc__ or "").strip().partition("\n")[0]
         lacking = strategy.lacking()
         rows.append(

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lockstep.processes.torch_internals import values_of
 
 
 def tensor_bytes() -> int:
@@ -36,12 +39,13 @@ def tensor_bytes() -> int:
 
 
 def _count(tensor: Tensor | None, storages: dict[int, int]) -> None:
-    while isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
     if tensor is None or tensor.device.type == "meta":
         return
     if tensor.is_sparse:
-        _count(tensor._values(), storages)
+        _count(values_of(tensor), storages)
         return
     storage = tensor.untyped_storage()
     if storage.nbytes():

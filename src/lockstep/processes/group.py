@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.disclosure import one_line
-from lockstep.processes import network, secret, stores
+from lockstep.processes import network, secret, stores, torch_internals
 
 CONTROL = "control"  # the group on which decisions travel
 
@@ -44,7 +44,7 @@ class Rendezvous:
         arguments: dict[str, Any] = {"device_id": device} if cuda else {}
         try:
             self._choose_interface()
-            stores.seal_pickles(secret.given())
+            torch_internals.seal_pickles(secret.given())
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 **self._store(),

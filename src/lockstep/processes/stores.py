@@ -7,9 +7,7 @@ secret is parsed, and no pickle that came without it is loaded.
 
 from __future__ import annotations
 
-import io
 import ipaddress
-import pickle
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -106,27 +104,3 @@ class Sealed:
             return secret.opened(self._secret, f"{self._room}/{key}", found)
         except secret.ForgedError as caught:
             raise RendezvousStateError(str(caught)) from None
-
-
-def seal_pickles(key: str) -> None:
-    """From now on every object that torch, an engine or lockstep sends between ranks of this process's groups bears the
-    job's seal, and none without it is unpickled. Does nothing without a secret. Calling it again changes the secret."""
-    if not key:
-        return
-
-    class SealedPickler:
-        def __init__(self, file: io.BytesIO) -> None:
-            self._file = file
-
-        def dump(self, value: Any) -> None:
-            self._file.write(secret.sealed(key, "object", pickle.dumps(value)))
-
-    class SealedUnpickler:
-        def __init__(self, file: io.BytesIO) -> None:
-            self._file = file
-
-        def load(self) -> Any:
-            return pickle.loads(secret.opened(key, "object", self._file.read()))
-
-    module: Any = dist.distributed_c10d
-    module._pickler, module._unpickler = SealedPickler, SealedUnpickler

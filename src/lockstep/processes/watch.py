@@ -20,13 +20,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.console import error
 from lockstep.exit_status import FAILED
-from lockstep.processes import secret
+from lockstep.processes import secret, torch_internals
 from lockstep.processes.place import PLACE
 from lockstep.processes.stores import Sealed
 from lockstep.world import World
@@ -48,8 +47,7 @@ class Watch:
     def start(self) -> Watch:
         """Begin to beat and to watch. A job of one process has nobody to wait for."""
         if self.world.size > 1 and self.limit_s > 0:
-            default: Any = dist.distributed_c10d._get_default_store()
-            store = default.clone()  # a connection of its own
+            store = torch_internals.default_store().clone()  # a connection of its own
             # a beat names a process that may be killed: it bears the job's seal
             self._store: Any = Sealed(dist.PrefixStore("lockstep-watch", store), "watch", secret.given())
             self._main = threading.get_ident()
@@ -125,7 +123,7 @@ class Watch:
             "place": PLACE.name,
             "progress": PLACE.moves,
             "stack": traceback.format_stack(frame)[-12:] if frame is not None else [],
-            "collectives": open_collectives() if stuck else [],
+            "collectives": torch_internals.open_collectives() if stuck else [],
             "over": False,
         }
 
@@ -217,20 +215,6 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float)
     if others:
         lines.append("  waiting for it: " + "; ".join(who(rank) + inside(rank) for rank in others))
     return "\n".join(lines)
-
-
-def open_collectives() -> list[str]:
-    """The collectives that this rank has entered and that have not ended, as torch's flight recorder has them; nothing
-    where it was built without one."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    found = []
-    for entry in json.loads(dump(True, False)).get("entries", []) if dump is not None else []:
-        if not entry["retired"]:
-            tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
-            what = ", ".join(f"{kind} {size}" for kind, size in tensors)
-            group = entry["process_group"][1] or "its group"
-            found.append(f"{entry['profiling_name']} number {entry['collective_seq_id']} of {group} ({what})")
-    return found
 
 
 def waits(stack: list[str]) -> bool:

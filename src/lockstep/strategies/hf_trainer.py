@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.batch import MicroBatch
 from lockstep.run import Run, RunError
-from lockstep.strategies.hf_accelerate import prepared, release
+from lockstep.strategies.parts.accelerate import prepared, release
 from lockstep.strategies.parts.hooked import Hooked
 
 # TrainingArguments that say how a step is computed and that no key of the run file says already.

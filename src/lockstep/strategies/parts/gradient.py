@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.parts import gather, local
+from lockstep.processes.torch_internals import values_of
 from lockstep.reduction import clip_
 from lockstep.rows import DenseRows
 from lockstep.world import World
@@ -31,7 +32,7 @@ class Part:
     @property
     def values(self) -> Tensor:
         """This rank's numbers."""
-        return self.gradient._values() if self.gradient.is_sparse else local(self.gradient)
+        return values_of(self.gradient) if self.gradient.is_sparse else local(self.gradient)
 
 
 class Gradient:
