@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lockstep import optim
 from lockstep.batch import StepBatch, StepResult
@@ -28,7 +27,7 @@ from lockstep.run import Run, RunError
 from lockstep.strategies.parts import held_state
 from lockstep.strategies.parts.gate import gate
 from lockstep.strategies.parts.gradient import Gradient, Part
-from lockstep.strategies.parts.sharding import OTHER_LAYERS, Shown, Uses, cuts, roomy, summing
+from lockstep.strategies.parts.sharding import OTHER_LAYERS, ReduceScatter, Shown, Uses, cuts, roomy, summing
 from lockstep.strategies.parts.statistics import Statistics
 from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task

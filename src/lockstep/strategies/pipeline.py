@@ -30,7 +30,7 @@ from lockstep.run import Run, RunError
 from lockstep.strategies.parts import held_state
 from lockstep.strategies.parts.gradient import Gradient, Part
 from lockstep.strategies.parts.sharding import summing
-from lockstep.strategies.parts.stages import Held, Links, Piece, Stage, random_state
+from lockstep.strategies.parts.stages import Held, Links, Piece, Stage, random_state, run_schedule, skip_negotiation
 from lockstep.strategies.strategy import Share, Strategy, made
 from lockstep.tasks.task import Task
 from lockstep.world import World
@@ -121,9 +121,7 @@ class Pipeline(Strategy):
         kind: Any = SCHEDULES[self.schedule_name]
         stages = self.engine if self.schedule_name == "interleaved" else self.engine[0]
         self.schedule = kind(stages, pieces, loss_fn=lambda loss, target: loss, scale_grads=False)
-        # What the engine would ask the stages for before its first step, they know: no negotiation of shapes.
-        for flag in ("forward_initialized", "backward_initialized"):
-            setattr(self.schedule, f"_stage{'s' * (self.schedule_name == 'interleaved')}_{flag}", True)
+        skip_negotiation(self.schedule, several=self.schedule_name == "interleaved")
 
     def make_groups(self) -> None:
         """`pipe` for the engine, `side` for what we send along it, `across` for the same stage of all pipelines."""
@@ -159,9 +157,7 @@ class Pipeline(Strategy):
         for stage in self.engine:
             stage.expect(pieces, batch.leaves, self.run.strategy.exact)
         with self.phases("forward+backward"), self.autocast():
-            self.schedule._step_microbatches(
-                kwarg_mbs=[{"micro": micro} for micro in pieces], target_mbs=[None] * len(pieces), return_outputs=False
-            )
+            run_schedule(self.schedule, pieces)
         with self.phases("reduction"):
             gradients = self.reduce()
             own = [sum(held.uses.get(name, 0) for held in self.held) for name in self.order]

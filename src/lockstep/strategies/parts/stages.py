@@ -38,6 +38,21 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(state.cpu(), device)
 
 
+def skip_negotiation(schedule: Any, several: bool) -> None:
+    """What a schedule would ask its stages for before its first step, they know: shapes. `several`: stages a rank."""
+    for flag in ("forward_initialized", "backward_initialized"):
+        setattr(schedule, f"_stage{'s' * several}_{flag}", True)
+
+
+def run_schedule(schedule: Any, micro_batches: list[MicroBatch]) -> None:
+    """Forward and backward of these, each in the engine's order. Collective."""
+    schedule._step_microbatches(
+        kwarg_mbs=[{"micro": micro} for micro in micro_batches],
+        target_mbs=[None] * len(micro_batches),
+        return_outputs=False,
+    )
+
+
 class Piece(nn.Module):
     """What a stage runs of a micro-batch. The random state travels with the hidden states, so that dropout draws what
     it draws in a single process."""
