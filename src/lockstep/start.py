@@ -70,7 +70,9 @@ def launched_as(run: Run, launcher: Launcher, plan: Plan, lock: ownership.Lock |
 
                 conclude(run, prepared, manifest.steps)
             status = hub.push_pending(run, console.say)
-            launched.note(run.folder, status=status, ended=time.time())  # the start before may not have come to it
+            record = launched.read(run.folder)
+            if record is not None and record.status != status:  # the start before may not have come to it
+                launched.note(run.folder, status=status, ended=time.time())
             return status
         if manifest is not None and manifest.step >= manifest.steps and (run.folder / "export").exists():
             fault = exported.damage(run.folder)
