@@ -88,7 +88,9 @@ def concluded(run: Run, steps: int) -> int:
     console = Console(True, voice=run.track.console)
     console.say(f"{run.folder} is finished ({steps} steps); the model is in {run.folder}/export")
     status = hub.push_pending(run, console.say)
-    launched.note(run.folder, status=status, ended=time.time())  # the start before may not have come to it
+    record = launched.read(run.folder)
+    if record is not None and record.status != status:  # the start before may not have come to it
+        launched.note(run.folder, status=status, ended=time.time())
     return status
 
 

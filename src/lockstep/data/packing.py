@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import pyarrow as pa
 from lockstep.data.cache import folder_of, kept
 
 _WINDOW = 2**20  # characters that are measured at once
+_ROWS, _TOKENS = 10_000, 2**21  # that are written at once: whichever comes first
 IGNORED = -100  # as in batch.py, which imports torch
 _NUMBERS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
@@ -121,10 +121,24 @@ def write(parts: Iterable[Document], key: str) -> str:
     def make(aside: Path) -> None:
         found = (row for part in parts if (row := example(part)) is not None)
         with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as stream:
-            while rows := list(islice(found, 10_000)):
+            for rows in _shares(found):
                 stream.write_batch(_batch(rows))
 
     return str(kept(folder_of("tokens") / f"{key}.arrow", make))
+
+
+def _shares(examples: Iterable[dict]) -> Iterator[list[dict]]:
+    """As many examples at a time as are written at once, however long they are."""
+    rows: list[dict] = []
+    size = 0
+    for row in examples:
+        rows.append(row)
+        size += len(row["input_ids"])
+        if len(rows) >= _ROWS or size >= _TOKENS:
+            yield rows
+            rows, size = [], 0
+    if rows:
+        yield rows
 
 
 def _batch(rows: list[dict]) -> pa.RecordBatch:
