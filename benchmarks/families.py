@@ -64,6 +64,7 @@ ALSO: dict[str, dict[str, Any]] = {
     "convbert": {"head_ratio": 1, "conv_kernel_size": 3},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
     "esm": {"position_embedding_type": "absolute", "token_dropout": False},
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
