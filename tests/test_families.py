@@ -74,9 +74,10 @@ def test_what_is_known_to_have_other_bits_is_refused(
     models.check_bits(model, tiny("strategy.name=single"), 1)
 
 
-def test_an_entry_that_a_config_does_not_take_is_refused() -> None:
-    with pytest.raises(RunError, match=r"model\.config\.num_hidden_layers: 2 will not do"):
-        models.load_config(tiny(model={"type": "funnel", "config": {"num_hidden_layers": 2}}))
+@pytest.mark.parametrize(("family", "value"), [("funnel", 2), ("modernbert-decoder", "two")])
+def test_an_entry_that_a_config_does_not_take_is_refused(family: str, value: Any) -> None:
+    with pytest.raises(RunError, match=rf"model\.config\.num_hidden_layers: {value!r} will not do"):
+        models.load_config(tiny(model={"type": family, "config": {"num_hidden_layers": value}}))
 
 
 def test_a_pipeline_refuses_an_adapter() -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -130,7 +132,7 @@ def load_config(run: Run) -> Any:
             raise RunError(f"model.config: a config of the type {config.model_type!r} has no entry {key!r}")
         try:
             setattr(config, key, value)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except (TypeError, ValueError, NotImplementedError, StrictDataclassError) as error:
             raise RunError(f"model.config.{key}: {value!r} will not do: {' '.join(str(error).split())}") from None
     return config
 
@@ -187,7 +189,9 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     seed_libraries(run.seed)
     if run.model.type is not None:
         config.vocab_size = len(tokenizer)
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        for name in ("bos_token_id", "eos_token_id"):
+            with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
+                setattr(config, name, getattr(tokenizer, name))
         if config.is_encoder_decoder and config.eos_token_id is None:  # BART's classifier reads at the text's end
             config.eos_token_id = tokenizer.sep_token_id
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:  # T5's, from scratch
