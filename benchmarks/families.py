@@ -55,6 +55,11 @@ SMALL: dict[int, str] = {
     64: "intermediate_size n_inner d_ff d_inner ffn_dim encoder_ffn_dim decoder_ffn_dim hidden_dim dff ffn_hidden_size",
     128: "max_position_embeddings n_positions max_seq_len n_ctx max_sequence_length max_target_positions",
 }
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "llama_4_scaling_beta": 0.1}
+ROPE |= {"original_max_position_embeddings": 128}
+MLA = {"qk_rope_head_dim": 16, "head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+SHARED = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
 # What a family needs beside its sizes.
 ALSO: dict[str, dict[str, Any]] = {
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1, "n_head": 2},
@@ -64,9 +69,55 @@ ALSO: dict[str, dict[str, Any]] = {
     "convbert": {"head_ratio": 1, "conv_kernel_size": 3},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "esm": {"position_embedding_type": "absolute", "token_dropout": False},
+    "axk1": MLA,
+    "axk2": MLA | {"index_head_dim": 16, "index_n_heads": 2},
+    "deepseek_v2": MLA | {"num_experts_per_tok": 2},
+    "deepseek_v3": MLA,
+    "deepseek_v32": MLA | {"index_head_dim": 16, "index_n_heads": 2},
+    "minicpm3": MLA,
+    "mistral4": MLA | {"rope_parameters": ROPE},
+    "glm_moe_dsa": MLA | {"index_head_dim": 16, "index_n_heads": 2},
+    "youtu": MLA,
+    "hy_v4": MLA | {"index_head_dim": 16, "index_n_heads": 2},
+    "longcat_flash": MLA
+    | {"qk_head_dim": 32}
+    | {"moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 32, "num_layers": 1},
+    "kimi_linear": MLA | {"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 2},
+    "bailing_hybrid": MLA
+    | {"num_expert_group": 1, "num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 2},
+    "deberta": {"pooler_hidden_size": 32},
+    "deberta-v2": {"pooler_hidden_size": 32},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_k": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "bamba": MAMBA,
+    "granitemoehybrid": MAMBA,
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "mamba2": {"num_heads": 4, "n_groups": 1},
+    "zamba": {"layers_block_type": SHARED, "attention_hidden_size": 64, "attention_head_dim": 32, "mamba_dt_rank": 4}
+    | {"num_hidden_layers": 4},
+    "zamba2": {"layers_block_type": SHARED, "attention_hidden_size": 64, "attention_head_dim": 32, "mamba_headdim": 8}
+    | {"num_hidden_layers": 4, "num_query_groups": 2, "hybrid_layer_ids": [1, 3]},
+    "zaya": {"num_experts_per_tok": 1, "num_key_value_heads": 1, "router_hidden_size": 16},
+    "xlstm": {"embedding_dim": 32, "num_blocks": 2, "mode": "train", "chunk_size": 8},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 120},
+    "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2}
+    | {"num_self_attention_heads": 2, "num_cross_attention_heads": 2},
+    "lilt": {"hidden_size": 48},
+    "layoutlmv3": {"coordinate_size": 5, "shape_size": 6, "visual_embed": False},
+    "codegen": {"rotary_dim": 8, "n_head": 4, "n_embd": 64},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 128},
+    "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
+    "esm": {"position_embedding_type": "absolute", "token_dropout": False, "vocab_size": 120},
     "gptj": {"rotary_dim": 8},
-    "codegen": {"rotary_dim": 8},
 }
 
 
@@ -82,11 +133,12 @@ def families(head: str) -> list[str]:
 def small(family: str) -> dict[str, Any]:
     """The entries of `model.config` that make a family tiny. Errors: `RunError` when it consists of several configs."""
     kind = transformers.CONFIG_MAPPING[family]
-    if getattr(kind, "sub_configs", None):
+    if getattr(kind, "sub_configs", None) and family not in ALSO:
         raise RunError("a config of several configs (images, sound, or an encoder and a decoder): not tried")
     usual = kind().to_dict()
     names = {name: size for size, names in SMALL.items() for name in names.split()}
-    wanted = {n: s for n, s in names.items() if isinstance(usual.get(n), int)} | ALSO.get(family, {})
+    also = {n: v for n, v in ALSO.get(family, {}).items() if n in usual}
+    wanted = {n: s for n, s in names.items() if isinstance(usual.get(n), int)} | also
     made = kind(**wanted).to_dict()
     lists = {n: v for n, v in made.items() if isinstance(v, list) and v != usual.get(n)}  # one entry a layer
     return wanted | lists

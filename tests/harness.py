@@ -10,6 +10,7 @@ import hashlib
 import multiprocessing
 import os
 import pickle
+import queue
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def run_on(
     joined: bool = True,
 ) -> list[Any]:
     """`function(world, *arguments)` on each of `ranks` processes, which have joined unless the function does that
-    itself. Errors: the first rank's traceback, as an AssertionError."""
+    itself. Errors: the first rank's traceback, as an AssertionError, and how ranks ended that said nothing."""
     run = run or tiny()
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11 gives the server no path to find `engines` on
         patch.setenv("PYTHONPATH", _HERE, prepend=os.pathsep)
@@ -96,15 +97,31 @@ def run_on(
         found: dict[int, Any] = {}
         try:
             while len(found) < ranks:
-                rank, value, error = results.get(timeout=timeout_s)
+                try:
+                    rank, value, error = results.get(timeout=timeout_s)
+                except queue.Empty:
+                    raise AssertionError(f"no answer in {timeout_s:g} s\n{_ends(processes, folder)}") from None
                 if error is not None:
-                    raise AssertionError(f"rank {rank} of {ranks}:\n{error}")
+                    raise AssertionError(f"rank {rank} of {ranks}:\n{error}{_ends(processes, folder)}")
                 found[rank] = pickle.loads(value)
         finally:
             for process in processes:
                 process.join(10 if len(found) == ranks else 0.1)
                 process.kill()
         return [found[rank] for rank in range(ranks)]
+
+
+def _ends(processes: list[Any], folder: str) -> str:
+    """How each rank ended so far (a signal is a negative number), and where it was if a signal ended it: the first
+    error that arrives may be of a rank that only missed another one."""
+    for process in processes:
+        process.join(0.5)
+    said = [f"exit status of ranks: {[process.exitcode for process in processes]}"]
+    for rank in range(len(processes)):
+        place = Path(folder) / f"fault-{rank}"
+        if place.exists() and (text := place.read_text()):
+            said.append(f"rank {rank}: {text}")
+    return "\n".join(said)
 
 
 def _rank(
@@ -117,7 +134,8 @@ def _rank(
     arguments: tuple[Any, ...],
     results: Any,
 ) -> None:
-    faulthandler.enable()
+    faults = (Path(meet.removeprefix("file://")).parent / f"fault-{rank}").open("w")
+    faulthandler.enable(faults)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:

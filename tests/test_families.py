@@ -25,6 +25,8 @@ BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 T5 = {"num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2}
 XLNET = {"n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 64}
 FUNNEL = {"block_sizes": [1, 1], "num_decoder_layers": 1, "n_head": 2, "d_head": 16, "d_model": 32, "d_inner": 64}
+REFORMER = {"hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 16, "feed_forward_size": 64}
+REFORMER |= {"axial_pos_embds": False, "attn_layers": ["local", "local"], "is_decoder": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "t5": T5,  # from scratch its config says nothing of the decoder's first token
     "mbart": BART,  # what must not be split is within what must not be split
@@ -32,6 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "funnel": FUNNEL,  # its layers are lists within a list
     "squeezebert": BERT | {"embedding_size": 32},  # calls `forward` of its layers, past all hooks
     "albert": BERT | {"embedding_size": 16},  # runs one layer twice
+    "ibert": BERT,  # its forward puts new buffers in the place of its ranges
+    "reformer": REFORMER,  # seeds its dropout from the operating system, and runs its layers again in backward
 }
 
 
@@ -57,8 +61,11 @@ def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
     assert (found["digest"], found["norm"]) == (single["digest"], single["norm"])
 
 
-@pytest.mark.parametrize(("family", "name", "ranks"), [("ibert", "ddp", 2), ("nllb-moe", "fsdp2", 1)])
-def test_what_is_known_to_have_other_bits_is_refused(family: str, name: str, ranks: int) -> None:
+@pytest.mark.parametrize(("family", "name", "ranks"), [("everywhere", "ddp", 2), ("sharded", "fsdp2", 1)])
+def test_what_is_known_to_have_other_bits_is_refused(
+    family: str, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_OTHER_BITS", {"everywhere": None, "sharded": "fsdp2"})
     model = nn.Linear(1, 1)
     model.config = PretrainedConfig()
     model.config.model_type = family
@@ -67,9 +74,10 @@ def test_what_is_known_to_have_other_bits_is_refused(family: str, name: str, ran
     models.check_bits(model, tiny("strategy.name=single"), 1)
 
 
-def test_an_entry_that_a_config_does_not_take_is_refused() -> None:
-    with pytest.raises(RunError, match=r"model\.config\.num_hidden_layers: 2 will not do"):
-        models.load_config(tiny(model={"type": "funnel", "config": {"num_hidden_layers": 2}}))
+@pytest.mark.parametrize(("family", "value"), [("funnel", 2), ("modernbert-decoder", "two")])
+def test_an_entry_that_a_config_does_not_take_is_refused(family: str, value: Any) -> None:
+    with pytest.raises(RunError, match=rf"model\.config\.num_hidden_layers: {value!r} will not do"):
+        models.load_config(tiny(model={"type": family, "config": {"num_hidden_layers": value}}))
 
 
 def test_a_pipeline_refuses_an_adapter() -> None:

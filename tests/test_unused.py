@@ -64,6 +64,7 @@ def single() -> dict[str, dict[str, Any]]:
         ("layerdrop", "ddp", 3),
         ("layerdrop", "fsdp2", 3),
         ("unused", "ddp", 2),
+        ("unused", "fsdp2", 1),
         ("unused", "fsdp2", 2),
         ("odd", "allreduce", 3),
         ("odd", "ddp", 2),

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -32,12 +35,13 @@ _OFFSET_POSITIONS = {
 }
 
 
-# Families that call their layers' `forward` directly, past the hooks through which FSDP gathers a layer's weights.
-_PAST_HOOKS = {"squeezebert"}
+# Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
+# which FSDP gathers a layer's weights.
+_PAST_HOOKS = {"squeezebert", "reformer"}
 # Families that run a layer several times in a forward: its gradient is reduced once, as a part of the whole model.
 _RUN_AGAIN = {"albert", "hrm_text"}
 # Families seen with other bits than one process, for a cause not yet found: see docs/families.md.
-_OTHER_BITS = {"ibert": None, "reformer": None, "nllb-moe": "fsdp2"}  # under that strategy; None: under every one
+_OTHER_BITS: dict[str, str | None] = {}  # under that strategy; None: under every one
 
 # What a task asks for -> the Auto class of transformers, the families it has, and what messages call it.
 HEADS = {
@@ -128,7 +132,7 @@ def load_config(run: Run) -> Any:
             raise RunError(f"model.config: a config of the type {config.model_type!r} has no entry {key!r}")
         try:
             setattr(config, key, value)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except (TypeError, ValueError, NotImplementedError, StrictDataclassError) as error:
             raise RunError(f"model.config.{key}: {value!r} will not do: {' '.join(str(error).split())}") from None
     return config
 
@@ -185,7 +189,9 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     seed_libraries(run.seed)
     if run.model.type is not None:
         config.vocab_size = len(tokenizer)
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        for name in ("bos_token_id", "eos_token_id"):
+            with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
+                setattr(config, name, getattr(tokenizer, name))
         if config.is_encoder_decoder and config.eos_token_id is None:  # BART's classifier reads at the text's end
             config.eos_token_id = tokenizer.sep_token_id
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:  # T5's, from scratch
@@ -208,6 +214,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     if run.model.adapter:
         with torch.device("meta" if empty else "cpu"):
             model = adapters.wrap(run, model, head)
+    seeds_from_torch(model)
     model = model.float()
     assert all(p.dtype == torch.float32 for p in model.parameters()), "weights must be float32"
     return model
@@ -224,6 +231,21 @@ def freeze_as_from_config(model: Any, auto: Any) -> None:
     for name, parameter in model.named_parameters():
         if not trained.get(name, True):
             parameter.requires_grad_(False)
+
+
+def seeds_from_torch(model: nn.Module) -> None:
+    """Reformer seeds torch's generator anew in every layer, from the operating system, so that its backward can draw
+    the same dropout again. Here those seeds are drawn from torch's generator, which is seeded for every piece."""
+
+    def draw(layer: Any, name: str) -> None:
+        seed = int(torch.randint(2**62, ()))
+        setattr(layer, name, seed)
+        torch.manual_seed(seed)
+
+    for layer in model.modules():
+        if type(layer).__name__ == "ReformerLayer":
+            for name in ("attention_seed", "feed_forward_seed"):
+                setattr(layer, f"_init_{name}", partial(draw, layer, name))
 
 
 def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, run: Run | None = None) -> None:

@@ -123,6 +123,9 @@ class FSDP2(Strategy):
         self.blocks = models.blocks(self.model) if skips is None else []
         shown = [Shown(module) for module in [*self.blocks, self.model]]
         self.apply_shards(exempt=optim.undecayed(self.model))
+        if skips is not None:  # transformers runs, and uses, the layers it drew to leave out where it sees FSDP
+            for module in self.model.modules():
+                module._is_fsdp_managed_module = False  # type: ignore[assignment]
         for outputs in shown:
             outputs.hide()
         for block in self.blocks if self.in_tree_order else ():
@@ -245,6 +248,8 @@ class FSDP2(Strategy):
                 parameter.grad = None
         elif self.shards == 1:
             for parameter, gradient in zip(self.parameters, self.tree.root, strict=True):
+                if parameter.grad is None:  # of a block that the last piece did not run
+                    parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(gradient)
             self.tree = ReductionTree(0)  # lets go of its sums
 
