@@ -66,7 +66,7 @@ run: setup
 	@"$(VENV)/bin/lockstep" train $(ARGS)
 
 test: setup-dev
-	@"$(VENV)/bin/python" -m pytest -n 2 --dist loadfile -m "(not processes or kernel) and not slow and not long and not gpu and not cluster" $(ARGS)
+	@"$(VENV)/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "(not processes or kernel) and not slow and not long and not gpu and not cluster" $(ARGS)
 
 check: setup-dev
 	@"$(VENV)/bin/python" -m ruff format --check .

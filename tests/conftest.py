@@ -1,10 +1,12 @@
 """One token cache for all tests, thrown away afterwards; one thread, as each rank has."""
 
+import gc
 import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -40,9 +42,18 @@ subprocess.Popen.__init__ = _counted(subprocess.Popen.__init__)  # type: ignore[
 BaseProcess.start = _counted(BaseProcess.start)  # type: ignore[method-assign]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Files with many jobs come first: begun last, one of them would have a processor to itself at the end."""
     if not any("::" in word for word in config.args):  # single tests may be asked for
         kernel.mark(items)
+    yield  # what was not asked for is taken out here
+    jobs = Counter(item.path for item in items if "processes" in item.keywords)
+    items.sort(key=lambda item: -jobs[item.path])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported and collected by now stays: no collection looks through it again
 
 
 @pytest.hookimpl(tryfirst=True)

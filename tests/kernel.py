@@ -35,8 +35,8 @@ KERNEL = {
     "test_fsdp2.py::test_what_a_block_and_others_use_is_added_up_as_without_fsdp[xlm]",
     "test_own_code.py::test_own_random_numbers_and_statistics_are_the_same_at_any_number[ddp-2]",
     # a checkpoint under another strategy, with its control
-    "test_checkpoint_pairs.py::test_all_pairs[ddp]",
-    "test_checkpoint_pairs.py::test_all_pairs[fsdp2]",
+    "test_checkpoint_pairs.py::test_a_checkpoint_under_another_strategy[fsdp2-ddp]",
+    "test_checkpoint_pairs.py::test_a_checkpoint_under_another_strategy[ddp-fsdp2]",
     "test_checkpoint_pairs.py::test_the_control_one_step_less_has_other_bits",
     # a mistake that `verify` finds, and none where there is none
     "test_verify.py::test_a_mistake_is_named[true-MeanOfMeans-said0]",

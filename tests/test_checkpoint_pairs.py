@@ -1,6 +1,8 @@
 """Saved under any strategy at any number of processes, gone on with under any other; folders that are not shared."""
 
 import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ SAVING = {"single": 1, "allreduce": 3, "ddp": 2, "fsdp2": 4, "pipeline": 2, "hf_
 SAVING |= {"zero1": 2, "zero2": 3, "zero3": 4}
 LOADING = {"single": 1, "allreduce": 2, "ddp": 4, "fsdp2": 3, "pipeline": 4, "hf_accelerate": 2, "hf_trainer": 2}
 LOADING |= {"zero1": 3, "zero2": 1, "zero3": 2}
+
+
+Saved = Callable[[str], tuple[Path, str]]
 
 
 def run_of(name: str, folder: Path, *overrides: str) -> Run:
@@ -62,19 +67,21 @@ def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """strategy -> where it saved, and the digest of what."""
-    found = {}
-    for name in NAMES:
+def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Where a strategy saved, and the digest of what; it does so once, when it is first asked for."""
+
+    @cache
+    def of(name: str) -> tuple[Path, str]:
         run = run_of(name, tmp_path_factory.mktemp(name) / "out")
-        found[name] = (run.folder, run_on(SAVING[name], saved, run, run=run)[0])
-    return found
+        return run.folder, run_on(SAVING[name], saved, run, run=run)[0]
+
+    return of
 
 
 @pytest.fixture(scope="module")
-def straight(checkpoints: dict[str, tuple[Path, str]]) -> dict[str, Any]:
+def straight(saved_by: Saved) -> dict[str, Any]:
     """What `single` does with its own checkpoint."""
-    run = run_of("single", checkpoints["single"][0])
+    run = run_of("single", saved_by("single")[0])
     return run_on(1, gone_on_with, run, [run.folder], run=run)[0][0]
 
 
@@ -84,36 +91,33 @@ def test_every_strategy_is_here() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
-def test_one_layout(name: str, checkpoints: dict[str, tuple[Path, str]]) -> None:
+def test_one_layout(name: str, saved_by: Saved) -> None:
     """The same tensors, whole and once, however they are spread over files."""
-    folder, state = checkpoints[name]
+    folder, state = saved_by(name)
     assert digest_of(folder / "checkpoints" / "step-000002") == state
     if name in EXACT:
-        assert state == checkpoints["single"][1]
+        assert state == saved_by("single")[1]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "pipeline"])  # its stages hold different numbers
-def test_each_rank_writes_about_its_share(name: str, checkpoints: dict[str, tuple[Path, str]]) -> None:
-    sizes = [p.stat().st_size for p in checkpoints[name][0].rglob("*.safetensors")]
+def test_each_rank_writes_about_its_share(name: str, saved_by: Saved) -> None:
+    sizes = [p.stat().st_size for p in saved_by(name)[0].rglob("*.safetensors")]
     assert len(sizes) == SAVING[name]
     assert max(sizes) < 1.5 * sum(sizes) / len(sizes)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("name", NAMES)
-def test_all_pairs(name: str, checkpoints: dict[str, tuple[Path, str]], straight: dict[str, Any]) -> None:
-    """`name` goes on from what each strategy saved."""
-    run = run_of(name, checkpoints[name][0])
-    folders = [folder for folder, _ in checkpoints.values()]
-    first, *others = run_on(LOADING[name], gone_on_with, run, folders, run=run)
+def goes_on(name: str, savers: Sequence[str], saved_by: Saved, straight: dict[str, Any]) -> None:
+    """`name` goes on from what each of these strategies saved."""
+    run = run_of(name, saved_by(name)[0])
+    first, *others = run_on(LOADING[name], gone_on_with, run, [saved_by(saver)[0] for saver in savers], run=run)
     for other in others:
         assert [(o["step"], o["notes"], o["loss"]) for o in other] == [
             (f["step"], f["notes"], f["loss"]) for f in first
         ]
-    for (saver, (_, state)), found in zip(checkpoints.items(), first, strict=True):
+    for saver, found in zip(savers, first, strict=True):
         assert found["step"] == 2
-        assert found["loaded"] == state, f"{saver} -> {name}: other bits were loaded than were saved"
+        assert found["loaded"] == saved_by(saver)[1], f"{saver} -> {name}: other bits were loaded than were saved"
         if saver in EXACT and name in EXACT:
             assert found["notes"] == []
             assert (found["loss"], found["after"]) == (straight["loss"], straight["after"]), f"{saver} -> {name}"
@@ -125,21 +129,32 @@ def test_all_pairs(name: str, checkpoints: dict[str, tuple[Path, str]], straight
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("name", NAMES)
+def test_all_pairs(name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
+    goes_on(name, NAMES, saved_by, straight)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("saver", "name"), [("fsdp2", "ddp"), ("ddp", "fsdp2")])
+def test_a_checkpoint_under_another_strategy(saver: str, name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
+    """Of the pairs, what `make test` asks."""
+    goes_on(name, [saver], saved_by, straight)
+
+
+@pytest.mark.processes
 def test_the_control_one_step_less_has_other_bits(straight: dict[str, Any]) -> None:
     assert straight["loaded"] != straight["after"]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("option", ["replicate=2", "reshard_after_forward=false"])
-def test_fsdp2_in_other_arrangements(
-    option: str, tmp_path: Path, checkpoints: dict[str, tuple[Path, str]], straight: dict[str, Any]
-) -> None:
+def test_fsdp2_in_other_arrangements(option: str, tmp_path: Path, saved_by: Saved, straight: dict[str, Any]) -> None:
     run = run_of("fsdp2", tmp_path / "out", f"strategy.options.{option}")
     state = run_on(4, saved, run, run=run)[0]
-    assert state == checkpoints["single"][1]
+    assert state == saved_by("single")[1]
     single = run_of("single", tmp_path / "out")
     assert run_on(1, gone_on_with, single, [run.folder], run=single)[0][0] == straight
-    (there,) = run_on(4, gone_on_with, run, [checkpoints["single"][0]], run=run)[0]
+    (there,) = run_on(4, gone_on_with, run, [saved_by("single")[0]], run=run)[0]
     assert there == straight
 
 
@@ -192,8 +207,8 @@ def test_rank_0_alone_writes_and_reads_where_the_folder_is_not_shared(name: str,
 
 
 @pytest.mark.processes
-def test_a_copied_checkpoint_is_the_same(tmp_path: Path, checkpoints: dict[str, tuple[Path, str]]) -> None:
-    folder, state = checkpoints["fsdp2"]
+def test_a_copied_checkpoint_is_the_same(tmp_path: Path, saved_by: Saved) -> None:
+    folder, state = saved_by("fsdp2")
     shutil.copytree(folder / "checkpoints" / "step-000002", tmp_path / "step-000002")
     assert digest_of(tmp_path / "step-000002") == state
     next(tmp_path.rglob("*.safetensors")).unlink()

@@ -1,5 +1,6 @@
 """One set of tests over every strategy file: a new one is tested by existing."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     return found
 
 
+@cache  # several questions are asked of one job
 def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     """The same on every rank, checked; rank 0's."""
     stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
@@ -217,17 +219,21 @@ def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
     return scores, digest(weights) if weights is not None else None
 
 
+@pytest.fixture(scope="module")
+def judged_alone() -> tuple[dict[str, float], str | None]:
+    run = tiny("strategy.name=single")
+    return run_on(1, judged, run, run=run)[0]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_score_the_same_and_the_first_exports(name: str) -> None:
-    alone = tiny("strategy.name=single")
+def test_all_ranks_score_the_same_and_the_first_exports(name: str, judged_alone: tuple[dict, str]) -> None:
     run = tiny(f"strategy.name={name}")
     (scores, exported), *others = run_on(1 if name == "single" else 2, judged, run, run=run)
     assert all(other == (scores, None) for other in others)
-    expected = run_on(1, judged, alone, run=alone)[0]
     if name in EXACT:
-        assert (scores, exported) == expected
+        assert (scores, exported) == judged_alone
     else:
-        assert scores["loss"] == pytest.approx(expected[0]["loss"], rel=1e-5)
+        assert scores["loss"] == pytest.approx(judged_alone[0]["loss"], rel=1e-5)
 
 
 def densely(world: World, run: Run) -> dict[str, Any]:

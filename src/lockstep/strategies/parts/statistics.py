@@ -16,14 +16,18 @@ from torch import Tensor, nn
 
 from lockstep.batch import IGNORED, MicroBatch
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _OTHERS = {"QuantAct"}  # of I-BERT: running minima and maxima of activations
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor]:
     """The buffers whose mean over pieces is what a step makes of them, by name."""
-    modules = {name for name, m in model.named_modules() if isinstance(m, _NORMS) or type(m).__name__ in _OTHERS}
+    modules = {
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, _BATCH_NORMS + _INSTANCE_NORMS) or type(m).__name__ in _OTHERS
+    }
     return {name: b for name, b in model.named_buffers() if name.rpartition(".")[0] in modules}
 
 
