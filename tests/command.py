@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
+from checkpoints import digest
 from harness import TINY, lockstep_environment
-
-from lockstep.checkpoint.checkpoint import digest
 
 STEPS = 60
 RUN = TINY | {

@@ -169,6 +169,29 @@ def train(
         Profiler(run, world),
         strategy.phases,
     )
+    last = False
+
+    def evaluation() -> dict[str, float]:
+        """Scores after `step`; none once all are asked to stop: the next start makes up for it. Collective."""
+        try:
+            with phases("evaluation"):
+                columns = task.splits["validation"]
+                scores, _ = scored(
+                    run, world, task, strategy, columns, stop=lambda: last or world.asked_to_stop(by_clock=False)
+                )
+                log(step, "validation", scores)
+                show(step, samples(task, strategy, world))
+        except Interrupted:
+            return {}
+        journal.event("evaluation", step)
+        return scores
+
+    if checkpoints.meter.get("owed") and due(step, run.evaluate.every, False):
+        with meter.paused():
+            scores = evaluation()
+        if not scores:
+            return step, meter.total
+        checkpoints.add(scores, meter.state())
     phases.take()  # what came before the first step is not in its phases
     for batch in phases.during("data", feed.steps(after=step)):
         world.at(f"step {step}")
@@ -185,7 +208,7 @@ def train(
         if due(step, run.track.every, step == feed.total):  # no line more where a run was stopped on the way
             log(step, "train", meter.line(result, rate))
             journal.times(step, phases.take())
-        scores: dict[str, float] = {}
+        scores, owed = {}, False
         with meter.paused():
             with phases("profile"):
                 profiler.advance(step)
@@ -193,14 +216,12 @@ def train(
                 checkpoints.advance()
             journal.saved(checkpoints.newest)
             if due(step, run.evaluate.every, False) and step < feed.total:
-                with phases("evaluation"):
-                    scores = evaluate(run, world, task, strategy, task.splits["validation"])
-                    log(step, "validation", scores)
-                    show(step, samples(task, strategy, world))
-                journal.event("evaluation", step)
+                scores = evaluation()
+                owed = not scores
+                last = last or owed
             if due(step, run.checkpoint.every, last) or (scores and checkpoints.is_best(scores)):
                 world.at(f"saving after step {step}")
-                checkpoints.meter = meter.state()
+                checkpoints.meter = meter.state() | ({"owed": True} if owed else {})
                 with phases("checkpoint"):
                     checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
         if last:
