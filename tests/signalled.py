@@ -25,7 +25,7 @@ from lockstep.run import Run
 from lockstep.strategies.allreduce import AllReduce
 
 HERE = str(Path(__file__).parent)
-MOMENTS = ("step 3", "evaluation", "export", "closing", "delivered")
+MOMENTS = ("step 3", "step 20 evaluated", "evaluation", "export", "closing", "delivered")
 
 
 def variables(moment: str, number: signal.Signals, target: str = "launcher") -> dict[str, str]:
@@ -37,6 +37,7 @@ class Signalled(AllReduce):
     """`allreduce`, signalled at `$MOMENT`."""
 
     sent = trained = False
+    updates = 0
 
     def _at(self, moment: str) -> None:
         if not (self.trained or moment.startswith("step")):  # the dry run tries the end too
@@ -56,12 +57,13 @@ class Signalled(AllReduce):
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         self._at(f"step {batch.step}")
-        self.trained = batch.step + 1 == self.run.steps
+        self.updates = batch.step + 1
+        self.trained = self.updates == self.run.steps
         return super().train_step(batch, learning_rate)
 
     def forward(self, inputs: Any) -> Any:
         if self.world.place.startswith("evaluation") and not self.sent:
-            self._at("evaluation")
+            self._at("evaluation" if self.trained else f"step {self.updates} evaluated")
             if self.sent:  # the launcher may be slower in telling the ranks than the rest of the evaluation takes
                 assert self.world.wait_to_be_stopped(120), "the signal has not reached rank 0"
         return super().forward(inputs)

@@ -1,5 +1,6 @@
 """Stop signals at every moment between the first step and the exit: the status is what is on disk."""
 
+import json
 import os
 import signal
 import sys
@@ -7,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import LOCKSTEP, bits, each_step_once, ended, finish, saved, start, step_of, write
+from command import LOCKSTEP, bits, each_step_once, ended, finish, lines, saved, start, step_of, write
 from harness import tiny
 from marks import slow
 from signalled import Terminal, state_of, variables
@@ -96,6 +97,25 @@ def test_after_the_last_step(
         assert found["resumable_from"] == 4
         finish(tmp_path, cache, "launch.processes=1")
         assert state_of(tmp_path, cache)["finished"] is True
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("processes", [slow(1), 2])
+def test_an_evaluation_on_the_way_is_left_to_the_next_start(
+    processes: int, tmp_path: Path, cache: Path, calm: Path
+) -> None:
+    write(tmp_path, track={"every": 25}, checkpoint={"every": 1000, "best": "-loss"})
+    variable = variables("step 20 evaluated", signal.SIGTERM)
+    command = [*LOCKSTEP, "train", "run.yaml", SIGNALLED, f"launch.processes={processes}"]
+    status, out, err = ended(start([*command, "evaluate.batch_size=4"], tmp_path, cache, **variable))
+    assert status == 75, (out, err)
+    assert "stopped on request after step 20 of 60; the same command goes on from there" in out
+    assert lines(tmp_path) == []  # neither a score of a half evaluation, nor a line for the step it was stopped at
+    assert "20  validation" in (said := finish(tmp_path, cache, "launch.processes=1")), said
+    each_step_once(tmp_path, calm)
+    assert bits(tmp_path)["export"] == bits(calm)["export"]
+    manifests = [json.loads(path.read_text()) for path in tmp_path.glob("out/checkpoints/step-*/manifest.json")]
+    assert not any("owed" in manifest["meter"] for manifest in manifests)
 
 
 @pytest.mark.processes
