@@ -18,21 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from command import (
-    LOCKSTEP,
     STEPS,
     bits,
     each_step_once,
     ended,
-    finish,
     processes_in,
     ranks_of,
     saved,
-    start,
     step_of,
-    train,
     until,
     write,
 )
+from forked import Forked
 from killing import STRATEGIES, kill, moment_of, starts_of, wait_for
 from signalled import state_of
 
@@ -40,7 +37,7 @@ from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import finished, newest_first
 from lockstep.run import load
 
-MOMENTS = ("starting", "training", "training", "saving", "exporting", "ending")
+MOMENTS = ("starting", *["training"] * 4, "saving", "saving", "exporting", "ending")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 VICTIMS = ("a rank", "the launcher", "all")
 HALF = '{"step": 61, "split": "train", "text": "\u2028 caf\u00e9'.encode()[:-1]  # in the middle of a character
@@ -86,33 +83,31 @@ class Job:
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
-    def begun(self, *before: str) -> subprocess.Popen[str]:
-        processes = self.chance.choice((1, 1, 1, 2, 2, 3))
+    def begun(self, most_bytes: int | None = None) -> Forked:
+        processes = self.chance.choice((1, 1, 1, 1, 2, 2, 3))
         strategy = "single" if processes == 1 else self.chance.choice(STRATEGIES)
         options = [f"launch.processes={processes}", f"strategy.name={strategy}"]
         self.record.starts += 1
-        self.story.append(f"start {self.record.starts}: {processes} {strategy} {' '.join(before)}")
-        return start([*before, *LOCKSTEP, "train", "run.yaml", *options], self.folder, self.cache)
+        self.story.append(f"start {self.record.starts}: {processes} {strategy} {most_bytes or ''}")
+        return Forked(["train", "run.yaml", *options], self.folder, self.cache, most_bytes)
 
     def disturbed(self) -> None:
         """One start, and up to three faults in a row until it ends."""
-        kib, before = self.chance.choice((6, 16, 64, 200)), list[str]()
-        if self.chance.random() < 0.1:  # no file may grow beyond a size
-            before = ["bash", "-c", f'ulimit -f {kib}; exec "$@"', "bash"]
+        most = 1024 * self.chance.choice((6, 16, 64, 200)) if self.chance.random() < 0.1 else None
         moment, ahead = self.chance.choice(MOMENTS), self.chance.randint(1, 12)
         instant = time.monotonic() + self.chance.random() * 10
         reached, step = starts_of(self.folder), min(saved(self.folder) + ahead, STEPS)
-        process = self.begun(*before)
-        if before:
+        process = self.begun(most)
+        if most:
             self.done("files may not grow")
         kinds, gaps = (self._kill, self._stop, self._freeze, self._fill, self._begin_twice), (0, 0, 0.05, 0.3, 1.0)
-        calm, came = not before, wait_for(moment_of(self.folder, moment, instant, step, reached), process)
+        calm, came = most is None, wait_for(moment_of(self.folder, moment, instant, step, reached), process)
         for _ in range(self.chance.randint(1, 3) if came else 0):
             if process.poll() is not None:
                 break
             again = not (self.folder / "filler").exists()  # a second start would meet the same full disk
             kind = self.chance.choices(kinds, (6, 6, 1, 2 * self.disk, again))[0]
-            calm = calm and kind in (self._stop, self._begin_twice)
+            calm = calm and kind == self._stop  # a second start may come after the first, and end otherwise
             kind(process, moment)
             time.sleep(self.chance.choice(gaps))
         else:
@@ -143,12 +138,12 @@ class Job:
             found = state_of(self.folder, self.cache)
             assert (found["state"], found["status"]) == ({0: "done", 1: "failed", 75: "stopped"}[status], status), story
 
-    def _kill(self, process: subprocess.Popen[str], moment: str) -> None:
+    def _kill(self, process: Forked, moment: str) -> None:
         victim = self.chance.choice(VICTIMS)
         kill(victim, process, self.folder, self.chance)
         self.done(f"kill -9 of {victim}, {moment}")
 
-    def _stop(self, process: subprocess.Popen[str], moment: str) -> None:
+    def _stop(self, process: Forked, moment: str) -> None:
         number, target = self.chance.choice(STOPS), self.chance.choice(VICTIMS)
         with contextlib.suppress(ProcessLookupError):
             if target == "all":
@@ -158,7 +153,7 @@ class Job:
                 os.kill(process.pid if target == "the launcher" else self.chance.choice(ranks), number)
         self.done(f"{number.name} to {target}, {moment}")
 
-    def _freeze(self, process: subprocess.Popen[str], moment: str) -> None:
+    def _freeze(self, process: Forked, moment: str) -> None:
         """A rank for good, if there are others that can notice; else all for a moment."""
         ranks = ranks_of(process, self.folder)
         if ranks and moment == "training":
@@ -176,7 +171,7 @@ class Job:
             time.sleep(0.5)
         self.done("all frozen and thawed")
 
-    def _fill(self, process: subprocess.Popen[str], moment: str) -> None:
+    def _fill(self, process: Forked, moment: str) -> None:
         """The disk is full but for a few KiB, until the start has ended."""
         with contextlib.suppress(OSError), open(self.folder / "filler", "wb", buffering=0) as file:
             while file.write(bytes(4096)) == 4096:
@@ -187,9 +182,9 @@ class Job:
         self.done(f"a full disk, {moment}")
         time.sleep(self.chance.random() * 2)
 
-    def _begin_twice(self, process: subprocess.Popen[str], moment: str) -> None:
+    def _begin_twice(self, process: Forked, moment: str) -> None:
         """The same command while it runs; the second one must not disturb it."""
-        status, out, err = train(self.folder, self.cache)
+        status, out, err = ended(Forked(["train", "run.yaml"], self.folder, self.cache))
         assert status == 0 or (status == 2 and "is being trained already" in err), "\n".join([*self.story, out, err])
         self.done("a second start")
 
@@ -265,7 +260,8 @@ class Job:
         """Started once more, it ends as one that nobody touched; and once more, nothing changes."""
         for _ in range(2):
             self.record.starts += 1
-            finish(self.folder, self.cache, f"launch.processes={self.chance.randint(1, 3)}")
+            status, out, err = ended(Forked(["train", "run.yaml", "launch.processes=1"], self.folder, self.cache))
+            assert status == 0, (out, err)
         assert bits(self.folder) == bits(untouched)
         each_step_once(self.folder, untouched)
         assert exported.damage(self.out) is None

@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="a pseudo-terminal, /proc"),
     pytest.mark.usefixtures("nobody_is_left"),
 ]
+KEPT = "what was saved before is there"
 SIGNALLED = "strategy.name=signalled.Signalled"
 
 
@@ -141,6 +142,23 @@ def test_stopped_before_the_first_step_is_no_75(tmp_path: Path, cache: Path) -> 
     status, out, err = ended(process)
     assert saved(tmp_path) or status in (1, -signal.SIGTERM), (out, err)
     assert status != 1 or "the same command begins from the start" in err
+    assert status != -signal.SIGTERM or "ended by SIGTERM, which came while nothing was being trained" in err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGHUP)])
+def test_a_signal_that_comes_before_anything_listens_ends_with_a_word(
+    number: signal.Signals, tmp_path: Path, cache: Path
+) -> None:
+    """The run file is a pipe: whatever the machine does, the command waits there until the signal has come."""
+    write(tmp_path).unlink()
+    os.mkfifo(tmp_path / "run.yaml")
+    process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
+    with open(tmp_path / "run.yaml", "w"):  # waits for the other end
+        process.send_signal(number)
+        status, out, err = ended(process)
+    assert status == -number, (out, err)
+    assert err == f"lockstep: ended by {number.name}, which came while nothing was being trained; {KEPT}\n"
 
 
 def test_of_a_ctrl_c_that_is_heard_twice_only_the_next_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
