@@ -1,7 +1,7 @@
 """Strategies that send a stop signal at a moment of their choice, and a terminal of one's own.
 
 In: environment variables. Out: the signal, once, from rank 0: to the command that a person started ("launcher"),
-or to all of its processes ("group"), as a terminal does.
+to all of its processes ("group"), as a terminal does, or to itself ("rank").
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Signalled(AllReduce):
         number = int(os.environ["NUMBER"])
         if os.environ["TARGET"] == "group":
             os.killpg(os.getpgid(0), number)
+        elif os.environ["TARGET"] == "rank":
+            os.kill(os.getpid(), number)
         else:
             launcher = multiprocessing.parent_process()
             os.kill(os.getpid() if launcher is None else int(launcher.pid or 0), number)

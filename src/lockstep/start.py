@@ -70,7 +70,10 @@ def launched_as(run: Run, launcher: Launcher, plan: Plan, lock: ownership.Lock |
 
                 conclude(run, prepared, manifest.steps)
             status = hub.push_pending(run, console.say)
-            launched.note(run.folder, status=status, ended=time.time())  # the start before may not have come to it
+            if launched.read(run.folder) is None:  # it was torn, or deleted
+                launched.write(run.folder, launched.here(run.launch.name, plan.processes))
+            # the start before may not have come to it
+            launched.note(run.folder, steps=manifest.steps, status=status, ended=time.time())
             return status
         if manifest is not None and manifest.step >= manifest.steps and (run.folder / "export").exists():
             fault = exported.damage(run.folder)
