@@ -97,7 +97,7 @@ def step_of(folder: Path) -> int:
 
 def saved(folder: Path) -> int:
     """The step of the newest checkpoint."""
-    return max((int(p.name[5:]) for p in (folder / "out" / "checkpoints").glob("step-*")), default=0)
+    return max((int(p.name[5:]) for p in (folder / "out" / "checkpoints").glob("step-??????")), default=0)
 
 
 def bits(folder: Path) -> dict[str, str]:

@@ -54,6 +54,7 @@ def test_a_storm_of_faults(tmp_path: Path, cache: Path, untouched: Path) -> None
                     job.disturbed()
                     for _ in range(chance.randint(0, 4)):
                         job.quietly()
+                    keep(record)
                     print(f"{record.faults.total()}: job {record.jobs}: {job.story[-8:]}", flush=True)
                 job.as_if_nothing_had_been(untouched)
             except AssertionError as error:
