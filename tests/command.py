@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
+from checkpoints import digest
 from harness import TINY, lockstep_environment
-
-from lockstep.checkpoint.checkpoint import digest
 
 STEPS = 60
 RUN = TINY | {
@@ -98,7 +97,7 @@ def step_of(folder: Path) -> int:
 
 def saved(folder: Path) -> int:
     """The step of the newest checkpoint."""
-    return max((int(p.name[5:]) for p in (folder / "out" / "checkpoints").glob("step-*")), default=0)
+    return max((int(p.name[5:]) for p in (folder / "out" / "checkpoints").glob("step-??????")), default=0)
 
 
 def bits(folder: Path) -> dict[str, str]:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from checkpoints import digest
 from command import LOCKSTEP, ended, saved, start, step_of
 from harness import TINY
 from hosts import Hosts, Job
-
-from lockstep.checkpoint.checkpoint import digest
 
 STEPS, PORT = 24, 29400
 SMALL = TINY | {

@@ -1,7 +1,7 @@
 """Strategies that send a stop signal at a moment of their choice, and a terminal of one's own.
 
 In: environment variables. Out: the signal, once, from rank 0: to the command that a person started ("launcher"),
-or to all of its processes ("group"), as a terminal does.
+to all of its processes ("group"), as a terminal does, or to itself ("rank").
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.run import Run
 from lockstep.strategies.allreduce import AllReduce
 
 HERE = str(Path(__file__).parent)
-MOMENTS = ("step 3", "evaluation", "export", "closing", "delivered")
+MOMENTS = ("step 3", "step 20 evaluated", "evaluation", "export", "closing", "delivered")
 
 
 def variables(moment: str, number: signal.Signals, target: str = "launcher") -> dict[str, str]:
@@ -38,6 +38,7 @@ class Signalled(AllReduce):
     """`allreduce`, signalled at `$MOMENT`."""
 
     sent = trained = False
+    updates = 0
 
     def _at(self, moment: str) -> None:
         if not (self.trained or moment.startswith("step")):  # the dry run tries the end too
@@ -51,18 +52,23 @@ class Signalled(AllReduce):
         number = int(os.environ["NUMBER"])
         if os.environ["TARGET"] == "group":
             os.killpg(os.getpgid(0), number)
+        elif os.environ["TARGET"] == "rank":
+            os.kill(os.getpid(), number)
         else:
             launcher = multiprocessing.parent_process()
             os.kill(os.getpid() if launcher is None else int(launcher.pid or 0), number)
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         self._at(f"step {batch.step}")
-        self.trained = batch.step + 1 == self.run.steps
+        self.updates = batch.step + 1
+        self.trained = self.updates == self.run.steps
         return super().train_step(batch, learning_rate)
 
     def forward(self, inputs: Any) -> Any:
-        if PLACE.name.startswith("evaluation"):
-            self._at("evaluation")
+        if PLACE.name.startswith("evaluation") and not self.sent:
+            self._at("evaluation" if self.trained else f"step {self.updates} evaluated")
+            if self.sent:  # the launcher may be slower in telling the ranks than the rest of the evaluation takes
+                assert self.world.stop.wait(120), "the signal has not reached rank 0"
         return super().forward(inputs)
 
     def export(self) -> Any:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import digest as digest_of
 from command import LOCKSTEP, bits, ended, finish, processes_in, saved, start, step_of, train, until, write
 from harness import build, digest, run_on, tiny
 from saving import SHARD, Job, here, run_in
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
-from lockstep.checkpoint.checkpoint import digest as digest_of
 from lockstep.data.feed import Feed
 from lockstep.processes import launched
 from lockstep.run import Run, RunError

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import digest as digest_of
 from harness import build, digest, run_on, tiny
 from test_fsdp2 import LLAMA
 
 from lockstep import plugins
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.checkpoint.checkpoint import digest as digest_of
 from lockstep.data.feed import Feed
 from lockstep.optim import learning_rate
 from lockstep.run import Run

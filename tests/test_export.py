@@ -4,17 +4,18 @@ first step."""
 import hashlib
 import json
 import os
+import resource
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import digest as digest_of
 from harness import digest, tiny
 from saving import Job, run_in
 
 from lockstep.checkpoint import exported, storage
 from lockstep.checkpoint.checkpoint import CheckpointError, finished
-from lockstep.checkpoint.checkpoint import digest as digest_of
 from lockstep.checkpoint.manifest import newest_first
 from lockstep.hub.hub import write_export
 from lockstep.report.report import write_comparison
@@ -55,6 +56,18 @@ def test_every_file_has_the_mode_that_the_umask_leaves(trained: Job) -> None:
     assert "model.safetensors" in modes
     assert set(modes.values()) == {0o640}
     assert {path.name for path in export.parent.iterdir()} == {"checkpoints", "export", "export.json", "mine"}
+
+
+@pytest.mark.parametrize("kib", [1, 4, 20])
+def test_what_a_full_disk_does_is_an_error_of_the_disk_whoever_writes(trained: Job, kib: int) -> None:
+    before, limits = exported.damage(trained.run.folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, limits[1]))  # Python ignores the signal for it
+    try:
+        with pytest.raises(OSError, match="File too large"):  # safetensors and tokenizers have errors of their own
+            write(trained)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert exported.damage(trained.run.folder) == before
 
 
 def test_files_are_on_the_disk_before_they_have_their_name(trained: Job, monkeypatch: pytest.MonkeyPatch) -> None:

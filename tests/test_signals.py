@@ -1,5 +1,6 @@
 """Stop signals at every moment between the first step and the exit: the status is what is on disk."""
 
+import json
 import os
 import signal
 import sys
@@ -7,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import LOCKSTEP, bits, each_step_once, ended, finish, saved, start, step_of, write
+from command import LOCKSTEP, bits, each_step_once, ended, finish, lines, saved, start, step_of, write
 from harness import tiny
 from marks import slow
 from signalled import Terminal, state_of, variables
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="a pseudo-terminal, /proc"),
     pytest.mark.usefixtures("nobody_is_left"),
 ]
+KEPT = "what was saved before is there"
 SIGNALLED = "strategy.name=signalled.Signalled"
 
 
@@ -100,6 +102,25 @@ def test_after_the_last_step(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("processes", [slow(1), 2])
+def test_an_evaluation_on_the_way_is_left_to_the_next_start(
+    processes: int, tmp_path: Path, cache: Path, calm: Path
+) -> None:
+    write(tmp_path, track={"every": 25}, checkpoint={"every": 1000, "best": "-loss"})
+    variable = variables("step 20 evaluated", signal.SIGTERM)
+    command = [*LOCKSTEP, "train", "run.yaml", SIGNALLED, f"launch.processes={processes}"]
+    status, out, err = ended(start([*command, "evaluate.batch_size=4"], tmp_path, cache, **variable))
+    assert status == 75, (out, err)
+    assert "stopped on request after step 20 of 60; the same command goes on from there" in out
+    assert lines(tmp_path) == []  # neither a score of a half evaluation, nor a line for the step it was stopped at
+    assert "20  validation" in (said := finish(tmp_path, cache, "launch.processes=1")), said
+    each_step_once(tmp_path, calm)
+    assert bits(tmp_path)["export"] == bits(calm)["export"]
+    manifests = [json.loads(path.read_text()) for path in tmp_path.glob("out/checkpoints/step-*/manifest.json")]
+    assert not any("owed" in manifest["meter"] for manifest in manifests)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("processes", [slow(1), 2])
 def test_stopped_without_a_checkpoint_is_no_75(processes: int, tmp_path: Path, cache: Path) -> None:
     write(tmp_path, steps=20, checkpoint={"every": 1000})
     command = [*LOCKSTEP, "train", "run.yaml", SIGNALLED, f"launch.processes={processes}"]
@@ -121,6 +142,23 @@ def test_stopped_before_the_first_step_is_no_75(tmp_path: Path, cache: Path) -> 
     status, out, err = ended(process)
     assert saved(tmp_path) or status in (1, -signal.SIGTERM), (out, err)
     assert status != 1 or "the same command begins from the start" in err
+    assert status != -signal.SIGTERM or "ended by SIGTERM, which came while nothing was being trained" in err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGHUP)])
+def test_a_signal_that_comes_before_anything_listens_ends_with_a_word(
+    number: signal.Signals, tmp_path: Path, cache: Path
+) -> None:
+    """The run file is a pipe: whatever the machine does, the command waits there until the signal has come."""
+    write(tmp_path).unlink()
+    os.mkfifo(tmp_path / "run.yaml")
+    process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
+    with open(tmp_path / "run.yaml", "w"):  # waits for the other end
+        process.send_signal(number)
+        status, out, err = ended(process)
+    assert status == -number, (out, err)
+    assert err == f"lockstep: ended by {number.name}, which came while nothing was being trained; {KEPT}\n"
 
 
 def test_of_a_ctrl_c_that_is_heard_twice_only_the_next_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def train(run: Run) -> int:
         only_one(run, launcher)
         steps = ready(run, launcher, plan)
         if steps is not None:
-            return lock.verdict(concluded(run, steps))
+            return lock.verdict(concluded(run, plan.processes, steps))
         keep(run)
         if launcher.submits:
             lock.release()  # from here on it is that of the job's ranks
@@ -81,7 +81,7 @@ def ready(run: Run, launcher: Launcher, plan: Plan) -> int | None:
     return None
 
 
-def concluded(run: Run, steps: int) -> int:
+def concluded(run: Run, processes: int, steps: int) -> int:
     """A run that is finished: say so, and push what is to be pushed. Returns the exit status."""
     from lockstep.hub import hub
 
@@ -89,8 +89,10 @@ def concluded(run: Run, steps: int) -> int:
     console.say(f"{run.folder} is finished ({steps} steps); the model is in {run.folder}/export")
     status = hub.push_pending(run, console.say)
     record = launched.read(run.folder)
-    if record is not None and record.status != status:  # the start before may not have come to it
-        launched.note(run.folder, status=status, ended=time.time())
+    if record is None:  # it was torn, or deleted
+        launched.write(run.folder, launched.here(run.launch.name, processes))
+    if record is None or record.status != status:  # the start before may not have come to it
+        launched.note(run.folder, steps=steps, status=status, ended=time.time())
     return status
 
 

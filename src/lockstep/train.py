@@ -163,6 +163,12 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
     checkpoints, journal, sinks = session.checkpoints, session.journal, session.sinks
     meter, profiler, phases = Meter(checkpoints.meter), Profiler(run, world), strategy.phases
+    if checkpoints.meter.get("owed") and due(step, run.evaluate.every, False):
+        with meter.paused():
+            scores = evaluation(session, step)
+        if not scores:
+            return step, meter.total
+        checkpoints.add(scores, meter.state())
     phases.take()  # what came before the first step is not in its phases
     try:
         for batch in phases.during("data", feed.steps(after=step)):
@@ -178,7 +184,7 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
                 sinks.log(step, "train", meter.line(result, rate))
                 journal.times(step, phases.take())
             with meter.paused():
-                between_steps(session, meter, profiler, step, last)
+                last = between_steps(session, meter, profiler, step, last)
             if last:
                 break
     except NotFinite as caught:
@@ -193,29 +199,45 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
     return step, meter.total
 
 
-def between_steps(session: Session, meter: Meter, profiler: Profiler, step: int, last: bool) -> None:
-    """What is due after `step` updates: an evaluation, a checkpoint. `last`: no step comes after it now. Collective."""
-    run, world, task, strategy = session.run, session.world, session.task, session.strategy
-    checkpoints, journal, phases = session.checkpoints, session.journal, strategy.phases
-    scores: dict[str, float] = {}
+def between_steps(session: Session, meter: Meter, profiler: Profiler, step: int, last: bool) -> bool:
+    """What is due after `step` updates: an evaluation, a checkpoint. `last`: no step comes after it now. Returns the
+    same, as it is afterwards. Collective."""
+    run, strategy, checkpoints, phases = session.run, session.strategy, session.checkpoints, session.strategy.phases
+    scores, owed = {}, False
     with phases("profile"):
         profiler.advance(step)
     with phases("checkpoint"):
         checkpoints.advance()
-    journal.saved(checkpoints.newest)
+    session.journal.saved(checkpoints.newest)
     if due(step, run.evaluate.every, False) and step < session.feed.total:
         strategy.settle()
-        with phases("evaluation"):
-            scores = evaluate(run, world, task, strategy, task.splits["validation"])
-            session.sinks.log(step, "validation", scores)
-            session.sinks.show(step, samples(task, strategy, world))
-        journal.event("evaluation", step)
+        scores = evaluation(session, step, last)
+        owed = not scores
+        last = last or owed
     if due(step, run.checkpoint.every, last) or (scores and checkpoints.is_best(scores)):
         PLACE.at(f"saving after step {step}")
         strategy.settle()
-        checkpoints.meter = meter.state()
+        checkpoints.meter = meter.state() | ({"owed": True} if owed else {})
         with phases("checkpoint"):
             checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
+    return last
+
+
+def evaluation(session: Session, step: int, last: bool = False) -> dict[str, float]:
+    """Scores after `step`; none once all are asked to stop: the next start makes up for it. Collective."""
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    columns = task.splits["validation"]
+    try:
+        with strategy.phases("evaluation"):
+            scores, _ = scored(
+                run, world, task, strategy, columns, stop=lambda: last or world.asked_to_stop(by_clock=False)
+            )
+            session.sinks.log(step, "validation", scores)
+            session.sinks.show(step, samples(task, strategy, world))
+    except Interrupted:
+        return {}
+    session.journal.event("evaluation", step)
+    return scores
 
 
 def samples(

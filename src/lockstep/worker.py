@@ -253,7 +253,13 @@ def deliver(session: Session, console: Console, found: Trained, weights: Mapping
         aside = run.folder / aside_of("tables.json")
         aside.write_text(json.dumps(struck_all(found.tables, said)), encoding="utf-8")
         os.replace(aside, run.folder / "tables.json")
-    write_export(run, task, weights, found.scores, steps)
+    try:
+        write_export(run, task, weights, found.scores, steps)
+    except OSError as caught:
+        raise TrainingFailed(
+            f"{run.folder}/export could not be written ({caught.strerror or caught}); the same command writes it from "
+            "the newest checkpoint"
+        ) from caught
     sha256 = concluded(run, task, session.journal, console, steps, weights)
     closing(console, run, task, found.scores, found.counts, session.world, sha256)
     return pushed(run, session.world, console)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import (
     Manifest,
-    broken,
     candidates,
     check_resumable,
     finished,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Background, Shard, Written
     from lockstep.world import World
 
-__all__ = ["CheckpointError", "Checkpoints", "check_resumable", "digest", "finished", "folder_of", "newest_first"]
+__all__ = ["CheckpointError", "Checkpoints", "check_resumable", "finished", "folder_of", "newest_first"]
 
 
 class CheckpointError(Exception):
@@ -158,6 +157,15 @@ class Checkpoints:
             self._saving.work.wait(1.0)  # shorter than a collective may take, however slow the disk is
             self.advance()
 
+    def add(self, scores: Mapping[str, float], meter: dict[str, Any]) -> None:
+        """Put the scores of an evaluation that was made up for into the checkpoint that the run goes on from, on every
+        rank. Where that cannot be written, the next start evaluates again."""
+        assert self.newest is not None
+        if self.world.is_main:
+            with suppress(OSError):
+                manifests.add(self.folder / name_of(self.newest), scores, meter)
+        self._heed(scores)
+
     def is_best(self, scores: Mapping[str, float]) -> bool:
         """Whether an evaluation is the best so far by `checkpoint.best`. The same on every rank, as the scores are.
         Errors: `RunError` when there is no such score."""
@@ -174,6 +182,11 @@ class Checkpoints:
         wanted = self.run.checkpoint.best or ""
         score = scores.get(wanted.removeprefix("-"))
         return None if score is None else (-score if wanted.startswith("-") else score)
+
+    def _heed(self, scores: Mapping[str, float]) -> None:
+        score = self._score(scores)
+        if score is not None and (self.best is None or score > self.best):
+            self.best = score
 
     def _written(self, saving: _Saving) -> None:
         """Every rank is done with its file, or has failed."""
@@ -196,9 +209,7 @@ class Checkpoints:
             self._failed(saving.manifest.step, [f"rank 0: {reason}"])
             return
         self._saving, self.newest = None, saving.manifest.step
-        score = self._score(saving.manifest.scores)
-        if score is not None and (self.best is None or score > self.best):
-            self.best = score
+        self._heed(saving.manifest.scores)
 
     def _failed(self, step: int, faults: list[str]) -> None:
         """Nothing is left of a failed save; the older checkpoint stays. The same on every rank."""
@@ -375,24 +386,3 @@ def _reason(error: BaseException | None) -> str | None:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     return f"{type(error).__name__}: {' '.join(str(error).split())}" if error is not None else None
-
-
-def digest(folder: Path) -> str:
-    """SHA-256 over the tensors of a checkpoint by name, however they are spread over files. Errors: `ValueError` when
-    it is damaged."""
-    import hashlib
-
-    import torch
-
-    from lockstep.checkpoint.storage import Files
-
-    manifest = manifests.read_manifest(folder)
-    fault = manifest if isinstance(manifest, str) else broken(folder, manifest)
-    if fault is not None:
-        raise ValueError(f"{folder}: {fault}")
-    assert isinstance(manifest, Manifest)
-    files, seen = Files(folder, manifest.hashes), hashlib.sha256()
-    for name in files.names:
-        seen.update(name.encode())
-        seen.update(files.whole(name).reshape(-1).view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()

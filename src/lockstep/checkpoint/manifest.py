@@ -10,8 +10,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,16 @@ def read_manifest(folder: Path) -> Manifest | str:
     if found.dump() != content:
         return f"{FILE} does not match its own hash"
     return found if name_of(found.step) == folder.name else f"{FILE} is that of step {found.step}"
+
+
+def add(folder: Path, scores: Mapping[str, float], meter: dict[str, Any]) -> None:
+    """Replace these in a checkpoint's manifest, at once. Errors: `OSError`; then it is as it was."""
+    from lockstep.checkpoint.storage import write
+
+    if isinstance(manifest := read_manifest(folder), Manifest):
+        plain = {name: float(value) for name, value in scores.items()}
+        write(aside := folder / f".{FILE}.partial", [replace(manifest, scores=plain, meter=meter).dump()])
+        os.replace(aside, folder / FILE)
 
 
 def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:

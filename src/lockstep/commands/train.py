@@ -6,6 +6,7 @@ import argparse
 
 from lockstep import start
 from lockstep.commands import run_file
+from lockstep.processes.stops import say_what_ended
 
 HELP = "train a run file to its end, or go on with it; without one, the built-in quick start"
 
@@ -21,4 +22,5 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(known: argparse.Namespace) -> int:
     known.overrides += [f"track.console={voice}" for voice in ("quiet", "verbose") if getattr(known, voice)]
     known.overrides += ["launch.detach=true"] if known.detach else []
+    say_what_ended()
     return start.train(run_file.run_of(known))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -79,7 +80,13 @@ def _write_aside(
     aside = run.folder / ".export.partial"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    task.write(aside, weights)
+    try:
+        task.write(aside, weights)
+    except Exception as caught:  # safetensors and tokenizers have errors of their own for what the disk says
+        number = re.search(r"\(os error (\d+)\)", str(caught))
+        if number is None or isinstance(caught, OSError):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(aside)) from caught
     (aside / "README.md").write_text(card.model_card(run, task, scores, steps), encoding="utf-8")
     return aside
 

@@ -32,6 +32,22 @@ def heard() -> list[signal.Signals]:
     return [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
+def say_what_ended() -> None:
+    """Until training listens: one of these ends this process as ever, but not without a word. Ctrl-C has its own."""
+    if threading.current_thread() is threading.main_thread() and os.environ.get("RANK", "0") == "0":
+        for number in heard():
+            if number != signal.SIGINT:
+                signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    name = signal.Signals(number).name
+    text = f"lockstep: ended by {name}, which came while nothing was being trained; what was saved before is there\n"
+    os.write(2, text.encode())  # a handler must not wait for a lock that what it interrupts may hold
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 def listen_no_more() -> None:
     """All is done but to end with the right status: a signal must not make it another one."""
     if threading.current_thread() is threading.main_thread():

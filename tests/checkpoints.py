@@ -1,0 +1,27 @@
+"""What a checkpoint holds, as one hash, for tests.
+
+In: a checkpoint's folder. Out: a SHA-256 that is the same however many processes wrote it.
+"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from lockstep.checkpoint.manifest import Manifest, broken, read_manifest
+from lockstep.checkpoint.storage import Files
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the tensors of a checkpoint by name, however they are spread over files. Errors: `ValueError` when
+    it is damaged."""
+    manifest = read_manifest(folder)
+    fault = manifest if isinstance(manifest, str) else broken(folder, manifest)
+    if fault is not None:
+        raise ValueError(f"{folder}: {fault}")
+    assert isinstance(manifest, Manifest)
+    files, seen = Files(folder, manifest.hashes), hashlib.sha256()
+    for name in files.names:
+        seen.update(name.encode())
+        seen.update(files.whole(name).reshape(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
