@@ -32,16 +32,17 @@ import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 
-from lockstep import optim, plugins
+from lockstep.config import plugins
+from lockstep.config.run import Run, load
 from lockstep.data import source
-from lockstep.data.feed import Feed
 from lockstep.data.prepare import prepare
-from lockstep.models.models import load_config
-from lockstep.run import Run, load
+from lockstep.distributed.world import World
+from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import Strategy, of
+from lockstep.tasks.models.models import load_config
 from lockstep.tasks.task import Task
-from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.training.feed import Feed
+from lockstep.training.loop import evaluate
 
 Weights = dict[str, torch.Tensor]
 

@@ -23,10 +23,10 @@ from harness import build, run_on
 from run import processor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.data.feed import Feed
-from lockstep.quick_start import QUICK_START
-from lockstep.run import Run, load
-from lockstep.world import World
+from lockstep.config.quick_start import QUICK_START
+from lockstep.config.run import Run, load
+from lockstep.distributed.world import World
+from lockstep.training.feed import Feed
 
 MODELS = {  # about 22 and 122 million parameters
     "minilm": [

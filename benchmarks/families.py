@@ -26,13 +26,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import transformers
 
-from lockstep import plugins
-from lockstep.data.feed import Feed
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
-from lockstep.run import Run, RunError, load
+from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked
-from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.training.feed import Feed
+from lockstep.training.loop import evaluate
 
 TASKS: dict[str, dict[str, Any]] = {
     "classification": {"name": "classification"},
@@ -125,7 +125,7 @@ def families(head: str) -> list[str]:
     """The model types that transformers has such a head for."""
     from transformers.models.auto import modeling_auto
 
-    from lockstep.models.models import HEADS
+    from lockstep.tasks.models.models import HEADS
 
     return sorted(getattr(modeling_auto, HEADS[head][1]))
 

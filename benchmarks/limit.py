@@ -22,11 +22,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from lockstep import optim, plugins
-from lockstep.data.feed import Feed
+from lockstep.config import plugins
+from lockstep.config.run import load
 from lockstep.data.prepare import prepare
-from lockstep.run import load
-from lockstep.world import World
+from lockstep.distributed.world import World
+from lockstep.strategies.exact import optim
+from lockstep.training.feed import Feed
 
 
 def median_time(call: Callable[[], object], repeats: int) -> float:

@@ -22,21 +22,21 @@ import torch
 from harness import run_on
 from torch import Tensor
 
-from lockstep.batch import StepBatch, StepResult
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.checkpoint.parts import Saved
+from lockstep.config.plugins import find
+from lockstep.config.quick_start import QUICK_START
+from lockstep.config.run import Run, load
+from lockstep.data.batch import StepBatch, StepResult
 from lockstep.data.prepare import prepare
-from lockstep.measure.usage import Usage
-from lockstep.plugins import find
-from lockstep.quick_start import QUICK_START
-from lockstep.reduction import share
-from lockstep.run import Run, load
-from lockstep.session import Sinks, built
+from lockstep.distributed.sharded import Saved
+from lockstep.distributed.usage import Usage
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.track.parts.trackers import Trackers
-from lockstep.train import train
-from lockstep.world import World
+from lockstep.track.trackers import Trackers
+from lockstep.training.loop import train
+from lockstep.training.session import Sinks, built
 
 SLEEP_S = 0.02
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from run import processor
 
-from lockstep import plugins
-from lockstep.quick_start import QUICK_START
-from lockstep.recording import Recording, read
-from lockstep.run import Run, RunError, keep, load
+from lockstep.config import plugins
+from lockstep.config.quick_start import QUICK_START
+from lockstep.config.run import Run, RunError, keep, load
 from lockstep.strategies.strategy import of
-from lockstep.verify import RECORD, Compared, compare, findings, record_alone
+from lockstep.tools.verify import RECORD, Compared, compare, findings, record_alone
+from lockstep.training.recording import Recording, read
 
 # (name in the table, strategy.name, strategy.options)
 EVERY: list[tuple[str, str, dict]] = [
@@ -58,7 +58,7 @@ def record(run: Run, steps: int, timed: int) -> str | None:
     """In processes of its own; None, or what went wrong."""
     keep(run)
     code = (
-        "import sys; from lockstep.run import load; from lockstep.launchers.local import Local as L; "
+        "import sys; from lockstep.config.run import load; from lockstep.launchers.local import Local as L; "
         "r = load(sys.argv[1], []); sys.exit(L().start(r, L().plan(r), sys.argv[2:]))"
     )
     command = [sys.executable, "-c", code, str(run.folder / "run.yaml"), RECORD, str(steps), str(timed)]
@@ -68,7 +68,7 @@ def record(run: Run, steps: int, timed: int) -> str | None:
 
 def apart(steps: list[Compared], what: str) -> str:
     """The largest difference from `single` over all steps."""
-    from lockstep.verify import relative
+    from lockstep.tools.verify import relative
 
     values = {
         "loss": lambda s: relative(s.step.loss, s.single.loss),

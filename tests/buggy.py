@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lockstep.batch import MicroBatch, StepBatch, StepResult
-from lockstep.randomness import seed_everything
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.allreduce import AllReduce
 
 

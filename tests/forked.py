@@ -19,8 +19,8 @@ from pathlib import Path
 
 from harness import lockstep_environment
 
-from lockstep import cli, start, worker  # noqa: F401 - imported before the fork
-from lockstep.processes import elastic, preload  # noqa: F401
+from lockstep import cli
+from lockstep.launchers.processes import elastic  # noqa: F401
 
 _spawned = util.spawnv_passfds  # type: ignore[attr-defined]
 

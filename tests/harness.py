@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
-from lockstep.plugins import find
-from lockstep.run import Run, load
+from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy, of
 from lockstep.tasks.task import Task
-from lockstep.world import World
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["lockstep.processes.preload", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "engines"]
+    ["lockstep.training.preload", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "engines"]
 )
 _HERE = str(Path(__file__).parent)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from harness import build, digest, tiny
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.data.feed import Feed
-from lockstep.run import Run
-from lockstep.world import World
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.training.feed import Feed
 
 SHARD = "shard-00001-of-00001.safetensors"
 

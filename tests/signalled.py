@@ -21,8 +21,8 @@ from typing import Any
 from command import LOCKSTEP
 from harness import lockstep_environment
 
-from lockstep.processes.place import PLACE
-from lockstep.run import Run
+from lockstep.config.run import Run
+from lockstep.distributed.place import PLACE
 from lockstep.strategies.allreduce import AllReduce
 
 HERE = str(Path(__file__).parent)

@@ -35,7 +35,7 @@ from signalled import state_of
 
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import finished, newest_first
-from lockstep.run import load
+from lockstep.config.run import load
 
 MOMENTS = ("starting", *["training"] * 4, "saving", "saving", "exporting", "ending")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

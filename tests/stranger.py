@@ -12,7 +12,7 @@ import sys
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from lockstep.processes import secret, stores
+from lockstep.distributed import secret, stores
 
 ME = ["10.77.0.99", 1, 0]
 SOON = (datetime.now(UTC) + timedelta(hours=1)).isoformat()

@@ -12,7 +12,7 @@ from typing import Any
 
 from harness import TINY
 
-from lockstep.run import Run, load
+from lockstep.config.run import Run, load
 
 WORDS = [
     "a",

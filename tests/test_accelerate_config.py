@@ -7,10 +7,10 @@ import pytest
 import yaml
 from harness import tiny
 
+from lockstep.config.run import RunError
 from lockstep.launchers.accelerate import Accelerate
-from lockstep.run import RunError
-from lockstep.start import joined
-from lockstep.verify import verify
+from lockstep.launchers.start import joined
+from lockstep.tools.verify import verify
 
 ZERO = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}, "mixed_precision": "bf16"}
 PLAIN = {"distributed_type": "MULTI_GPU", "mixed_precision": "no", "use_cpu": True}

@@ -12,11 +12,11 @@ from harness import build, digest, run_on
 from task_runs import make
 
 from lockstep.cli import main
-from lockstep.data.feed import Feed
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
-from lockstep.plugins import find
-from lockstep.run import Run, RunError
-from lockstep.world import World
+from lockstep.distributed.world import World
+from lockstep.training.feed import Feed
 
 pytest.importorskip("peft")
 KINDS = ["documents", "translation", "token_classification"]
@@ -153,7 +153,7 @@ def test_bad_adapters_are_refused_with_one_message(case: str, folder: Path) -> N
 
 
 def test_without_peft_it_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.models import adapters
+    from lockstep.tasks.models import adapters
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RunError, match="lockstep-train\\[peft\\]"):

@@ -7,8 +7,8 @@ import pytest
 from harness import tiny
 
 from lockstep.cli import main
-from lockstep.models import attention
-from lockstep.run import RunError
+from lockstep.config.run import RunError
+from lockstep.tasks.models import attention
 
 FLASH = ("model.attention=flash_attention_2", "precision=bf16")
 

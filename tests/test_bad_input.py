@@ -298,7 +298,7 @@ def test_good_input_is_not_refused(here: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_debug_shows_where_it_came_from(here: Path) -> None:
-    from lockstep.run import RunError
+    from lockstep.config.run import RunError
 
     with pytest.raises(RunError):
         run_with({"data": OWN}, ["--debug"])

@@ -10,12 +10,12 @@ import pytest
 from command import LOCKSTEP, ended, start, write
 from harness import TINY
 
-from lockstep.bench.bench import rows_of
-from lockstep.bench.bench_results import Bench, Row, details, efficiency, plots, reasons, table
-from lockstep.bench.timing import RankMemory, Timing
 from lockstep.cli import main
-from lockstep.run import load
+from lockstep.config.run import load
 from lockstep.strategies.allreduce import AllReduce
+from lockstep.tools.bench.bench import rows_of
+from lockstep.tools.bench.bench_results import Bench, Row, details, efficiency, plots, reasons, table
+from lockstep.training.timing import RankMemory, Timing
 
 HERE = str(Path(__file__).parent)
 

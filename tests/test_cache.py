@@ -13,11 +13,11 @@ import pytest
 from harness import tiny
 from task_runs import make, write
 
-from lockstep import plugins
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
 from lockstep.data import cache
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
-from lockstep.run import Run, RunError
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finished, newest_first
 from lockstep.checkpoint.manifest import Manifest, changed, read_manifest
-from lockstep.data.feed import Feed
+from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
-from lockstep.run import Run, RunError
+from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.classification import Classification
-from lockstep.world import World
+from lockstep.training.feed import Feed
 
 SHARD = "shard-00001-of-00001.safetensors"
 

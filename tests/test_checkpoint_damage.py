@@ -14,8 +14,8 @@ from saving import SHARD, Job, run_in
 
 from lockstep.checkpoint.checkpoint import check_resumable
 from lockstep.checkpoint.manifest import Manifest, read_manifest
+from lockstep.config.run import RunError
 from lockstep.data.prepare import prepare
-from lockstep.run import RunError
 from lockstep.tasks.classification import Classification
 
 DAMAGES = 300

@@ -21,10 +21,10 @@ from saving import SHARD, Job, here, run_in
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
-from lockstep.data.feed import Feed
-from lockstep.processes import launched
-from lockstep.run import Run, RunError
-from lockstep.world import World
+from lockstep.config.run import Run, RunError
+from lockstep.distributed import launched
+from lockstep.distributed.world import World
+from lockstep.training.feed import Feed
 
 # -- beside training -------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ from checkpoints import digest as digest_of
 from harness import build, digest, run_on, tiny
 from test_fsdp2 import LLAMA
 
-from lockstep import plugins
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.data.feed import Feed
-from lockstep.optim import learning_rate
-from lockstep.run import Run
-from lockstep.world import World
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.training.feed import Feed
 
 NAMES = plugins.names("strategies")
 EXACT = {name for name in NAMES if plugins.find("strategies", name).exact}

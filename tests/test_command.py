@@ -29,8 +29,8 @@ from command import (
     write,
 )
 
-from lockstep.processes.failure import tell_failure
-from lockstep.run import load
+from lockstep.config.run import load
+from lockstep.distributed.failure import tell_failure
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
@@ -231,7 +231,7 @@ def test_whatever_an_earlier_job_left_a_failing_one_shows_its_traceback_once(
 
     def shown(parent: int, born: str, port: str = "29500") -> int:
         monkeypatch.setattr(os, "getppid", lambda: parent)
-        monkeypatch.setattr("lockstep.processes.launched.born", lambda pid: f"{pid}, {born}")
+        monkeypatch.setattr("lockstep.distributed.launched.born", lambda pid: f"{pid}, {born}")
         monkeypatch.setenv("MASTER_PORT", port)
         tell_failure(RuntimeError("the data went away"), None)
         return min(1, capsys.readouterr().err.count("the data went away"))

@@ -16,7 +16,7 @@ from harness import lockstep_environment
 from rich.console import Console as RichConsole
 
 from lockstep.cli import main
-from lockstep.console import Console, Voice
+from lockstep.track.console import Console, Voice
 
 TRAIN = {
     "loss": 0.43211,
@@ -48,7 +48,7 @@ def console(
 
 
 def story(told: Console, place: str = "step 3") -> None:
-    """A few steps of a job, as `worker.py` tells them."""
+    """A few steps of a job, as `rank.py` tells them."""
     told.facts({"run": "tiny -> out"})
     told.start(400, 100, lambda: place)
     told.log(101, "train", TRAIN)
@@ -125,7 +125,7 @@ def test_elsewhere_there_are_plain_lines(dumb: bool, monkeypatch: pytest.MonkeyP
 
 def test_plain_lines_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("lockstep.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lockstep.track.console.time.monotonic", lambda: now[0])
     told, out = console(terminal=False)
     told.start(100_000, 0)
     for step in range(1, 86_401):  # a step a second, for a day
@@ -161,7 +161,7 @@ def test_other_ranks_are_silent() -> None:
 def test_nobody_needs_to_read_on(tmp_path: Path) -> None:
     """A window that was closed, or `| head`: what is said later is in the log."""
     say = (
-        "from pathlib import Path; from lockstep.console import Console\n"
+        "from pathlib import Path; from lockstep.track.console import Console\n"
         "console = Console(True, Path('log.txt'))\n"
         "for i in range(5000): console.say(f'line {i}')"
     )

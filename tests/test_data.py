@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from harness import run_on, tiny
 
+from lockstep.config.run import DataSection, Run, RunError
 from lockstep.data import source, tokenizer
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
-from lockstep.run import DataSection, Run, RunError
+from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
-from lockstep.world import World
 
 ROWS = [
     {"text": text, "label": label}

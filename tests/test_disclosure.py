@@ -12,11 +12,12 @@ from harness import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import console, messages
-from lockstep.disclosure import holds_secret, said, struck, struck_all, visible
-from lockstep.hub import card
-from lockstep.measure.journal import Journal
-from lockstep.run import RunError, load
+from lockstep.checkpoint import card
+from lockstep.config import errors as messages
+from lockstep.config.disclosure import holds_secret, said, struck, struck_all, visible
+from lockstep.config.run import RunError, load
+from lockstep.distributed.journal import Journal
+from lockstep.track import console
 
 WORD = string.ascii_letters + string.digits
 HEX = "0123456789abcdef"

@@ -12,9 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from lockstep.config.run import load
+from lockstep.launchers.cloud.kubernetes_manifests import pod
 from lockstep.launchers.kubernetes import Kubernetes
-from lockstep.launchers.parts.kubernetes_manifests import pod
-from lockstep.run import load
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = ROOT / "docker/Dockerfile"

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import commands, messages, plugins
 from lockstep.cli import main
-from lockstep.run import Run, load
+from lockstep.config import errors as messages
+from lockstep.config import plugins
+from lockstep.config.run import Run, load
+from lockstep.tools import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = [key for key, section in messages._fields(Run).items() if section is None]

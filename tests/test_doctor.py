@@ -13,8 +13,8 @@ import pytest
 from harness import lockstep_environment, run_on
 
 from lockstep.cli import main
-from lockstep.doctor import between_ranks, doctor, machine
-from lockstep.world import World
+from lockstep.distributed.world import World
+from lockstep.tools.doctor import between_ranks, doctor, machine
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -194,7 +194,7 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
     (tmp_path / "rank.py").write_text(
-        "import os, sys\nfrom lockstep.doctor import machine\nfrom lockstep.cli import main\n"
+        "import os, sys\nfrom lockstep.tools.doctor import machine\nfrom lockstep.cli import main\n"
         "machine._TORCH = \"print('{}')\"\n"
         "if os.environ['RANK'] == '1': sys.path.insert(0, 'fake')\n"
         "status = main(['doctor', '--json', '--device', 'cpu'])\n"

@@ -7,11 +7,11 @@ import pytest
 import torch
 from harness import build, run_on, tiny
 
+from lockstep.config.run import Run
 from lockstep.data.prepare import prepare
-from lockstep.run import Run
+from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
-from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.training.loop import evaluate
 
 SIZE = 7  # 100 examples are 15 batches: not a multiple of 2 or 4 ranks, and the last one is short
 

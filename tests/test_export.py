@@ -16,10 +16,10 @@ from saving import Job, run_in
 
 from lockstep.checkpoint import exported, storage
 from lockstep.checkpoint.checkpoint import CheckpointError, finished
+from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.manifest import newest_first
-from lockstep.hub.hub import write_export
-from lockstep.report.report import write_comparison
-from lockstep.run import RunError, keep
+from lockstep.config.run import RunError, keep
+from lockstep.track.report.report import write_comparison
 
 # -- the export ------------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from test_fsdp2 import steps_of
 from torch import nn
 from transformers import PretrainedConfig
 
-from lockstep.models import models
-from lockstep.run import RunError
+from lockstep.config.run import RunError
 from lockstep.strategies.pipeline import Pipeline
+from lockstep.tasks.models import models
 
 BART = {
     "d_model": 32,

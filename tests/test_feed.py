@@ -7,13 +7,13 @@ import pytest
 import torch
 from harness import tiny
 
-from lockstep.batch import IGNORED, MicroBatch, StepBatch
-from lockstep.data.feed import Feed
+from lockstep.config.run import Run
+from lockstep.data.batch import IGNORED, MicroBatch, StepBatch
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns
-from lockstep.reduction import share
-from lockstep.run import Run
+from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.classification import Classification
+from lockstep.training.feed import Feed
 
 CPU = torch.device("cpu")
 

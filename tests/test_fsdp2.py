@@ -8,11 +8,11 @@ from harness import build, digest, run_on, tiny
 from torch.distributed.tensor import DTensor
 from written import Written
 
-from lockstep.data.feed import Feed
-from lockstep.optim import learning_rate
-from lockstep.run import Run, RunError
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.fsdp2 import FSDP2, _TreeScatter
-from lockstep.world import World
+from lockstep.training.feed import Feed
 
 LLAMA = {
     "type": "llama",

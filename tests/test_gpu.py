@@ -7,9 +7,9 @@ import torch
 from harness import tiny
 from test_strategies import steps_of
 
-from lockstep.measure.phases import NAMES, Phases
-from lockstep.run import Run
-from lockstep.world import World
+from lockstep.config.run import Run
+from lockstep.distributed.phases import NAMES, Phases
+from lockstep.distributed.world import World
 
 pytestmark = [
     pytest.mark.gpu,

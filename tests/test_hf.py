@@ -8,11 +8,11 @@ import pytest
 import torch
 from harness import build, digest, run_on, tiny
 
-from lockstep import optim
-from lockstep.data.feed import Feed
-from lockstep.run import Run, RunError
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import of as class_of
-from lockstep.world import World
+from lockstep.training.feed import Feed
 
 # Trainer draws dropout from one stream for a whole run; without dropout both see the same network.
 CALM = ("model.config.resid_pdrop=0", "model.config.embd_pdrop=0", "model.config.attn_pdrop=0")

@@ -16,13 +16,13 @@ from hub_server import READER, WRITER, Hub
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-from lockstep import worker
+from lockstep.checkpoint.export import Patience, PushFailed, push
 from lockstep.cli import main
+from lockstep.config.plugins import find
+from lockstep.config.run import RunError, load
 from lockstep.data.prepare import prepare
-from lockstep.hub.hub import Patience, PushFailed, push
-from lockstep.plugins import find
-from lockstep.run import RunError, load
-from lockstep.world import World
+from lockstep.distributed.world import World
+from lockstep.training import rank as worker
 
 Command = Callable[..., tuple[int, str, str]]
 

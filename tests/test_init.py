@@ -9,8 +9,8 @@ import pytest
 from harness import lockstep_environment
 
 from lockstep.cli import main
-from lockstep.run import Run, load
-from lockstep.starter import starter
+from lockstep.config.run import Run, load
+from lockstep.tools.starter import starter
 
 LAPTOP = starter.Here(cores=2, gpus=0, bf16=False, hub=False)
 SERVER = starter.Here(cores=64, gpus=16, bf16=True, hub=True)

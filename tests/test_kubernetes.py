@@ -14,10 +14,10 @@ from golden import compare
 from harness import TINY
 
 from lockstep.cli import main
+from lockstep.config.run import Run, load
+from lockstep.distributed import launched
+from lockstep.launchers.cloud.kubernetes_manifests import name_of, output_of
 from lockstep.launchers.kubernetes import Kubernetes, state_from
-from lockstep.launchers.parts.kubernetes_manifests import name_of, output_of
-from lockstep.processes import launched
-from lockstep.run import Run, load
 
 LAUNCH = {
     "name": "kubernetes",

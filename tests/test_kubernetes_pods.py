@@ -15,9 +15,9 @@ from harness import TINY
 from hosts import Hosts, cluster, hosts
 from test_kubernetes import LAUNCH
 
+from lockstep.config.run import Run, load
+from lockstep.launchers.cloud.kubernetes_manifests import name_of, output_of
 from lockstep.launchers.kubernetes import Kubernetes
-from lockstep.launchers.parts.kubernetes_manifests import name_of, output_of
-from lockstep.run import Run, load
 
 pytestmark = [pytest.mark.processes, *cluster, pytest.mark.timeout(1200)]
 RUN = TINY | {

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from task_runs import GPT2, make, sentence
 
-from lockstep.batch import IGNORED
 from lockstep.cli import main
+from lockstep.config.run import Run, RunError, load
+from lockstep.data.batch import IGNORED
 from lockstep.data.long_texts import ends_of
 from lockstep.data.packing import Document, blocks, example, measured
 from lockstep.data.prepare import prepare
-from lockstep.models.decoding import Decoding, by_forward
-from lockstep.run import Run, RunError, load
+from lockstep.distributed.world import World
 from lockstep.tasks.language_modeling import LanguageModeling
-from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.tasks.models.decoding import Decoding, by_forward
+from lockstep.training.loop import evaluate
 
 
 def document(length: int, first: int) -> Document:
@@ -174,7 +174,7 @@ def test_training_lowers_the_loss_and_shows_samples(tmp_path: Path, capfd: pytes
 
 def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
     """Rows of unequal lengths; the engines' other way pads on the left and keeps what it computed."""
-    from lockstep.models.decoding import by_transformers
+    from lockstep.tasks.models.decoding import by_transformers
 
     task = task_of(make(tmp_path, "documents"))
     model = task.model().eval()

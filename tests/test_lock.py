@@ -15,16 +15,17 @@ import pytest
 from harness import TINY, tiny
 
 from lockstep.cli import main
-from lockstep.processes import launched, ownership
-from lockstep.processes.launched import Process
-from lockstep.processes.output import check_ours
-from lockstep.processes.ownership import FILE, Holder, take
-from lockstep.run import Run, RunError, keep
+from lockstep.config.run import Run, RunError, keep
+from lockstep.distributed import launched
+from lockstep.distributed.launched import Process
+from lockstep.launchers.processes import ownership
+from lockstep.launchers.processes.output import check_ours
+from lockstep.launchers.processes.ownership import FILE, Holder, take
 
 HOLD = """
 import sys
 from pathlib import Path
-from lockstep.processes import ownership
+from lockstep.launchers.processes import ownership
 if sys.argv[2] == "without":
     ownership._flock = lambda *_: None
 lock = ownership.take(Path(sys.argv[1]), print, beat_s=0.1)
@@ -250,13 +251,13 @@ def test_a_project_is_not_written_into(
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "mine.csv").write_text("years of work")
     (tmp_path / "run.yaml").write_text(json.dumps(TINY | {"output": "."}))
-    (tmp_path / "train.py").touch()
+    (tmp_path / "loop.py").touch()
     monkeypatch.chdir(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert main(["train", "run.yaml"]) == 2
     said = capsys.readouterr().err
     assert "is not empty" in said
-    assert "export, run.yaml, train.py" in said
+    assert "export, run.yaml, loop.py" in said
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

@@ -21,7 +21,8 @@ from command import (
     write,
 )
 
-from lockstep.processes import launched, ownership
+from lockstep.distributed import launched
+from lockstep.launchers.processes import ownership
 
 HERE = str(Path(__file__).parent)
 pytestmark = [

@@ -11,11 +11,11 @@ import torch
 from harness import build, run_on, tiny
 from marks import slow
 
-from lockstep import plugins
-from lockstep.data.feed import Feed
-from lockstep.measure.memory import keep_freed_memory, measured, tensor_bytes
-from lockstep.run import Run
-from lockstep.world import World
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.distributed.memory import keep_freed_memory, measured, tensor_bytes
+from lockstep.distributed.world import World
+from lockstep.training.feed import Feed
 
 # Large enough that batches, buffers and buckets are small beside it.
 MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}

@@ -9,11 +9,11 @@ import pytest
 from harness import tiny
 from task_runs import TASKS, rows_of, write
 
-from lockstep import plugins
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
-from lockstep.run import Run, RunError
-from lockstep.summary import left_out
+from lockstep.training.summary import left_out
 
 GOOD: dict[str, list[dict]] = {
     "classification": [{"text": f"word {i}", "label": "joy" if i % 2 else "anger"} for i in range(40)],

@@ -11,13 +11,13 @@ import torch
 from command import bits, lines, train, write
 from harness import build, digest, run_on, tiny
 
-from lockstep import plugins
-from lockstep.data.feed import Feed
-from lockstep.run import Run, RunError
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.strategy import NotFinite, of
-from lockstep.train import Spikes
-from lockstep.world import World
+from lockstep.training.feed import Feed
+from lockstep.training.loop import Spikes
 
 HERE = str(Path(__file__).parent)
 BAD_STEP = 7

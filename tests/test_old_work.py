@@ -12,12 +12,12 @@ from saving import SHARD, Job, here, run_in
 from test_checkpoint_damage import bytes_in
 
 from lockstep.checkpoint.checkpoint import check_resumable
-from lockstep.commands.status import checkpoints, last_metrics
+from lockstep.config.run import RunError
 from lockstep.data.prepare import prepare
-from lockstep.report import history
-from lockstep.run import RunError
 from lockstep.tasks.classification import Classification
+from lockstep.tools.commands.status import checkpoints, last_metrics
 from lockstep.track.jsonl import Jsonl
+from lockstep.track.report import history
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 

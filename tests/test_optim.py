@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, get_scheduler
 
-from lockstep import optim
-from lockstep.sections import OptimSection
+from lockstep.config.sections import OptimSection
+from lockstep.strategies.exact import optim
 
 
 @pytest.mark.parametrize(

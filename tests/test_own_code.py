@@ -10,16 +10,16 @@ import torch
 from harness import build, digest, run_on, tiny
 from torch import Tensor, nn
 
-from lockstep import recording
-from lockstep.batch import MicroBatch
-from lockstep.data.feed import Feed
+from lockstep.config.run import Run
+from lockstep.data.batch import MicroBatch
 from lockstep.data.tokens import Columns
-from lockstep.randomness import own_generators
-from lockstep.run import Run
+from lockstep.distributed.randomness import own_generators
+from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
-from lockstep.train import evaluate
-from lockstep.verify import compare, findings
-from lockstep.world import World
+from lockstep.tools.verify import compare, findings
+from lockstep.training import recording
+from lockstep.training.feed import Feed
+from lockstep.training.loop import evaluate
 
 dice = random.Random(5)  # for `own_generators`
 
@@ -141,8 +141,8 @@ def test_zero_has_one_set_of_statistics() -> None:
 
 def test_a_step_counts_as_one_batch() -> None:
     """The mean of what pieces of unequal size make of the statistics, weighted by examples; blank ones left out."""
-    from lockstep.batch import IGNORED
-    from lockstep.strategies.parts.statistics import Statistics
+    from lockstep.data.batch import IGNORED
+    from lockstep.strategies.exact.statistics import Statistics
 
     model = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5))
     model[0].running_mean.fill_(1.0)
@@ -176,7 +176,7 @@ def test_one_process_may_count() -> None:
 def recorded(world: World, run: Run, own: bool) -> int:
     with pytest.MonkeyPatch.context() as patch:
         if own:  # as if nothing brought them together
-            patch.setattr("lockstep.strategies.parts.statistics.averaged", lambda model: {})
+            patch.setattr("lockstep.strategies.exact.statistics.averaged", lambda model: {})
             patch.setattr("lockstep.strategies.strategy.Strategy.rehearse", lambda *_: None)
         return recording.record(run, world, "2")
 

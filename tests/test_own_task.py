@@ -13,10 +13,10 @@ from harness import TINY, run_on
 from marks import slow
 from safetensors.torch import load_file
 
-from lockstep import plugins
-from lockstep.run import Run, load
-from lockstep.summary import digest_of
-from lockstep.world import World
+from lockstep.config import plugins
+from lockstep.config.run import Run, load
+from lockstep.distributed.world import World
+from lockstep.training.summary import digest_of
 
 pytestmark = pytest.mark.processes
 
@@ -49,7 +49,7 @@ def job(here: Path, code: str, **values: Any) -> Run:
 
 
 def works(world: World, run: Run) -> int:
-    from lockstep.worker import work
+    from lockstep.training.rank import work
 
     return work(run, world)
 
@@ -96,7 +96,7 @@ BARE = '''
 def _bare(*arguments):
     """A model whose output is a tuple, which the loss below takes."""
     import torch
-    from lockstep.models import models
+    from lockstep.tasks.models import models
 
     class Bare(torch.nn.Module):
         def __init__(self):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from harness import build, run_on, tiny
 
-from lockstep import plugins
-from lockstep.data.feed import Feed
-from lockstep.measure import phases
-from lockstep.measure.phases import NAMES, Phases
-from lockstep.run import Run
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.distributed import phases
+from lockstep.distributed.phases import NAMES, Phases
+from lockstep.distributed.world import World
 from lockstep.strategies.strategy import of
-from lockstep.world import World
+from lockstep.training.feed import Feed
 
 
 class Clock:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.pieces import cut, padded_cost, random_cost
+from lockstep.data.micro_batches import cut, padded_cost, random_cost
 
 lengths = st.lists(st.integers(1, 120), min_size=1, max_size=60).map(np.array)
 

@@ -10,17 +10,17 @@ from marks import slow
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lockstep.batch import IGNORED, MicroBatch
-from lockstep.data.feed import Feed
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.tokens import Columns
-from lockstep.models import models
-from lockstep.optim import learning_rate
-from lockstep.randomness import seed_libraries
-from lockstep.run import Run, RunError
+from lockstep.distributed.randomness import seed_libraries
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.classification import Classification
-from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.tasks.models import models
+from lockstep.training.feed import Feed
+from lockstep.training.loop import evaluate
 
 FOUR = "model.config.n_layer=4"
 NAMES = ((1, "single"), (2, "pipeline"))

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
-from lockstep.processes import meeting_state, network, secret, stores, torch_internals, watch
-from lockstep.processes.meeting import Limits, Machine, Meeting, _parsed
-from lockstep.processes.stores import Sealed
-from lockstep.run import RunError
-from lockstep.world import World
+from lockstep.config.run import RunError
+from lockstep.distributed import network, secret, stores, torch_internals, watch
+from lockstep.distributed.stores import Sealed
+from lockstep.distributed.world import World
+from lockstep.launchers.processes import elastic_state as meeting_state
+from lockstep.launchers.processes.elastic_rendezvous import Limits, Machine, Meeting, _parsed
 
 KEY = "0123456789abcdef0123456789abcdef"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc")

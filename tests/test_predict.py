@@ -13,7 +13,7 @@ from harness import TINY
 from task_runs import BERT, make, write
 
 from lockstep.cli import main
-from lockstep.run import load
+from lockstep.config.run import load
 
 KINDS = ["classification", "documents", "prompts", "messages", "translation", "token_classification"]
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")

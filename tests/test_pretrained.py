@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from lockstep.data import builtin
-from lockstep.models.models import build
+from lockstep.tasks.models.models import build
 
 
 def saved(folder: Path, kind: str) -> None:

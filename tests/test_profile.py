@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from harness import digest, run_on, tiny
 
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
-from lockstep.measure.profiling import Profiler
-from lockstep.plugins import find
-from lockstep.report.report import write_report
-from lockstep.run import Run, RunError
-from lockstep.session import built
-from lockstep.train import train
-from lockstep.world import World
+from lockstep.distributed.profiling import Profiler
+from lockstep.distributed.world import World
+from lockstep.track.report.report import write_report
+from lockstep.training.loop import train
+from lockstep.training.session import built
 
 
 def steps(world: World, run: Run, first: int, last: int) -> None:

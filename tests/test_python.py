@@ -12,7 +12,7 @@ from command import RUN, saved, start, step_of, until, write
 from harness import lockstep_environment
 
 import lockstep
-from lockstep.child import Child
+from lockstep.tools.child import Child
 
 ROOT = Path(__file__).resolve().parents[1]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -60,7 +60,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
 
 
 def test_functions_are_not_hidden_by_modules_of_their_name() -> None:
-    from lockstep.train import due  # imports the module lockstep.train
+    from lockstep.training.loop import due
 
     assert due(1, 1, False)
     assert lockstep.train.__module__ == lockstep.evaluate.__module__ == lockstep.verify.__module__ == "lockstep.api"

@@ -10,10 +10,10 @@ import pytest
 from command import LOCKSTEP, STEPS, bits, finish, lines, saved, start, step_of, train, until, write
 from harness import TINY
 
-from lockstep import plugins
-from lockstep.exit_status import BAD
+from lockstep.config import plugins
+from lockstep.config.exit_status import BAD
+from lockstep.config.run import RunError, load
 from lockstep.launchers.ray_train import Board, Ray, outcome
-from lockstep.run import RunError, load
 
 LAUNCH = {"name": "ray", "processes": 2, "device": "cpu", "threads": 1}
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}

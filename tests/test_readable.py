@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lockstep.config.run import DataSection, RunError, load
 from lockstep.data import readable, source
-from lockstep.run import DataSection, RunError, load
 
 GOOD = '{"text": "abc", "label": 1}\n'
 

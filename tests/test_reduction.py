@@ -6,9 +6,9 @@ from harness import run_on, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.reduction import Exchange, ReductionTree, buckets, partial_nodes, share
-from lockstep.strategies.parts.gradient import Gradient, Part
-from lockstep.world import World
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.reduction import Exchange, ReductionTree, buckets, partial_nodes, share
 
 
 def leaf(number: int, shapes: tuple[tuple[int, ...], ...] = ((7, 3), (5,), (1,))) -> list[torch.Tensor]:

@@ -13,13 +13,13 @@ from command import LOCKSTEP, STEPS, each_step_once, ended, finish, start, write
 from harness import run_on, tiny
 
 from lockstep.cli import main
-from lockstep.measure import journal
-from lockstep.measure.journal import Journal
-from lockstep.measure.phases import NAMES
-from lockstep.report import charts
-from lockstep.report.history import lines_of, read
-from lockstep.report.report import write_comparison, write_report
-from lockstep.world import World
+from lockstep.distributed import journal
+from lockstep.distributed.journal import Journal
+from lockstep.distributed.phases import NAMES
+from lockstep.distributed.world import World
+from lockstep.track.report import charts
+from lockstep.track.report.history import lines_of, read
+from lockstep.track.report.report import write_comparison, write_report
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.run import Run, RunError, load, schema
+from lockstep.config.run import Run, RunError, load, schema
 
 GOOD = """\
 name: emotion

@@ -15,15 +15,15 @@ import yaml
 from golden import compare
 from harness import TINY
 
-from lockstep import start
 from lockstep.cli import main
-from lockstep.commands import logs as logs_command
-from lockstep.launchers.parts import aws
-from lockstep.launchers.parts.sagemaker_job import STOPPED, fetch, new_lines, state_from
-from lockstep.launchers.parts.sagemaker_request import check_request, name_of
+from lockstep.config.run import Run, RunError, load
+from lockstep.distributed import launched
+from lockstep.launchers import start
+from lockstep.launchers.cloud import aws
+from lockstep.launchers.cloud.sagemaker_job import STOPPED, fetch, new_lines, state_from
+from lockstep.launchers.cloud.sagemaker_request import check_request, name_of
 from lockstep.launchers.sagemaker import Sagemaker
-from lockstep.processes import launched
-from lockstep.run import Run, RunError, load
+from lockstep.tools.commands import logs as logs_command
 
 LAUNCH = {
     "name": "sagemaker",
@@ -376,7 +376,7 @@ def test_stop_asks_aws(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verify_stays_here(cloud: Any) -> None:
     run = run_of()
     with pytest.raises(RunError, match=r"use launch\.name=local"):
-        Sagemaker().start(run, Sagemaker().plan(run), ("lockstep.recording.record", "5"))
+        Sagemaker().start(run, Sagemaker().plan(run), ("lockstep.training.recording.record", "5"))
 
 
 def test_names_fit_and_depend_on_what_is_trained(here: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_sagemaker import RUN, cloud, here, request, run_of
 
-from lockstep.launchers.parts.sagemaker_entry import Hosts, overrides, set_secrets
-from lockstep.run import load
+from lockstep.config.run import load
+from lockstep.launchers.cloud.sagemaker_entry import Hosts, overrides, set_secrets
 
 __all__ = ["cloud", "here"]  # fixtures
 
@@ -56,7 +56,7 @@ def test_secrets_are_read_by_name(cloud: Any, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.processes
 def test_the_tail_passes_on_and_remembers() -> None:
     code = (
-        "import os, sys; from lockstep.launchers.parts.sagemaker_entry import Tail; t = Tail(10); "
+        "import os, sys; from lockstep.launchers.cloud.sagemaker_entry import Tail; t = Tail(10); "
         "os.system('echo child went wrong >&2'); text = t.text(); print(repr(text)); print('after', file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

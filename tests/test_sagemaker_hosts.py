@@ -15,10 +15,10 @@ from harness import TINY
 from hosts import Hosts, cluster, hosts
 from test_sagemaker import LAUNCH
 
-from lockstep.launchers.parts.parcel import archive
-from lockstep.launchers.parts.sagemaker_request import COMMAND
+from lockstep.config.run import load
+from lockstep.launchers.cloud.parcel import archive
+from lockstep.launchers.cloud.sagemaker_request import COMMAND
 from lockstep.launchers.sagemaker import Sagemaker
-from lockstep.run import load
 
 pytestmark = [pytest.mark.processes, *cluster, pytest.mark.timeout(1200)]
 STEPS = 30

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_sagemaker import here, request, run_of
 
-from lockstep.launchers.parts import aws
-from lockstep.run import RunError
+from lockstep.config.run import RunError
+from lockstep.launchers.cloud import aws
 
 __all__ = ["here"]  # a fixture
 pytestmark = pytest.mark.usefixtures("here")

@@ -15,7 +15,7 @@ from command import LOCKSTEP, bits, each_step_once, ended, finish, processes_in,
 from signalled import state_of
 
 from lockstep.checkpoint.manifest import finished, newest_first
-from lockstep.run import load
+from lockstep.config.run import load
 
 pytestmark = [
     pytest.mark.processes,

@@ -13,16 +13,17 @@ import yaml
 from command import finish, write
 from harness import TINY, run_on, tiny
 
-from lockstep import api, console
-from lockstep.hub import card
-from lockstep.processes.failure import tell_failure
-from lockstep.report.report import write_report
-from lockstep.run import Run, RunError, keep, load
-from lockstep.sweep import sweep_file
-from lockstep.sweep.sweep import Board
-from lockstep.track.parts.trackers import Trackers, reason
+from lockstep import api
+from lockstep.checkpoint import card
+from lockstep.config.run import Run, RunError, keep, load
+from lockstep.distributed.failure import tell_failure
+from lockstep.distributed.world import World
+from lockstep.tools.sweep import sweep_file
+from lockstep.tools.sweep.sweep import Board
+from lockstep.track import console
+from lockstep.track.report.report import write_report
 from lockstep.track.tracker import Tracker
-from lockstep.world import World
+from lockstep.track.trackers import Trackers, reason
 
 TOKEN = "glpat-" + "a" * 22
 WORDS = """tr0ub & "dour" 'n 3"""  # a password that HTML, YAML and addresses write in another way

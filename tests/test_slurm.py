@@ -13,10 +13,11 @@ from harness import tiny
 
 from lockstep import __version__
 from lockstep.cli import main
-from lockstep.launchers.parts import sbatch
+from lockstep.config.run import RunError
+from lockstep.distributed import launched
+from lockstep.launchers.cloud import sbatch
+from lockstep.launchers.processes import srun
 from lockstep.launchers.slurm import Slurm, array_plan, state_of
-from lockstep.processes import launched, srun
-from lockstep.run import RunError
 
 PLAIN = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
 

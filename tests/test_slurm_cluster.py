@@ -11,9 +11,9 @@ import slurm_cluster
 from command import LOCKSTEP, bits, each_step_once, ended, saved, start, step_of, write
 
 from lockstep.cli import main
+from lockstep.config.run import load
+from lockstep.distributed import launched
 from lockstep.launchers.slurm import array_plan, submit
-from lockstep.processes import launched
-from lockstep.run import load
 
 reason = slurm_cluster.missing()
 pytestmark = [

@@ -15,12 +15,12 @@ from command import LOCKSTEP, TORCHRUN, bits, ended, saved, start, step_of, trai
 from harness import lockstep_environment, tiny
 
 from lockstep.cli import main
-from lockstep.commands.status import advice, run_of
-from lockstep.processes import launched
-from lockstep.processes.launched import TRAIN, Launched, Process, State
-from lockstep.run import load
-from lockstep.worker import left
-from lockstep.world import World
+from lockstep.config.run import load
+from lockstep.distributed import launched
+from lockstep.distributed.launched import TRAIN, Launched, Process, State
+from lockstep.distributed.world import World
+from lockstep.tools.commands.status import advice, run_of
+from lockstep.training.rank import left
 
 HERE = str(Path(__file__).parent)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")

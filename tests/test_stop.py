@@ -10,8 +10,8 @@ import pytest
 from command import LOCKSTEP, bits, ended, finish, start, step_of, until, write
 from harness import tiny
 
-from lockstep.processes.stops import AGAIN_S
-from lockstep.run import RunError
+from lockstep.config.run import RunError
+from lockstep.distributed.stops import AGAIN_S
 from lockstep.strategies.allreduce import AllReduce
 
 pytestmark = [

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lockstep.checkpoint.export import push
 from lockstep.cli import main
-from lockstep.evaluate import finished
-from lockstep.hub.hub import push
-from lockstep.launchers.parts import sbatch
+from lockstep.config.run import RunError, load
+from lockstep.distributed import launched
+from lockstep.launchers.cloud import sbatch
 from lockstep.launchers.slurm import log_of
-from lockstep.processes import launched
-from lockstep.run import RunError, load
+from lockstep.training.exported_model import finished
 
 RUN = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}, "steps": 4}
 

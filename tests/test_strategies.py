@@ -8,14 +8,14 @@ import torch
 from harness import build, digest, run_on, tiny
 from marks import slow
 
-from lockstep import plugins
-from lockstep.batch import StepBatch
-from lockstep.data.feed import Feed
-from lockstep.optim import learning_rate
-from lockstep.run import Run
-from lockstep.strategies.parts.native import Native
-from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.data.batch import StepBatch
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.optim import learning_rate
+from lockstep.strategies.native import Native
+from lockstep.training.feed import Feed
+from lockstep.training.loop import evaluate
 
 pytestmark = pytest.mark.processes
 
@@ -238,7 +238,7 @@ def test_all_ranks_score_the_same_and_the_first_exports(name: str, judged_alone:
 
 def densely(world: World, run: Run) -> dict[str, Any]:
     """The same steps with every gradient dense."""
-    from lockstep.strategies.parts import native
+    from lockstep.strategies import native
 
     native.row_sparse = lambda model, device: set()
     return steps_of(world, run)

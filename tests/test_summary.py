@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from harness import tiny
 
-from lockstep.run import Run, load
-from lockstep.start import planned
-from lockstep.summary import what_next
-from lockstep.world import World
+from lockstep.config.run import Run, load
+from lockstep.distributed.world import World
+from lockstep.launchers.start import planned
+from lockstep.training.summary import what_next
 
 
 @pytest.mark.parametrize("output", ["out", "my runs/a $HOME 'run'", "2024", "a: b"])

@@ -13,12 +13,12 @@ from command import LOCKSTEP, bits, ended, finish, start, until, write
 from harness import TINY
 
 from lockstep.cli import main
-from lockstep.run import RunError, load
-from lockstep.sweep import search
-from lockstep.sweep.grid import parse, product, told
-from lockstep.sweep.slots import Slots
-from lockstep.sweep.sweep_file import Range, read
-from lockstep.sweep.trial_names import name_of
+from lockstep.config.run import RunError, load
+from lockstep.tools.sweep import search
+from lockstep.tools.sweep.grid import parse, product, told
+from lockstep.tools.sweep.slots import Slots
+from lockstep.tools.sweep.sweep_file import Range, read
+from lockstep.tools.sweep.trial_names import name_of
 
 NOTHING: dict[str, Any] = {"over": [], "metric": None, "split": None, "parallel": None, "search": None, "out": None}
 
@@ -177,8 +177,8 @@ def test_names_are_short_distinct_and_the_same_every_time() -> None:
 def test_trials_at_once_share_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = NOTHING | {"over": ["seed=1,2"], "parallel": 2}
     values = TINY | {"launch": {"processes": "auto"}}
-    monkeypatch.setattr("lockstep.sweep.slots.visible", lambda run: ["4", "5", "6", "7"])
-    monkeypatch.setattr("lockstep.sweep.slots.processes_of", lambda run: 4)
+    monkeypatch.setattr("lockstep.tools.sweep.slots.visible", lambda run: ["4", "5", "6", "7"])
+    monkeypatch.setattr("lockstep.tools.sweep.slots.processes_of", lambda run: 4)
     slots = Slots(read(None, values, [], options))
     assert slots.keys({"seed": 1}) == {"launch.processes": 2}
     assert [slots.variables(i)["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["4,5", "6,7"]

@@ -10,12 +10,12 @@ import torch
 from harness import build, digest, run_on
 from task_runs import TASKS, make
 
-from lockstep import plugins
-from lockstep.data.feed import Feed
-from lockstep.run import Run
-from lockstep.strategies.parts.native import Native
-from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.strategies.native import Native
+from lockstep.training.feed import Feed
+from lockstep.training.loop import evaluate
 
 pytestmark = pytest.mark.processes
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from task_runs import make, write
 
-from lockstep.batch import IGNORED
 from lockstep.cli import main
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
-from lockstep.run import Run, RunError
 from lockstep.tasks.token_classification import TokenClassification, entities
 
 # tags -> the entities that conlleval finds (worked out by hand)

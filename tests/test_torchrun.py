@@ -15,16 +15,16 @@ import yaml
 from command import LOCKSTEP, RUN, bits, ended, start, step_of, until, write
 from harness import run_on, tiny
 
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
+from lockstep.distributed import network
+from lockstep.distributed.agreement import agree, disagreement, facts, fingerprint
+from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
+from lockstep.launchers.processes.elastic_rendezvous import Limits, Machine, Meeting
+from lockstep.launchers.start import joined, joining
 from lockstep.launchers.torchrun import Torchrun, machines_of
-from lockstep.plugins import find
-from lockstep.processes import network
-from lockstep.processes.agreement import agree, disagreement, facts, fingerprint
-from lockstep.processes.meeting import Limits, Machine, Meeting
-from lockstep.run import Run, RunError, load
-from lockstep.start import joined, joining
-from lockstep.world import World
 
 MEET = "launch.rendezvous=10.0.0.1:29400"
 

@@ -14,8 +14,8 @@ from harness import run_on, tiny
 from test_trackers import numbers, there
 from wandb_file import records
 
-from lockstep.track.parts.trackers import Trackers
-from lockstep.world import World
+from lockstep.distributed.world import World
+from lockstep.track.trackers import Trackers
 
 FAILING = """
 import sys

@@ -15,13 +15,13 @@ from command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train,
 from harness import run_on, tiny
 from wandb_file import records
 
-from lockstep import plugins
 from lockstep.checkpoint.manifest import read_manifest
-from lockstep.measure.usage import Usage
-from lockstep.run import RunError
+from lockstep.config import plugins
+from lockstep.config.run import RunError
+from lockstep.distributed.usage import Usage
+from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
-from lockstep.track.parts.trackers import Trackers
-from lockstep.world import World
+from lockstep.track.trackers import Trackers
 
 ALL = ["tensorboard", "wandb", "mlflow", "trackio"]
 Values = dict[str, dict[int, list[float]]]  # name -> step -> what was logged for it, as often as it was

@@ -15,17 +15,17 @@ from harness import build, run_on
 from task_runs import MARIAN, make, sentence, write
 from test_tasks import trained
 
-from lockstep import plugins
-from lockstep.batch import IGNORED
 from lockstep.cli import main
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
-from lockstep.models.bleu import SIZES, Overlap
-from lockstep.models.decoding import Decoding, by_forward, by_transformers
-from lockstep.run import Run, RunError
+from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked
+from lockstep.tasks.models.bleu import SIZES, Overlap
+from lockstep.tasks.models.decoding import Decoding, by_forward, by_transformers
 from lockstep.tasks.translation import Translation
-from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.training.loop import evaluate
 
 pytest.importorskip("sacrebleu")
 from sacrebleu.metrics.bleu import BLEU
@@ -328,7 +328,7 @@ def test_other_families_have_the_same_bits_in_shards(family: str, tmp_path: Path
 
 
 def test_multi30k_is_read_as_it_is(shared: Path) -> None:
-    from lockstep.run import load
+    from lockstep.config.run import load
 
     folder = shared / "multi30k"
     values = {

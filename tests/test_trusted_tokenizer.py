@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from lockstep.config.run import RunError, load
 from lockstep.data import tokenizer
-from lockstep.run import RunError, load
 
 CODE = """
 from transformers import PreTrainedTokenizerFast

@@ -9,10 +9,10 @@ import torch
 from harness import build, digest, run_on, tiny
 from marks import slow
 
-from lockstep.data.feed import Feed
-from lockstep.run import Run, RunError
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked
-from lockstep.world import World
+from lockstep.training.feed import Feed
 
 ODD = "task.name=odd_models.Task"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

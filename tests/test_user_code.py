@@ -12,15 +12,15 @@ import yaml
 from contributed import example
 from harness import TINY
 
-from lockstep import user_code
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.config import user_code
+from lockstep.config.plugins import find
+from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns
-from lockstep.launchers.parts.parcel import modules_of
-from lockstep.plugins import find
-from lockstep.processes.agreement import disagreement, facts
-from lockstep.run import Run, RunError, load
+from lockstep.distributed.agreement import disagreement, facts
+from lockstep.launchers.cloud.parcel import modules_of
 
 FILES = {
     "mine/__init__.py": "",

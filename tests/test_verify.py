@@ -9,11 +9,11 @@ import pytest
 import yaml
 from harness import TINY, lockstep_environment, run_on, tiny
 
-from lockstep import recording
-from lockstep.console import Console
-from lockstep.run import Run
-from lockstep.verify import compare, findings, tell
-from lockstep.world import World
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+from lockstep.tools.verify import compare, findings, tell
+from lockstep.track.console import Console
+from lockstep.training import recording
 
 pytestmark = pytest.mark.processes
 

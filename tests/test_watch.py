@@ -16,9 +16,9 @@ from command import LOCKSTEP, STEPS, bits, ended, ranks_of, saved, start, step_o
 from harness import tiny
 from marks import slow
 
-from lockstep.processes.watch import Watch, verdict
+from lockstep.distributed.watch import Watch, verdict
+from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
-from lockstep.world import World
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
@@ -93,8 +93,8 @@ def test_a_rank_alone_ends_when_it_is_asked_to(
     asked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends: list[int] = []
-    monkeypatch.setattr("lockstep.processes.watch.os._exit", ends.append)
-    monkeypatch.setattr("lockstep.processes.watch.LEFT_S", 0.1)
+    monkeypatch.setattr("lockstep.distributed.watch.os._exit", ends.append)
+    monkeypatch.setattr("lockstep.distributed.watch.LEFT_S", 0.1)
     world = World(tiny())
     watch = Watch(world, 0.5)
     watch._store, watch._main = Gone(), threading.get_ident()

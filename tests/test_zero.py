@@ -11,13 +11,13 @@ import torch
 from harness import build, digest, run_on, tiny
 from marks import slow
 
-from lockstep.data.feed import Feed
-from lockstep.optim import learning_rate
-from lockstep.run import Run, RunError
-from lockstep.strategies.parts.zero import Zero
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+from lockstep.strategies.engines.zero import Zero
+from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import of as class_of
-from lockstep.train import evaluate
-from lockstep.world import World
+from lockstep.training.feed import Feed
+from lockstep.training.loop import evaluate
 
 pytestmark = [
     pytest.mark.processes,

@@ -8,8 +8,8 @@ import pytest
 from harness import tiny
 
 from lockstep.cli import main
-from lockstep.run import RunError
-from lockstep.strategies.parts.zero_agreement import check, keeps_bf16_weights, left
+from lockstep.config.run import RunError
+from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, left
 
 ORDINARY: dict[str, Any] = {  # as transformers' documentation has it
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},

@@ -13,11 +13,11 @@ from pathlib import Path
 from common import Meter, parse_arguments, report
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.measure.memory import keep_freed_memory
-from lockstep.run import Run, load
-from lockstep.session import Sinks, built, met
-from lockstep.train import evaluate, train
-from lockstep.world import World
+from lockstep.config.run import Run, load
+from lockstep.distributed.memory import keep_freed_memory
+from lockstep.distributed.world import World
+from lockstep.training.loop import evaluate, train
+from lockstep.training.session import Sinks, built, met
 
 
 def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> Run:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep import start
-from lockstep.child import Child
-from lockstep.exit_status import STOPPED
-from lockstep.report import history
-from lockstep.run import Run, RunError, overrides_of
+from lockstep.config.exit_status import STOPPED
+from lockstep.config.run import Run, RunError, overrides_of
+from lockstep.launchers import start
+from lockstep.tools.child import Child
+from lockstep.track.report import history
 
 
 class JobFailed(Exception):
@@ -184,7 +184,7 @@ def _result(folder: Path, status: int) -> Result:
 
 
 def _evaluate(words: list[str]) -> int:
-    from lockstep.evaluate import scores
+    from lockstep.training.exported_model import scores
 
     found, output, split, overrides = words
     _, values = scores(Path(output), json.loads(split), json.loads(overrides))
@@ -193,7 +193,7 @@ def _evaluate(words: list[str]) -> int:
 
 
 def _predict(words: list[str]) -> int:
-    from lockstep.evaluate import predictions
+    from lockstep.training.exported_model import predictions
 
     found, output, asked, overrides = words
     texts = json.loads(Path(asked).read_text(encoding="utf-8"))
@@ -203,7 +203,7 @@ def _predict(words: list[str]) -> int:
 
 
 def _verify(words: list[str]) -> int:
-    from lockstep.verify import verify
+    from lockstep.tools.verify import verify
 
     found, path, steps = words
     return verify(Run.load(path), int(steps), Path(found))

@@ -14,10 +14,11 @@ import os
 import sys
 from types import ModuleType
 
-from lockstep import __version__, commands
-from lockstep.commands import run_file
-from lockstep.console import error, speak_to_nobody, strike_tracebacks
-from lockstep.run import RunError
+from lockstep import __version__
+from lockstep.config.run import RunError
+from lockstep.tools import commands
+from lockstep.tools.commands import run_file
+from lockstep.track.console import error, speak_to_nobody, strike_tracebacks
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     listed = parser.add_subparsers(dest="command", metavar="COMMAND")
     modules: dict[str, ModuleType] = {}
     for name in commands.NAMES:
-        modules[name] = module = importlib.import_module(f"lockstep.commands.{name}")
+        modules[name] = module = importlib.import_module(f"lockstep.tools.commands.{name}")
         module.arguments(command := listed.add_parser(name, help=module.HELP, description=module.HELP))
         if words[:1] == [name] and takes_run_file(command):
             words = [name, *run_file.joined(command, words[1:])]

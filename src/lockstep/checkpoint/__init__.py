@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved, where it is kept, and whether it may be trusted."""
+"""What is kept on disk: checkpoints, the export, and its way to the Hub."""

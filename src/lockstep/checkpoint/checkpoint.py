@@ -29,16 +29,16 @@ from lockstep.checkpoint.manifest import (
     name_of,
     newest_first,
 )
+from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
-from lockstep.measure.journal import launched_by
-from lockstep.run import Run, RunError
+from lockstep.distributed.journal import launched_by
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoint.parts import Saved, Sharded
     from lockstep.checkpoint.storage import Background, Shard, Written
-    from lockstep.world import World
+    from lockstep.distributed.sharded import Saved, Sharded
+    from lockstep.distributed.world import World
 
 __all__ = ["CheckpointError", "Checkpoints", "check_resumable", "finished", "folder_of", "newest_first"]
 

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep import user_code
 from lockstep.checkpoint import exported
+from lockstep.config import user_code
+from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
-from lockstep.run import Run, RunError
 
 FORMAT = 2
 FILE = "manifest.json"

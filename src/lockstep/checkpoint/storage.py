@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from lockstep.checkpoint.parts import Given, Saved, local
-from lockstep.world import World
+from lockstep.distributed.sharded import Given, Saved, local
+from lockstep.distributed.world import World
 
 BLOCK_BYTES = 8 * 2**20  # hashed and written at a time
 _DTYPES = {

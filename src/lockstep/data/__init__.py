@@ -1,1 +1,1 @@
-"""From any source to the rank's next StepBatch: source -> tokens -> order -> pieces -> feed."""
+"""From files and the Hub to tokens, and from tokens to micro-batches."""

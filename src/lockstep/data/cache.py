@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.run import RunError
+from lockstep.config.run import RunError
 
 BLOCK = 4 * 2**20  # bytes that are hashed together
 PARTS = ("locks", "prepared", "tokenizers", "tokens")

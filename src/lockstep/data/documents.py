@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.config.run import RunError
 from lockstep.data import long_texts
 from lockstep.data.packing import Document, joined, measured
-from lockstep.run import RunError
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lockstep.run import RunError
+from lockstep.config.run import RunError
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from lockstep import __version__, user_code
+from lockstep import __version__
+from lockstep.config import user_code
+from lockstep.config.run import Run
 from lockstep.data import source
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.tokenizer import TARGET
 from lockstep.data.tokens import VERSION, Prepared, content, digest
-from lockstep.run import Run
 
 
 class Prepares(Protocol):

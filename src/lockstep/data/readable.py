@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep import messages
-from lockstep.run import RunError
+from lockstep.config import errors as messages
+from lockstep.config.run import RunError
 
 # How compressed files begin: `datasets` would unpack them whatever they are called, to any size.
 _PACKED = {

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
 from lockstep.data import readable
-from lockstep.run import RunError
-from lockstep.sections import DataSection
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -236,7 +236,7 @@ def _builtin(seed: int) -> Source:
 def _from_hub(data: DataSection) -> Source:
     import datasets
 
-    from lockstep.hub.hub_errors import told
+    from lockstep.data.hub_errors import told
 
     assert data.source is not None
     try:

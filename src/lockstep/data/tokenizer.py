@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.run import Run, RunError
 from lockstep.data.cache import folder_of, kept
 from lockstep.data.tokens import digest
-from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,7 +116,7 @@ def pair(source: Path, target: Path) -> Path:
 def _load_source(run: Run, source: str, **place: str) -> Any:
     from transformers import AutoTokenizer
 
-    from lockstep.hub.hub_errors import told
+    from lockstep.data.hub_errors import told
 
     key = "tokenizer.source" if run.tokenizer.source else "model.source"
     source, revision, trusted = _local(source), _revision(run), run.model.trust_remote_code

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from lockstep.config.run import RunError
 from lockstep.data.cache import cache_folder, damage, folder_of, inside, kept
-from lockstep.run import RunError
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

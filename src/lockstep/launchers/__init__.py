@@ -1,1 +1,3 @@
-"""How processes start: one file a launcher. Nothing here imports torch at the top."""
+"""How processes are started, on this machine and elsewhere."""
+
+SHARED = {"launcher", "start"}  # the files here that are no plug-ins

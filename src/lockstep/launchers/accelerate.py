@@ -23,16 +23,16 @@ from types import FrameType
 from pydantic import Field
 
 from lockstep.checkpoint.manifest import newest_whole
-from lockstep.console import error
-from lockstep.exit_status import STOPPED
+from lockstep.config.exit_status import STOPPED
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Positive, Section, Steps
+from lockstep.distributed import launched, network
+from lockstep.distributed.launched import JOB_WORDS, STATUS, TRAIN, WANTED
+from lockstep.distributed.stops import Interrupts, heard
 from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.launchers.local import gpus_of, processes_of
-from lockstep.launchers.parts import accelerate_config
-from lockstep.processes import launched, network
-from lockstep.processes.launched import JOB_WORDS, STATUS, TRAIN, WANTED
-from lockstep.processes.stops import Interrupts, heard
-from lockstep.run import Run, RunError
-from lockstep.sections import Positive, Section, Steps
+from lockstep.launchers.processes import accelerate_config
+from lockstep.track.console import error
 
 
 class Accelerate(Launcher):

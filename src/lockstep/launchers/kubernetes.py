@@ -20,15 +20,15 @@ from typing import Any
 
 from pydantic import Field
 
-from lockstep.console import Console, error
-from lockstep.disclosure import one_line
-from lockstep.exit_status import STOPPED
+from lockstep.config.disclosure import one_line
+from lockstep.config.exit_status import STOPPED
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Positive, Section, Steps
+from lockstep.distributed import launched
+from lockstep.distributed.launched import TRAIN, Launched, State
+from lockstep.launchers.cloud.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.launchers.parts.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
-from lockstep.processes import launched
-from lockstep.processes.launched import TRAIN, Launched, State
-from lockstep.run import Run, RunError
-from lockstep.sections import Positive, Section, Steps
+from lockstep.track.console import Console, error
 
 
 class Kubernetes(Launcher):

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lockstep.console import LOG, Console
-from lockstep.processes import launched
-from lockstep.processes.launched import TRAIN, Launched, State
-from lockstep.run import Run
-from lockstep.sections import Section
+from lockstep.config.run import Run
+from lockstep.config.sections import Section
+from lockstep.distributed import launched
+from lockstep.distributed.launched import TRAIN, Launched, State
+from lockstep.track.console import LOG, Console
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+from lockstep.config.plugins import importing
+from lockstep.config.run import Run, RunError
+from lockstep.distributed import secret
+from lockstep.distributed.launched import TRAIN
+from lockstep.distributed.processor import available_cores
+from lockstep.distributed.stops import STOP_SIGNALS
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.plugins import importing
-from lockstep.processes import secret
-from lockstep.processes.launched import TRAIN
-from lockstep.processes.stops import STOP_SIGNALS
-from lockstep.processor import available_cores
-from lockstep.run import Run, RunError
 
 LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
 
@@ -50,13 +50,13 @@ class Local(Launcher):
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         if plan.processes == 1:
             with importing():
-                from lockstep import worker
+                from lockstep.training import rank as worker
 
             return worker.main(run, job=job)
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
-        from lockstep.processes.elastic import run_agent
-        from lockstep.processes.meeting import Limits, Machine, Meeting
+        from lockstep.launchers.processes.elastic import run_agent
+        from lockstep.launchers.processes.elastic_rendezvous import Limits, Machine, Meeting
 
         prestart()
         machine = Machine(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
@@ -94,7 +94,7 @@ def prestart() -> None:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lockstep.processes.preload"])
+    context.set_forkserver_preload(["lockstep.training.preload"])
     # Schedulers and terminals signal every process of a job, also this server, whose end would be that of the ranks.
     # Only the main thread may set a handler.
     ignored = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
@@ -125,7 +125,7 @@ def entry(run: str | Run, job: Sequence[str], variables: Mapping[str, str] | Non
         signal.signal(number, signal.SIG_IGN if number in (signal.SIGINT, signal.SIGHUP) else signal.SIG_DFL)
     for name, value in (variables or {}).items():
         os.environ.setdefault(name, value)
-    from lockstep import worker
+    from lockstep.training import rank as worker
 
     if isinstance(run, str):
         worker.main_of_file(run, job)

@@ -23,20 +23,20 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lockstep.console import Console, error
-from lockstep.disclosure import one_line
-from lockstep.exit_status import BAD, DONE, FAILED, STOPPED
+from lockstep.config.disclosure import one_line
+from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Positive, Section
+from lockstep.distributed import network, secret
+from lockstep.distributed.launched import TRAIN
 from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.launchers.local import processes_of
-from lockstep.processes import network, secret
-from lockstep.processes.launched import TRAIN
-from lockstep.run import Run, RunError
-from lockstep.sections import Positive, Section
+from lockstep.track.console import Console, error
 
 # Ends with the Ray worker, whatever ended that (PR_SET_PDEATHSIG), so that no rank goes on alone.
 RANK = (
     "import sys; sys.platform == 'linux' and __import__('ctypes').CDLL(None).prctl(1, 9); "
-    "from lockstep.worker import main_of_file; main_of_file(sys.argv[1], sys.argv[2:])"
+    "from lockstep.training.rank import main_of_file; main_of_file(sys.argv[1], sys.argv[2:])"
 )
 
 
@@ -228,7 +228,7 @@ def work(config: dict[str, Any]) -> None:
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
-    from lockstep.processes import launched, network, secret
+    from lockstep.distributed import launched, network, secret
 
     context, board = ray.train.get_context(), config["board"]
     rank = context.get_world_rank()

@@ -20,16 +20,16 @@ from typing import Any
 
 from pydantic import Field
 
-from lockstep.console import Console, error
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Positive, Section
+from lockstep.distributed import launched
+from lockstep.distributed.launched import TRAIN, Launched, State
+from lockstep.launchers.cloud import aws
+from lockstep.launchers.cloud.parcel import Parcel, archive, inside, machines_times_processes, packed, requirements
+from lockstep.launchers.cloud.sagemaker_job import describe, fetch, new_lines, state_from
+from lockstep.launchers.cloud.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.launchers.parts import aws
-from lockstep.launchers.parts.parcel import Parcel, archive, inside, machines_times_processes, packed, requirements
-from lockstep.launchers.parts.sagemaker_job import describe, fetch, new_lines, state_from
-from lockstep.launchers.parts.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
-from lockstep.processes import launched
-from lockstep.processes.launched import TRAIN, Launched, State
-from lockstep.run import Run, RunError
-from lockstep.sections import Positive, Section
+from lockstep.track.console import Console, error
 
 FIRST, PORT = "algo-1", 29400  # SageMaker names its instances algo-1, algo-2, ...; they meet at the first
 

@@ -20,15 +20,15 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from lockstep.console import Console
-from lockstep.exit_status import FAILED, STOPPED
+from lockstep.config.exit_status import FAILED, STOPPED
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import LaunchSection, Positive, Section
+from lockstep.distributed import launched, secret
+from lockstep.distributed.launched import TRAIN, Launched, State
+from lockstep.launchers.cloud import sbatch
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.launchers.parts import sbatch
-from lockstep.processes import launched, secret
-from lockstep.processes.launched import TRAIN, Launched, State
-from lockstep.processes.srun import Task
-from lockstep.run import Run, RunError
-from lockstep.sections import LaunchSection, Positive, Section
+from lockstep.launchers.processes.srun import Task
+from lockstep.track.console import Console
 
 _POLL_S = 3.0  # between questions to SLURM
 _LIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -254,9 +254,9 @@ def processes_of(run: Run, asked: Any) -> int:
 def agent_of(run: Run, task: Task) -> int:
     """This process as the torch elastic agent of one node of a job; the nodes meet as those of `torchrun` do. Returns
     the exit status, the same on every node."""
+    from lockstep.distributed import network
     from lockstep.launchers.local import prestart
     from lockstep.launchers.torchrun import Torchrun
-    from lockstep.processes import network
 
     prestart()
     common: dict[str, Any] = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}

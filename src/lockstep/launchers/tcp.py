@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Positive, Section, Steps
+from lockstep.distributed.launched import TRAIN
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.processes.launched import TRAIN
-from lockstep.run import Run, RunError
-from lockstep.sections import Positive, Section, Steps
 
 
 class Tcp(Launcher):
@@ -50,7 +50,7 @@ class Tcp(Launcher):
         return Plan(launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes)
 
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
-        from lockstep import worker
+        from lockstep.training import rank as worker
 
         os.environ.update(plan.variables)
         return worker.main(run, str(self.options(run).master), job)

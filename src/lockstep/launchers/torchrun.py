@@ -16,13 +16,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lockstep.console import Console
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Positive, Section, Steps
+from lockstep.distributed import network, secret
+from lockstep.distributed.launched import TRAIN
 from lockstep.launchers.launcher import Launcher, Plan
 from lockstep.launchers.local import entry, prestart, processes_of
-from lockstep.processes import network, secret
-from lockstep.processes.launched import TRAIN
-from lockstep.run import Run, RunError
-from lockstep.sections import Positive, Section, Steps
+from lockstep.track.console import Console
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -120,12 +120,12 @@ def machines_of(value: int | str) -> tuple[int, int]:
 def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-    from lockstep import plugins
     from lockstep.checkpoint.manifest import newest_first
+    from lockstep.config import plugins
     from lockstep.data.prepare import prepare
-    from lockstep.processes.agreement import facts
-    from lockstep.processes.elastic import run_agent
-    from lockstep.processes.meeting import Limits, Machine, Meeting
+    from lockstep.distributed.agreement import facts
+    from lockstep.launchers.processes.elastic import run_agent
+    from lockstep.launchers.processes.elastic_rendezvous import Limits, Machine, Meeting
 
     prestart()
     host, port = network.endpoint(options.rendezvous or "localhost:29400")

@@ -1,1 +1,3 @@
-"""How a step is computed: one file a strategy, each a small difference from `single.py`."""
+"""How one optimizer step is computed by all ranks together."""
+
+SHARED = {"native", "strategy"}  # the files here that are no plug-ins

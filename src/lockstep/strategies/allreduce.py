@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.reduction import Exchange, buckets
-from lockstep.run import Run, RunError
-from lockstep.strategies.parts.native import Native
+from lockstep.config.run import Run, RunError
+from lockstep.strategies.exact.reduction import Exchange, buckets
+from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
 
 

@@ -1,6 +1,7 @@
 """PyTorch DistributedDataParallel: gradients travel in buckets while backward is still computing.
 
-In: this rank's micro-batches. Out: the same update on every rank. How the buckets are summed is in `parts/hooked.py`.
+In: this rank's micro-batches. Out: the same update on every rank. How the buckets are summed is in
+`engines/hooked_ddp.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.batch import MicroBatch
-from lockstep.run import Run, RunError
-from lockstep.strategies.parts.hooked import Hooked
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import MicroBatch
+from lockstep.strategies.engines.hooked_ddp import Hooked
 
 _OURS = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
 

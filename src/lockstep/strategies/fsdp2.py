@@ -16,22 +16,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lockstep import optim
-from lockstep.batch import StepBatch, StepResult
-from lockstep.checkpoint.parts import Saved, fill, local, whole
-from lockstep.models import decoding, models
-from lockstep.models.decoding import Decoding
-from lockstep.randomness import seed_everything
-from lockstep.reduction import Exchange, ReductionTree, share
-from lockstep.run import Run, RunError
-from lockstep.strategies.parts import held_state
-from lockstep.strategies.parts.gate import gate
-from lockstep.strategies.parts.gradient import Gradient, Part
-from lockstep.strategies.parts.sharding import OTHER_LAYERS, ReduceScatter, Shown, Uses, cuts, roomy, summing
-from lockstep.strategies.parts.statistics import Statistics
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import StepBatch, StepResult
+from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.sharded import Saved, fill, local, whole
+from lockstep.distributed.world import World
+from lockstep.strategies.engines.fsdp import OTHER_LAYERS, ReduceScatter, Shown, Uses, cuts, roomy, summing
+from lockstep.strategies.engines.fsdp_gate import gate
+from lockstep.strategies.exact import held_state, optim
+from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
+from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.strategy import Share, Strategy, made
+from lockstep.tasks.models import decoding, models
+from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
-from lockstep.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OPTIONS = {"replicate", "tensor_parallel", "reshard_after_forward", "cpu_offload", "param_dtype", "reduce_dtype"}

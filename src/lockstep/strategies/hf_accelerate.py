@@ -2,7 +2,7 @@
 
 In: this rank's micro-batches. Out: the same update on every rank. The difference from `ddp.py` is who wraps and who
 calls backward. Accelerate averages over processes and divides by accumulation steps behind one's back; here it does
-neither, because the loss is divided once, by the targets of the whole step, and `parts/hooked.py` sums.
+neither, because the loss is divided once, by the targets of the whole step, and `engines/hooked_ddp.py` sums.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.batch import MicroBatch
-from lockstep.run import Run, RunError
-from lockstep.strategies.parts.accelerate import accelerator, prepared, release
-from lockstep.strategies.parts.hooked import Hooked
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import MicroBatch
+from lockstep.strategies.engines.accelerated import accelerator, prepared, release
+from lockstep.strategies.engines.hooked_ddp import Hooked
 from lockstep.strategies.strategy import Strategy
 
 
@@ -29,11 +29,11 @@ class HFAccelerate(Hooked):
     @classmethod
     def variant(cls, run: Run) -> type[Strategy]:
         if "fsdp" in run.strategy.options:
-            from lockstep.strategies.parts.accelerate_fsdp import AcceleratedFSDP2
+            from lockstep.strategies.engines.accelerated_fsdp import AcceleratedFSDP2
 
             return AcceleratedFSDP2
         if "deepspeed" in run.strategy.options:
-            from lockstep.strategies.parts.accelerate_zero import AcceleratedZero
+            from lockstep.strategies.engines.accelerated_zero import AcceleratedZero
 
             return AcceleratedZero
         return cls

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.batch import MicroBatch
-from lockstep.run import Run, RunError
-from lockstep.strategies.parts.accelerate import prepared, release
-from lockstep.strategies.parts.hooked import Hooked
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import MicroBatch
+from lockstep.strategies.engines.accelerated import prepared, release
+from lockstep.strategies.engines.hooked_ddp import Hooked
 
 # TrainingArguments that say how a step is computed and that no key of the run file says already.
 _KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "gradient_checkpointing"}

@@ -5,7 +5,7 @@ Out: the same update as `single.py`. The differences: a piece's forward and back
 of the engine's schedule; each stage puts its own part of a leaf into its own tree. Several pipelines side by side share
 the pieces out and sum their trees as `allreduce.py` does.
 
-How a model is cut is in `cuts.py`, what one stage does with a piece in `parts/stages.py`.
+How a model is cut is in `cuts.py`, what one stage does with a piece in `strategies/engines/pipelining.py`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lockstep import optim
-from lockstep.batch import MicroBatch, StepBatch, StepResult
-from lockstep.checkpoint.parts import Saved, gather
-from lockstep.models import models
-from lockstep.models.cuts import Cut, layer_count
-from lockstep.randomness import seed_everything
-from lockstep.reduction import Exchange, buckets, share
-from lockstep.run import Run, RunError
-from lockstep.strategies.parts import held_state
-from lockstep.strategies.parts.gradient import Gradient, Part
-from lockstep.strategies.parts.sharding import summing
-from lockstep.strategies.parts.stages import Held, Links, Piece, Stage, random_state, run_schedule, skip_negotiation
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.sharded import Saved, gather
+from lockstep.distributed.world import World
+from lockstep.strategies.engines.cuts import Cut, layer_count
+from lockstep.strategies.engines.fsdp import summing
+from lockstep.strategies.engines.pipelining import (
+    Held,
+    Links,
+    Piece,
+    Stage,
+    random_state,
+    run_schedule,
+    skip_negotiation,
+)
+from lockstep.strategies.exact import held_state, optim
+from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.reduction import Exchange, buckets, share
 from lockstep.strategies.strategy import Share, Strategy, made
+from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
-from lockstep.world import World
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 BUCKET_BYTES = 25 * 2**20  # how much travels at a time between pipelines

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lockstep.run import Run, RunError
-from lockstep.strategies.parts.native import Native
+from lockstep.config.run import Run, RunError
+from lockstep.strategies.native import Native
 
 
 class Single(Native):

@@ -17,18 +17,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lockstep import optim, plugins
-from lockstep.batch import StepBatch, StepResult
-from lockstep.checkpoint.parts import Given, Saved, gather
-from lockstep.measure.phases import Phases
-from lockstep.models import decoding
-from lockstep.models.decoding import Decoding
-from lockstep.reduction import share
-from lockstep.run import Run, RunError
-from lockstep.strategies.parts.gradient import Gradient
-from lockstep.strategies.parts.statistics import Statistics, buffers_kept
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import StepBatch, StepResult
+from lockstep.distributed.phases import Phases
+from lockstep.distributed.sharded import Given, Saved, gather
+from lockstep.distributed.world import World
+from lockstep.strategies.exact import optim
+from lockstep.strategies.exact.gradient import Gradient
+from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.exact.statistics import Statistics, buffers_kept
+from lockstep.tasks.models import decoding
+from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
-from lockstep.world import World
 
 
 class NotFinite(ArithmeticError):

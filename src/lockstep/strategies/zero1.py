@@ -7,7 +7,7 @@ What travels is what plain data parallelism sends: gradients are reduced once a 
 that have fewer pieces than others run blank ones all the same, so that the three stages differ in nothing else.
 """
 
-from lockstep.strategies.parts.zero import Zero
+from lockstep.strategies.engines.zero import Zero
 
 
 class Zero1(Zero):

@@ -7,7 +7,7 @@ The price: gradients travel after *every* piece of a step, not once a step, beca
 With few pieces a rank it is the cheapest way to save memory; with many, stage 1 sends less.
 """
 
-from lockstep.strategies.parts.zero import Zero
+from lockstep.strategies.engines.zero import Zero
 
 
 class Zero2(Zero):

@@ -10,7 +10,7 @@ rank); `strategy.options.bf16: {enabled: true}` keeps bf16 weights instead, shar
 bytes in all. Its master copy starts from the weights rounded to bf16.
 """
 
-from lockstep.strategies.parts.zero import Zero
+from lockstep.strategies.engines.zero import Zero
 
 
 class Zero3(Zero):

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from lockstep.config.run import Run, RunError
 from lockstep.data import missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
-from lockstep.run import Run, RunError
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
 
-    from lockstep.batch import MicroBatch, Sums
-    from lockstep.models.decoding import Decoding
+    from lockstep.data.batch import MicroBatch, Sums
+    from lockstep.tasks.models.decoding import Decoding
 
 
 MOST_CLASSES = 100  # of which a table of true against predicted labels is counted
@@ -112,14 +112,14 @@ class Classification(Task):
         self.token_types = "token_type_ids" in self.splits["train"].names
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         return models.sequence_classifier(self.run, self.tokenizer, self.labels, empty)
 
     def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
         import torch
 
-        from lockstep.batch import IGNORED, MicroBatch
+        from lockstep.data.batch import IGNORED, MicroBatch
 
         blank = len(rows) == 0
         rows = np.zeros(1, dtype=np.int64) if blank else rows
@@ -198,7 +198,7 @@ class Classification(Task):
     def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
         import torch
 
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         options = ClassificationOptions.model_validate(run.task.options)
         parts = [_parts(text, options) for text in texts]
@@ -216,7 +216,7 @@ class Classification(Task):
         return found
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
 
@@ -339,7 +339,7 @@ def _cut(train: Dataset, codes: np.ndarray, run: Run) -> dict[str, Dataset]:
 
 
 def _check_model(run: Run) -> None:
-    from lockstep.models import models
+    from lockstep.tasks.models import models
 
     models.check(run)
 

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.config.run import Run, RunError
 from lockstep.data import documents, long_texts, missing, packing, source, tokenizer
 from lockstep.data.cache import discard
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
-from lockstep.run import Run, RunError
-from lockstep.tasks.parts.per_token import PerToken
+from lockstep.tasks.per_token import PerToken
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
 
-    from lockstep.batch import MicroBatch, Sums
+    from lockstep.data.batch import MicroBatch, Sums
     from lockstep.data.packing import Document
-    from lockstep.models.decoding import Decoding
+    from lockstep.tasks.models.decoding import Decoding
 
 _DOUBTFUL = 700.0  # math.exp of more overflows
 
@@ -129,7 +129,7 @@ class LanguageModeling(PerToken):
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         return models.build(self.run, "causal", self.tokenizer, empty, **_entries(self.run))
 
@@ -204,7 +204,7 @@ class LanguageModeling(PerToken):
         return options.temperature == 0 or options.samples == 0
 
     def _decoding(self, tokens: int) -> Decoding:
-        from lockstep.models.decoding import Decoding
+        from lockstep.tasks.models.decoding import Decoding
 
         end = documents.end_of(self.tokenizer)
         pad = int(self.tokenizer.pad_token_id)
@@ -214,8 +214,8 @@ class LanguageModeling(PerToken):
     def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
         import torch
 
-        from lockstep.models import models
-        from lockstep.models.decoding import Decoding, by_transformers
+        from lockstep.tasks.models import models
+        from lockstep.tasks.models.decoding import Decoding, by_transformers
 
         options = LanguageModelingOptions.model_validate(run.task.options)
         model, tok = models.exported("causal", folder, run)
@@ -235,7 +235,7 @@ class LanguageModeling(PerToken):
         return found
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
 
@@ -288,7 +288,7 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions) -> 
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
-    from lockstep.models import models
+    from lockstep.tasks.models import models
 
     models.check(run, "causal", options.block_size, "task.block_size", **_entries(run))
 
@@ -297,7 +297,7 @@ def _entries(run: Run) -> dict[str, Any]:
     """Entries of the config: no cache in training, and an encoder's family looks back only."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    from lockstep.models import models
+    from lockstep.tasks.models import models
 
     encoder = models.load_config(run).model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return {"use_cache": False} | ({"is_decoder": True} if encoder else {})

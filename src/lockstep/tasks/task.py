@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import BaseModel
 
+from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Columns, Prepared
-from lockstep.run import Run, RunError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.batch import MicroBatch, Sums
-    from lockstep.models.decoding import Decoding
+    from lockstep.data.batch import MicroBatch, Sums
+    from lockstep.tasks.models.decoding import Decoding
 
 
 class Task(ABC):

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from lockstep.config.run import Run, RunError
 from lockstep.data import documents, missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Prepared, content, digest, encode
-from lockstep.run import Run, RunError
-from lockstep.tasks.parts.per_token import PerToken
+from lockstep.tasks.per_token import PerToken
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
 
-    from lockstep.batch import Sums
+    from lockstep.data.batch import Sums
 
 _SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
 
@@ -65,7 +65,7 @@ class TokenClassification(PerToken):
                 yield [" ".join(words) for words in splits["train"][start : start + 1000]["words"]]
 
         folder = tokenizer.prepare(run, batches(), hashes["train"])
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         models.check(run, "token_classification")
         files = {}
@@ -83,7 +83,7 @@ class TokenClassification(PerToken):
         self.labels: list[str] = prepared.facts["labels"]
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         return models.build(self.run, "token_classification", self.tokenizer, empty, **models.named(self.labels))
 
@@ -115,7 +115,7 @@ class TokenClassification(PerToken):
     def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
         import torch
 
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         model, tok = models.exported("token_classification", folder, run)
         found = []
@@ -130,7 +130,7 @@ class TokenClassification(PerToken):
         return found
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
 

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from lockstep.config.run import Run, RunError
 from lockstep.data import documents, missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
-from lockstep.models import bleu
-from lockstep.run import Run, RunError
+from lockstep.tasks.models import bleu
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor, nn
 
-    from lockstep.batch import MicroBatch, Sums
-    from lockstep.models.decoding import Decoding
+    from lockstep.data.batch import MicroBatch, Sums
+    from lockstep.tasks.models.decoding import Decoding
 
 PAIR = "translation"  # the Hub's column of {language: text}
 
@@ -87,7 +87,7 @@ class Translation(Task):
         self.overlap = bleu.Overlap(self.options.bleu_tokenizer) if self.options.bleu else None
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         return models.build(self.run, "seq2seq", self.tokenizer, empty, **self.entries)
 
@@ -95,7 +95,7 @@ class Translation(Task):
         """Teacher forcing: the decoder reads its start token and then the targets, one behind."""
         import torch
 
-        from lockstep.batch import IGNORED, MicroBatch
+        from lockstep.data.batch import IGNORED, MicroBatch
 
         blank = len(rows) == 0
         rows = np.zeros(1, dtype=np.int64) if blank else rows
@@ -187,7 +187,7 @@ class Translation(Task):
         return options.beams == 1 or not (options.bleu or options.samples)
 
     def _decoding(self) -> Decoding:
-        from lockstep.models.decoding import Decoding
+        from lockstep.tasks.models.decoding import Decoding
 
         pad, end = int(self.target_tokenizer.pad_token_id), documents.end_of(self.target_tokenizer)
         start = int(self.entries["decoder_start_token_id"])
@@ -201,8 +201,8 @@ class Translation(Task):
     def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
         import torch
 
-        from lockstep.models import models
-        from lockstep.models.decoding import Decoding, by_transformers
+        from lockstep.tasks.models import models
+        from lockstep.tasks.models.decoding import Decoding, by_transformers
 
         options = TranslationOptions.model_validate(run.task.options)
         model, sources = models.exported("seq2seq", folder, run)
@@ -218,7 +218,7 @@ class Translation(Task):
         return found
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.models import models
+        from lockstep.tasks.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
         if self.target_tokenizer is not self.tokenizer:
@@ -289,7 +289,7 @@ def _target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
 
 def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     """Entries of the config: where a decoder starts, and the vocabularies of a model from scratch."""
-    from lockstep.models import models
+    from lockstep.tasks.models import models
 
     config = models.load_config(run)
     known = config.to_dict()
@@ -307,7 +307,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
 
 
 def _check_model(run: Run, options: TranslationOptions, folder: Path) -> None:
-    from lockstep.models import models
+    from lockstep.tasks.models import models
 
     models.check(run, "seq2seq", use_cache=False)
     known = models.load_config(run).to_dict()

@@ -1,1 +1,3 @@
-"""Where numbers go: sinks behind one `log(step, split, numbers)`; one file each."""
+"""Where numbers go: the terminal, OUTPUT, trackers, the report."""
+
+SHARED = {"console", "tracker", "trackers"}  # the files here that are no plug-ins

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import Field
 
-from lockstep import messages
-from lockstep.sections import Section
+from lockstep.config import errors as messages
+from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
 STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}

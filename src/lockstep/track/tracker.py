@@ -1,7 +1,7 @@
 """The interface of a tracker: a sink for numbers and samples, on rank 0 only.
 
 In: `log(step, split, numbers)`. Out: a file, a service. A tracker never changes what is trained, and never stops it:
-`parts/trackers.py` calls each one in a thread of its own and goes on without one that fails.
+`track/trackers.py` calls each one in a thread of its own and goes on without one that fails.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from lockstep.disclosure import said, struck_all
-from lockstep.run import Run, RunError
-from lockstep.sections import Section
+from lockstep.config.disclosure import said, struck_all
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
 
 # How a run ended: it reached its last step, was stopped on request and can be resumed, or failed.
 End = Literal["done", "stopped", "failed"]

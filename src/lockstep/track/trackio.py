@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
-from lockstep.sections import Section
+from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lockstep.disclosure import one_line
-from lockstep.sections import Section
+from lockstep.config.disclosure import one_line
+from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
 SECONDS_TO_CONNECT = 30.0

@@ -1,0 +1,77 @@
+"""A name in the run file -> the one class in that file.
+
+In: a kind (`tasks`, `strategies`, `launchers`, `track`) and a name, or a dotted path to a class of your own.
+Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere. Beside them lies the
+interface (`tasks/task.py`, ...); what plug-ins share is in the folder's `parts/`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import importlib
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
+_SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """For imports of torch and transformers: thousands of modules are made and none is garbage, but looking for it
+    takes a fifth of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class PluginError(ValueError):
+    """A name that no plug-in has, or a module that does not hold exactly one."""
+
+
+def names(kind: str) -> list[str]:
+    """All names of a kind that a run file can use, in alphabetical order."""
+    package = importlib.import_module(f"lockstep.{kind}")
+    names_of = {file: name for name, file in _FILES.items()}
+    found = (m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and m.name not in package.SHARED)
+    return sorted(names_of.get(file, file) for file in found)
+
+
+def find(kind: str, name: str) -> type:
+    """The class behind `name`.
+
+    `name` is a file of `lockstep/KIND/` or the dotted path of a class in a module of yours (`package.module.Class`).
+    Errors: `PluginError`, naming the nearest known name. The module is imported, and with it the engine it needs.
+    """
+    if "." in name:
+        module_name, _, class_name = name.rpartition(".")
+        if os.getcwd() not in sys.path:  # a module of yours beside the run file, as with `python -m`
+            sys.path.insert(0, os.getcwd())
+        try:
+            return getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise PluginError(f"cannot import {name!r}: {error}") from error
+    known = names(kind)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise PluginError(f"unknown {_SINGULAR[kind]} {name!r}: {hint}known are {', '.join(known)}")
+    with importing():
+        module = importlib.import_module(f"lockstep.{kind}.{_FILES.get(name, name)}")
+    classes = [
+        c
+        for _, c in inspect.getmembers(module, inspect.isclass)
+        if c.__module__ == module.__name__ and not c.__name__.startswith("_") and getattr(c, "plugin", "") == kind
+    ]
+    if len(classes) != 1:
+        raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")
+    return classes[0]

@@ -1,0 +1,381 @@
+"""The run file: typed, validated, overridable, and written beside the results with every default filled in.
+
+In: a YAML file and `key=value` overrides. Out: one frozen `Run`, or a `RunError` naming key, value, file and line.
+Nothing here imports torch: the machine you submit from may have none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from lockstep.config import disclosure, plugins
+from lockstep.config import errors as messages
+from lockstep.config.sections import (
+    CheckpointSection,
+    DataSection,
+    EvaluateSection,
+    HubSection,
+    LaunchSection,
+    ModelSection,
+    OptimSection,
+    PluginSection,
+    Positive,
+    ProfileSection,
+    Section,
+    StrategySection,
+    TaskSection,
+    TokenizerSection,
+    TrackSection,
+)
+
+_KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
+
+
+class RunError(Exception):
+    """Bad usage or a bad run file: one message for the user, exit status 2, before any process starts."""
+
+
+class Run(Section):
+    """One training job, complete: everything that decides its arithmetic, and how and where it runs."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder")
+    output: str | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
+    task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
+    data: DataSection
+    model: ModelSection
+    tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)  # type: ignore[arg-type]
+    epochs: float | None = Field(None, gt=0, description="passes over the training split; or give steps")
+    steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
+    stop_after: str | None = Field(
+        None,
+        pattern=r"^(\d+(\.\d+)?[dhms])+$",
+        description="time after which to stop as if asked to, for example 3h50m; counted from each start",
+    )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="what to do with a step whose loss or gradient is not finite; skip: leave its update out"
+    )
+    batch_size: Positive = Field(128, description="examples per optimizer step over the whole job")
+    micro_batches: Positive = Field(
+        8, description="pieces a step is cut into; defines the arithmetic, whatever the number of processes"
+    )
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights and moments stay fp32")
+    optim: OptimSection = Field(default_factory=OptimSection)  # type: ignore[arg-type]
+    strategy: StrategySection = Field(default_factory=StrategySection)  # type: ignore[arg-type]
+    launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
+    evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
+    track: TrackSection = Field(default_factory=TrackSection)  # type: ignore[arg-type]
+    profile: ProfileSection = Field(default_factory=ProfileSection)  # type: ignore[arg-type]
+    hub: HubSection = Field(default_factory=HubSection)  # type: ignore[arg-type]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = dict(values)
+            if values.get("epochs") is None and values.get("steps") is None:
+                values["epochs"] = 3
+            if values.get("output") is None:
+                values["output"] = f"outputs/{values.get('name', 'run')}"
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Run:
+        if self.checkpoint.best and not self.evaluate.every:
+            raise ValueError("checkpoint.best needs evaluations to choose from: set evaluate.every")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("give either epochs or steps, and not both")
+        if self.micro_batches > self.batch_size:
+            raise ValueError(
+                f"micro_batches ({self.micro_batches}) must not be more than batch_size ({self.batch_size}): "
+                "every piece of a step needs an example"
+            )
+        return self
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Run:
+        """The run of a file, or of a mapping of the same keys, and overrides as dotted key -> value.
+
+        Errors: `RunError` with key, value, what is allowed, file and line.
+        """
+        if isinstance(source, Mapping):
+            return load(None, overrides or {}, source, "the mapping")
+        return load(source, overrides or {})
+
+    @property
+    def folder(self) -> Path:
+        """OUTPUT: where everything this run writes goes."""
+        return Path(str(self.output))
+
+    @property
+    def stop_after_s(self) -> float | None:
+        """`stop_after` in seconds."""
+        units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+        parts = re.findall(r"([\d.]+)([dhms])", self.stop_after or "")
+        return sum(float(number) * units[unit] for number, unit in parts) or None
+
+    def dump(self, filtered: Callable[[str], str] = str) -> str:
+        """The resolved run as YAML that can be run again. Errors: `RunError` for one that holds a secret: however it
+        was put together, none is written down or sent anywhere. `filtered`: what is done with each text before."""
+        values = self.model_dump(mode="json")
+        if (hidden := messages.secret(values)) is not None:
+            raise RunError(secret_in(hidden))
+        return yaml.safe_dump(disclosure.struck_all(values, filtered), sort_keys=False, allow_unicode=True, width=110)
+
+    def arithmetic(self) -> dict[str, Any]:
+        """The keys that decide the weights, flat: a resume must not change any of them.
+
+        With `strategy.exact` neither the strategy nor the number of processes is among them.
+        """
+        values = self.model_dump(mode="json")
+        for key in ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "hub"):
+            del values[key]
+        values["model"].pop("trust_remote_code")
+        for key in plugins.find("tasks", self.task.name).shown:  # type: ignore[attr-defined]
+            values["task"].pop(key, None)
+        if self.strategy.exact:
+            values["strategy"] = {"exact": True}
+        return messages.flat(values)
+
+    def check_shared(self, processes: int, told: str) -> None:
+        """Errors: `RunError` when a process would have no micro-batch. `told`: the key, and how many it makes."""
+        if processes > self.micro_batches:
+            raise RunError(
+                f"{told} cannot share {self.micro_batches} micro-batches; use fewer processes or more micro_batches"
+            )
+
+    def default(self, key: str) -> Any:
+        """What a key of `arithmetic` is where no run file gives it, as JSON has it; None where it must be given."""
+        name, _, inner = key.partition(".")
+        section: Any = getattr(self, name) if inner else self
+        model = plugins.find("tasks", section.name).Options if name == "task" else type(section)  # type: ignore[attr-defined]
+        field = model.model_fields.get(inner or name)
+        found = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+        return list(found) if isinstance(found, tuple) else found
+
+
+def load(
+    path: str | Path | None,
+    overrides: Sequence[str] | Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    origin: str = "the command line",
+    imports: bool = True,
+) -> Run:
+    """The run of a file and overrides (`key=value` words, or dotted key -> value); `defaults` is the mapping used where
+    there is no file, and `origin` what messages call it. Without `imports` modules that the file names are not
+    imported: keys of such plug-ins stay as they were written.
+
+    Errors: `RunError` with key, value, what is allowed, file and line.
+    """
+    text = ""
+    values: Any = dict(defaults or {})
+    if path is not None:
+        origin = str(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            values = messages.read_yaml(text)
+        except OSError as error:
+            raise RunError(f"cannot read the run file {path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise RunError(f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
+        if not isinstance(values, dict):
+            raise RunError(
+                f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}"
+            )
+        values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
+    overridden = overrides_of(overrides)
+    alone = values
+    for key, value in overridden.items():
+        _set(values := _copied(values), key, value)
+    for given, replaced in (("steps", "epochs"), ("epochs", "steps")):
+        if overridden.get(given) is not None and replaced not in overridden:
+            values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
+    if (hidden := messages.secret(values)) is not None:
+        raise RunError(secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})"))
+    lines = messages.lines_of(text) if text else {}
+    try:
+        return _validated(values, origin, lines, overridden, imports)
+    except RunError as error:
+        try:
+            _validated(alone, origin, lines, {}, imports)
+        except RunError as of_file:
+            raise RunError(messages.fair(str(error), str(of_file))) from None
+        raise
+
+
+def _validated(
+    values: dict[str, Any], origin: str, lines: dict[str, int], overridden: dict[str, Any], imports: bool
+) -> Run:
+    """Errors: `RunError`."""
+    try:
+        run = Run.model_validate(values)
+    except ValidationError as error:
+        raise RunError(messages.explain(error, Run, origin, lines, overridden)) from None
+    return check_plugins(run, origin, lines, overridden, imports)
+
+
+def check_plugins(
+    run: Run, origin: str, lines: dict[str, int], overridden: dict[str, Any], imports: bool = True
+) -> Run:
+    """Resolve the names of plug-ins and type the keys of their own; only torch-free plug-ins are imported."""
+    source = _Source(origin, lines, overridden, imports)
+    if "." not in run.strategy.name:
+        source.known("strategy.name", "strategies", run.strategy.name)
+    for name in run.track.to:
+        if "." not in name:
+            source.known("track.to", "track", name)
+    own = {
+        "task": source.typed("task", "tasks", run.task),
+        "launch": source.typed("launch", "launchers", run.launch),
+        "track": source.trackers(run.track),
+    }
+    return run.model_copy(update=own)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a run was read from, which is what messages about its plug-ins name."""
+
+    origin: str
+    lines: dict[str, int]
+    overridden: dict[str, Any]
+    imports: bool = True  # modules of the user's own that it names
+
+    def where(self, key: str) -> str:
+        return messages.where(key, self.origin, self.lines, self.overridden)
+
+    def known(self, key: str, kind: str, name: str) -> None:
+        if name not in (names := plugins.names(kind)):
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise RunError(f"{key}: unknown name {name!r}; {hint}known are {', '.join(names)} ({self.where(key)})")
+
+    def typed(self, key: str, kind: str, section: PluginSection) -> PluginSection:
+        """The section with the keys of its plug-in, defaults filled in."""
+        beside = (type(section),)
+        own = self.options(key, f"{key}.name", kind, section.name, section.options, beside)
+        return type(section)(**{k: getattr(section, k) for k in type(section).model_fields}, **own)
+
+    def trackers(self, section: TrackSection) -> TrackSection:
+        """The section with the keys of every tracker that it names or has keys of."""
+        own = {k: getattr(section, k) for k in type(section).model_fields}
+        for name in dict.fromkeys([*section.to, *section.options]):
+            key, given = f"track.{name}", section.options.get(name, {})
+            if name not in section.to and "." not in name and name not in (there := plugins.names("track")):
+                near = difflib.get_close_matches(name, [*type(section).model_fields, *there], 1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"trackers are {', '.join(there)}"
+                raise RunError(f"unknown key {key!r}: {hint} ({self.where(key)})")
+            if not isinstance(given, dict):
+                raise RunError(f"{key}: wanted is a mapping of the tracker's keys, not {given!r} ({self.where(key)})")
+            own[name] = self.options(key, "track.to", "track", name, given, ())
+        return type(section)(**own)
+
+    def options(
+        self, key: str, named_by: str, kind: str, name: str, given: dict[str, Any], beside: tuple[type[Section], ...]
+    ) -> dict[str, Any]:
+        """A plug-in's own keys, defaults filled in; `beside` are those that may stand with them."""
+        if "." in name and not self.imports:
+            return dict(given)
+        try:
+            options: type[Section] = plugins.find(kind, name).Options  # type: ignore[attr-defined]
+            return options.model_validate(given).model_dump()
+        except plugins.PluginError as error:
+            raise RunError(f"{named_by}: {error} ({self.where(named_by)})") from None
+        except ValidationError as error:
+            allowed = (*beside, options)
+            text = messages.explain(error, Run, self.origin, self.lines, self.overridden, key, allowed)
+            raise RunError(text) from None
+
+
+def secret_in(key: str) -> str:
+    """What is said of a run that holds a secret."""
+    return (
+        f"{key} looks like a secret. Secrets come from the environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, "
+        "and revoke it if the file was shared"
+    )
+
+
+def check_output(run: Run) -> None:
+    """OUTPUT is there or can be made. Errors: `RunError`."""
+    there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
+    if not there.is_dir():
+        raise RunError(f"output: cannot write to {run.folder}: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise RunError(f"output: cannot write to {run.folder}: {there} may not be written by this user")
+
+
+def keep(run: Run) -> None:
+    """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        aside = run.folder / aside_of("run.yaml")
+        aside.write_text(run.dump(), encoding="utf-8")
+        os.replace(aside, run.folder / "run.yaml")
+    except OSError as error:
+        raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
+
+
+def aside_of(name: str) -> str:
+    """Where a small file of OUTPUT is written before it is renamed: machines may share OUTPUT."""
+    return f".{name}.{socket.gethostname()}-{os.getpid()}.partial"
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a run file, for editors."""
+    return Run.model_json_schema()
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides:
+    """Overrides as dotted key -> value. Errors: `RunError` for what is no key, or no `key=value`."""
+    if not isinstance(given, Mapping):
+        return messages.Overrides(map(_override, given))
+    for key in given:
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise RunError(f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate")
+    found = messages.Overrides(given)
+    found.place = "in the overrides"
+    return found
+
+
+def override_of(key: str, text: str) -> str:
+    """The `key=value` that gives a key this text, where YAML might read a number, a date or a mapping."""
+    return f"{key}={text if messages.read_yaml(text) == text else json.dumps(text)}"
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    key = key.strip().lstrip("-").replace("-", "_")
+    if not equals or not _KEY.fullmatch(key):
+        raise RunError(f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
+    try:
+        return key, messages.read_yaml(value)
+    except yaml.YAMLError as error:
+        raise RunError(f"the value of {key} is not valid YAML: {messages.yaml_fault(error)}") from None
+
+
+def _copied(values: Any) -> Any:
+    return {k: _copied(v) for k, v in values.items()} if isinstance(values, dict) else values
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        if not isinstance(values.get(parent), dict):
+            values[parent] = {}
+        values = values[parent]
+    values[last] = value

@@ -1,0 +1,1 @@
+"""Processes and how they reach each other; what each of them measures about itself."""

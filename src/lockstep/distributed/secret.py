@@ -1,0 +1,60 @@
+"""The secret that the machines of a job share, and the seal it puts on what they tell each other.
+
+In: `LOCKSTEP_SECRET`, given by whoever starts the job, or made by a launcher that hands it to all of its ranks. Out: an
+HMAC over everything that travels through a store, checked before anything is parsed. Without a secret the seal is one
+that anybody can make: it finds damage and machines that do not have the secret, and keeps nobody out. docs/security.md
+says what that leaves open. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+
+from lockstep.config.run import RunError
+
+VARIABLE = "LOCKSTEP_SECRET"
+SHORTEST = 16  # characters
+_TAG = 64  # of a seal, in hexadecimal digits
+
+
+class ForgedError(Exception):
+    """Something that bears no seal of this job: one message for the user."""
+
+
+def given() -> str:
+    """The job's secret, or "" where there is none. Errors: `RunError` for one that can be guessed."""
+    found = os.environ.get(VARIABLE, "").strip()
+    if found and len(found) < SHORTEST:
+        raise RunError(f"{VARIABLE}: shorter than {SHORTEST} characters; `openssl rand -hex 32` prints a good one")
+    return found
+
+
+def given_or_made() -> str:
+    """The job's secret; a fresh one where none is given. For launchers that hand it to every rank themselves."""
+    return given() or secrets.token_hex(32)
+
+
+def sealed(secret: str, name: str, content: bytes) -> bytes:
+    """`content` under a seal that holds for this name only, so that nothing can be moved to another place."""
+    return _tag(secret, name, content) + content
+
+
+def opened(secret: str, name: str, found: bytes) -> bytes:
+    """What `sealed` was given. Errors: `ForgedError`."""
+    tag, content = found[:_TAG], found[_TAG:]
+    if not hmac.compare_digest(tag, _tag(secret, name, content)):
+        why = (
+            f"{VARIABLE} is not the same on every machine, or somebody else writes there"
+            if secret
+            else f"another machine has a {VARIABLE} and this one has none, or somebody else writes there"
+        )
+        raise ForgedError(f"{name!r} in the store bears no seal of this job: {why}")
+    return content
+
+
+def _tag(secret: str, name: str, content: bytes) -> bytes:
+    told = name.encode()
+    return hmac.new(secret.encode(), b"%d:%b:%b" % (len(told), told, content), hashlib.sha256).hexdigest().encode()

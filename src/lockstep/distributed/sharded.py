@@ -1,0 +1,121 @@
+"""Who holds what: the state of a run as the tensors that each rank has, whole or in part.
+
+In: one mapping a rank, `model.NAME` and `optimizer.KEY.NAME` -> tensor. A DTensor is a part that knows its place in the
+whole; a plain tensor is whole, and ranks that hold one of the same name hold the same. Out: the whole state on rank 0,
+or every rank's own part filled from a state that is kept elsewhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+
+OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD; all but step are moments
+
+
+class Saved(ABC):
+    """A whole state that ranks take their parts from."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill these tensors in place; of a DTensor this rank's part. Every rank names what it holds, or nothing.
+        Collective."""
+
+
+class Given(Saved):
+    """A whole state in memory, the same on every rank that reads from it."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self.state = state
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.state
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, own in targets.items():
+                fill(own, self.state[name])
+
+
+class Sharded(Protocol):
+    """What has a state of which each rank holds some, such as a strategy. Every method but `gives_bits` is
+    collective."""
+
+    def gives_bits(self, run: Run) -> bool:
+        """Whether the run ends with the bits of a single process."""
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """This rank's part."""
+
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        """Take over what all ranks gave together, here or elsewhere."""
+
+
+def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Whole tensors, by name: all of them on rank 0, elsewhere those that are there without being gathered. One tensor
+    at a time travels. Collective."""
+    found = {}
+    for name, tensor in parts.items():
+        if not isinstance(tensor, DTensor):
+            found[name] = tensor
+        elif (gathered := whole(tensor)) is not None and world.is_main:
+            found[name] = gathered.cpu()
+    if world.size > 1:
+        held = world.all_gather([(n, t.shape, t.dtype) for n, t in found.items()] if not world.is_main else list(found))
+        arrived = set(held[0])
+        for rank in range(1, world.size):
+            for name, shape, dtype in held[rank]:
+                if name in arrived:
+                    continue
+                arrived.add(name)
+                if world.is_main:
+                    found[name] = torch.empty(shape, dtype=dtype)
+                    dist.recv(found[name], rank)
+                elif world.rank == rank:
+                    dist.send(found[name].detach().cpu().contiguous(), 0)
+    return dict(sorted(found.items()))
+
+
+def moments(saved: Saved, name: str, parameter: Tensor) -> dict[str, Tensor]:
+    """Room for what a saved state has of a parameter's optimizer state, by key; sharded as the parameter is."""
+    return {
+        key: torch.zeros((), device=parameter.device) if key == "step" else torch.zeros_like(parameter.detach())
+        for key in OPTIMIZER_KEYS
+        if f"optimizer.{key}.{name}" in saved
+    }
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    """This rank's part, without communication."""
+    assert tensor is not None
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # the tensor itself, and not a view with a graph
+        return tensor.to_local()
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    """All of it, on every rank. Collective."""
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def fill(own: Tensor, given: Tensor) -> None:
+    """Write this rank's part of `given` (whole, the same on every rank) into `own`."""
+    if isinstance(own, DTensor):
+        spread = distribute_tensor(given.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+        local(own).copy_(local(spread))
+    else:
+        own.copy_(given)

@@ -1,0 +1,72 @@
+"""What torch keeps private and this package uses outside of the engines: the store ranks met in, pickles, the flight
+recorder, the parts of a sparse tensor.
+
+In and out: see each function. A release of torch that moves one of these breaks this file and no other; docs/engines.md
+says what no longer works then.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.distributed import secret
+
+
+def rows_of(gradient: Tensor) -> Tensor:
+    """Which rows a row-sparse tensor has: int64 [N], with repetitions where it is not coalesced."""
+    return gradient._indices()[0]
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """Their numbers, [N, D]: the memory itself, without a graph."""
+    return gradient._values()
+
+
+def default_store() -> Any:
+    """The store that the default group's ranks met in."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def open_collectives() -> list[str]:
+    """The collectives that this rank has entered and that have not ended, as torch's flight recorder has them; nothing
+    where it was built without one."""
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    found = []
+    for entry in json.loads(dump(True, False)).get("entries", []) if dump is not None else []:
+        if not entry["retired"]:
+            tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+            what = ", ".join(f"{kind} {size}" for kind, size in tensors)
+            group = entry["process_group"][1] or "its group"
+            found.append(f"{entry['profiling_name']} number {entry['collective_seq_id']} of {group} ({what})")
+    return found
+
+
+def seal_pickles(key: str) -> None:
+    """From now on every object that torch, an engine or lockstep sends between ranks of this process's groups bears the
+    job's seal, and none without it is unpickled. Does nothing without a secret. Calling it again changes the secret."""
+    if not key:
+        return
+
+    class SealedPickler:
+        def __init__(self, file: io.BytesIO) -> None:
+            self._file = file
+
+        def dump(self, value: Any) -> None:
+            self._file.write(secret.sealed(key, "object", pickle.dumps(value)))
+
+    class SealedUnpickler:
+        def __init__(self, file: io.BytesIO) -> None:
+            self._file = file
+
+        def load(self) -> Any:
+            return pickle.loads(secret.opened(key, "object", self._file.read()))
+
+    module: Any = dist.distributed_c10d
+    module._pickler, module._unpickler = SealedPickler, SealedUnpickler

@@ -1,1 +1,0 @@
-"""The export's model card, and pushing it to the Hub."""

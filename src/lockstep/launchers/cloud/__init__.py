@@ -1,0 +1,1 @@
+"""What schedulers and clouds are asked for."""

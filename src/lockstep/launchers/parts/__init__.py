@@ -1,1 +1,0 @@
-"""What launchers are made of: the files they write, the clouds they speak to."""

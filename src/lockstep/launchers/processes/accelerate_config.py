@@ -1,0 +1,136 @@
+"""What Accelerate was configured to do, where that is for the run file to say: it must not be dropped without a word.
+
+In: a file of `accelerate config`, or the variables that `accelerate launch` sets for its processes. Out: nothing, or a
+`RunError` that names the run file's keys that do the same. Once the run file has them, both agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config.run import Run, RunError
+
+_UNUSED = ("no", "none", "false", "auto", "")  # how Accelerate writes that something is off, or left to the program
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a configuration says about the arithmetic and the engine."""
+
+    engine: str  # deepspeed, fsdp, ...; empty: plain data parallelism, which every strategy does
+    precision: str
+    compiler: str  # of torch.compile
+    details: Mapping[str, Any] = field(default_factory=dict)  # of the engine, as `accelerate config` calls them
+
+
+def check_file(run: Run, given: str | None) -> None:
+    """`given`: `launch.config_file`; without one `accelerate launch` reads its default. Errors: `RunError`."""
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    path = Path(given or f"{home}/accelerate/default_config.yaml").expanduser()
+    if given is None and not path.is_file():
+        return
+    try:
+        config = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
+    except OSError as caught:
+        raise RunError(f"launch.config_file: cannot read {path}: {caught.strerror}") from None
+    except (ValueError, yaml.YAMLError) as caught:
+        raise RunError(f"launch.config_file: {path} is not valid: {' '.join(str(caught).split())}") from None
+    if not isinstance(config, Mapping):
+        raise RunError(f"launch.config_file: {path} holds no keys; wanted is a file that `accelerate config` wrote")
+    engine = str(config.get("distributed_type", "NO")).lower()
+    asked = Asked(
+        "" if engine == "no" or engine.startswith("multi_") else engine,
+        str(config.get("mixed_precision") or "no").lower(),
+        str((config.get("dynamo_config") or {}).get("dynamo_backend", "no")).lower(),
+        dict(config.get(f"{engine}_config") or {}),
+    )
+    _check(run, asked, f"launch.config_file: {path}" if given else f"launch.name: {path}, which accelerate reads,")
+
+
+def check_variables(run: Run, variables: Mapping[str, str]) -> None:
+    """In a process that `accelerate launch` may have started. Errors: `RunError`."""
+    engines = [
+        e for e in ("deepspeed", "fsdp", "megatron_lm") if variables.get(f"ACCELERATE_USE_{e.upper()}") == "true"
+    ]
+    names = {
+        "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+        "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    }
+    asked = Asked(
+        next(iter(engines), ""),
+        variables.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
+        variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
+        {name: variables[variable] for name, variable in names.items() if variable in variables},
+    )
+    _check(run, asked, "accelerate launch: its configuration")
+
+
+def _check(run: Run, asked: Asked, where: str) -> None:
+    rows = [f"  {said}: {instead}" for said, instead in _differing(run, asked)]
+    if rows:
+        raise RunError(
+            f"{where} asks for what only the run file decides, and would be ignored. Say the same there, or take it "
+            "out of the configuration:\n" + "\n".join(rows)
+        )
+
+
+def _differing(run: Run, asked: Asked) -> Iterator[tuple[str, str]]:
+    """What is asked for and the run does not do, and the keys that would."""
+    if asked.precision not in (*_UNUSED, "fp32", run.precision):
+        known = "precision=bf16" + ("" if asked.precision == "bf16" else f" or fp32; lockstep has no {asked.precision}")
+        yield f"mixed_precision {asked.precision}", known
+    if asked.compiler not in _UNUSED and not run.strategy.options.get("torch_compile"):
+        yield f"dynamo_backend {asked.compiler}", "strategy.name=hf_trainer strategy.options.torch_compile=true"
+    if asked.engine == "deepspeed":
+        yield from _deepspeed(run, asked.details)
+    elif asked.engine == "fsdp":
+        if run.strategy.name != "fsdp2" and "fsdp" not in run.strategy.options:
+            yield (
+                "distributed_type FSDP",
+                "strategy.name=fsdp2, or strategy.name=hf_accelerate with strategy.options.fsdp",
+            )
+    elif asked.engine:
+        yield (
+            f"distributed_type {asked.engine.upper()}",
+            "no strategy of lockstep does this; `lockstep list` names them",
+        )
+
+
+def _deepspeed(run: Run, details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    name, options = run.strategy.name, run.strategy.options
+    inner = options.get("deepspeed") if name == "hf_accelerate" else None
+    engine = inner if isinstance(inner, Mapping) else options
+    stage = str(engine.get("zero_stage")) if inner else name.removeprefix("zero")
+    if (path := str(details.get("deepspeed_config_file", ""))).lower() not in _UNUSED:
+        yield (
+            f"deepspeed_config_file {path}",
+            "strategy.name=zero1, zero2 or zero3, and its entries in strategy.options",
+        )
+        return
+    wanted = str(details.get("zero_stage", 2))
+    if stage != wanted:
+        same = f"strategy.name=zero{wanted}" if wanted in ("1", "2", "3") else "strategy.name=ddp"
+        if not (wanted == "0" and name == "ddp"):
+            yield f"distributed_type DEEPSPEED, zero_stage {wanted}", same
+    clip = str(details.get("gradient_clipping", "")).lower()
+    if clip not in _UNUSED and float(clip) != (run.optim.clip or 0.0):
+        yield f"gradient_clipping {clip}", f"optim.clip={clip}"
+    pieces = str(details.get("gradient_accumulation_steps", "")).lower()
+    if pieces not in (*_UNUSED, "1") and run.micro_batches % int(pieces):
+        yield f"gradient_accumulation_steps {pieces}", f"micro_batches: {pieces} for each process"
+    section = engine.get("zero_optimization", {})
+    for key in ("offload_optimizer", "offload_param"):
+        device = str(details.get(f"{key}_device", "none")).lower()
+        if device not in _UNUSED and not (isinstance(section, Mapping) and key in section):
+            yield f"{key}_device {device}", f"strategy.options.zero_optimization.{key}={{device: {device}}}"

@@ -1,0 +1,351 @@
+"""Where the machines of a job meet: torch's c10d rendezvous, and what it leaves out.
+
+In: an address, how many machines there may be, and what this one says of itself. Out: for every formation of the job,
+which machine comes first; who was lost; how the job ended, the same on every machine. A machine that would train
+something else is refused before it disturbs anybody.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, get_type_hints
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from lockstep.config.run import RunError
+from lockstep.distributed import network, secret, stores
+from lockstep.distributed.agreement import disagreement
+from lockstep.distributed.stores import Sealed
+from lockstep.launchers.processes.elastic_state import Backend
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine says of itself when the job forms."""
+
+    host: str
+    address: str  # that the others reach it at
+    processes: int
+    place: int | None = None  # `launch.node_rank`: its wish for a place
+    holds: bool = False  # whether it holds the store
+    step: int = 0  # of the newest checkpoint in its OUTPUT
+
+    @property
+    def precedence(self) -> tuple[Any, ...]:
+        """Rank 0, which writes OUTPUT, is where the newest checkpoint is; then as wished; then where the store is."""
+        place = float("inf") if self.place is None else self.place
+        return (-self.step, place, not self.holds, _number(self.address), self.host)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long things may take, in seconds."""
+
+    join: float = 600.0  # until enough machines are there
+    more: float = 30.0  # for more machines to come once the fewest are there
+    lost: float = 15.0  # without a sign of life until a machine counts as lost
+
+
+@dataclass(frozen=True)
+class End:
+    """How the job ended, by the machine that knew first."""
+
+    status: int
+    host: str
+    text: str = ""
+
+
+class Meeting:
+    """A rendezvous handler as torch elastic wants one. Its methods raise `RendezvousError`s where torch's own do."""
+
+    use_agent_store = False  # each formation has a store of its own, on the machine of rank 0 (pytorch#135712)
+
+    def __init__(
+        self,
+        at: str,
+        port: int,
+        fewest: int,
+        most: int,
+        machine: Machine,
+        limits: Limits,
+        newest: Callable[[], int] = lambda: 0,
+        key: str | None = None,
+    ) -> None:
+        """Open the store at `at:port` if this is its machine, else connect to it. `newest` tells the step of this
+        machine's newest checkpoint; `key` is the job's secret, by default the one that was given. Errors:
+        `NetworkError`, `RendezvousConnectionError`, `RendezvousStateError`."""
+        self.at, self.fewest, self.most, self.limits = at, fewest, most, limits
+        self._machine, self._newest = machine, newest
+        self.machines: list[Machine] = []  # of this formation, in the order of their ranks
+        self.place = 0  # of this machine among them
+        self.gone = False  # whether the store is
+        self._key = secret.given() if key is None else key
+        timeout_s = max(limits.lost, 10)
+        try:
+            if machine.holds:
+                self._store: Any = stores.opened(at, port, most > 1, timeout_s)
+            else:
+                self._store = stores.connected(at, port, limits.join, timeout_s)
+            number = self._store.add("lockstep-job", 0)  # a store may outlive a job: the next one has its own number
+            jobs = Sealed(self._store, "jobs", self._key)
+            name = jobs.compare_set(f"lockstep-name-{number}", "", uuid.uuid4().hex).decode()
+        except (ValueError, RuntimeError) as caught:
+            raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
+        self.port = int(self._store.port)
+        network.end_silent(self.port, limits.lost)
+        self._number = number
+        self._job = Sealed(PrefixStore(f"lockstep-{name}", self._store), name, self._key)
+        self._inner = DynamicRendezvousHandler.from_backend(
+            name,
+            self._store,
+            Backend(Sealed(PrefixStore(f"lockstep-state-{name}", self._store), f"{name}/state", self._key)),
+            fewest,
+            most,
+            machine.address,
+            RendezvousTimeout(_seconds(limits.join), _seconds(limits.more), _seconds(10), _seconds(5)),
+            keep_alive_interval=max(1, round(limits.lost / 3)),
+            keep_alive_max_attempt=3,
+        )
+        inner: Any = self._inner
+        inner._get_store = lambda: Sealed(  # where the machines of a round tell each other who they are
+            inner._wrap_store(self._store), f"{name}/{inner._state_holder.state.round}", self._key
+        )
+        self._nodes: set[Any] = set()
+        self._missing: tuple[set[Any], float] = set(), 0.0
+        self._asked = 0.0
+
+    # -- what torch elastic asks for ---------------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other machines; then decide, with all of them, which one comes first."""
+        found = self._call(self._inner.next_rendezvous)
+        while found.rank >= found.world_size or not self._wait_for(
+            keys := self._introduce(found), 2 * self.limits.lost
+        ):
+            found = self._call(self._inner.next_rendezvous)  # one was lost just now
+        told = self._call(lambda: self._round.multi_get(keys))
+        machines = [_parsed(Machine, text) for text in told]
+        order = sorted(range(len(machines)), key=lambda rank: machines[rank].precedence)
+        self.machines, self.place = [machines[rank] for rank in order], order.index(found.rank)
+        first: Any = self._round.within("first")
+        where = self._call(lambda: RendezvousStoreInfo.build(self.place, first, self._machine.address))
+        return RendezvousInfo(found.store, self.place, len(machines), where)
+
+    def num_nodes_waiting(self) -> int:
+        return int(self._call(self._inner.num_nodes_waiting))
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def shutdown(self) -> bool:
+        """The job is over: no machine may join it any more. The store, if it lives on, is ready for another job."""
+        if self.gone:
+            return False
+        try:
+            if self._store.add(f"lockstep-over-{self._number}", 1) == 1:
+                self._store.add("lockstep-job", 1)
+            state = self._state()
+            watched = self._machine.holds and bool(state.wait_list or state.redundancy_list)
+            closed = self._inner.shutdown()
+            time.sleep(3 if watched else 0)  # so that those who wait to join see that it is over
+            return closed
+        except RuntimeError:  # whoever held the store has left already
+            return False
+
+    # -- what it leaves out ------------------------------------------------------------------------------------------
+
+    def admit(self, facts: dict[str, str]) -> None:
+        """Compare this machine with the first one of the job. Errors: `RunError`; with a fixed number of machines the
+        others end with the same message, else they go on without this one."""
+        mine = json.dumps([self._machine.host, facts], sort_keys=True)
+        first = self._call(lambda: self._job.compare_set("facts", "", mine)).decode()
+        host, theirs = _parsed(_facts, first)
+        if not (text := disagreement([(host, theirs), (self._machine.host, facts)])):
+            return
+        self._call(self._inner.num_nodes_waiting)  # looks at the others' signs of life
+        state = self._state()
+        if not state.participants and not state.wait_list:  # what is left of a job that was killed
+            self._call(lambda: self._job.set("facts", mine))
+            return
+        if self.fewest == self.most:
+            self.end(2, text)
+            self.shutdown()
+        raise RunError(text)
+
+    def lost(self) -> list[str]:
+        """Hosts of this formation that gave no sign of life for too long. Uses what `num_nodes_waiting` last saw."""
+        state = self._state()
+        missing = self._nodes - set(state.participants) - set(state.wait_list) if not state.closed else set()
+        now = time.monotonic()
+        if missing != self._missing[0]:
+            self._missing = missing, now  # may be on its way from one list to the other
+        if not missing or now - self._missing[1] < 2.5:
+            return []
+        addresses = {node.addr for node in missing}
+        return [machine.host for machine in self.machines if machine.address in addresses]
+
+    def grow(self) -> None:
+        """Tell the other machines that ranks which end with 75 now do so because the job forms again. When this
+        returns they can see it: `add` waits for the store's answer, `set` would not."""
+        self._call(lambda: self._round.add("grows", 1))
+
+    def grows(self) -> bool:
+        return bool(self._call(lambda: self._round.check(["grows"])))
+
+    def end(self, status: int, text: str = "") -> None:
+        """Say how the job ends, unless another machine has said so. A store that is gone is no error."""
+        word = json.dumps(asdict(End(status, self._machine.host, text)))
+        try:
+            self._job.compare_set("end", "", word)
+        except RendezvousStateError:  # forged: the others cannot read it either
+            pass
+        except RuntimeError:
+            self.gone = True
+
+    def ended(self, at_once: bool = True) -> End | None:
+        """How the job ended on another machine, or None. Asks once a second at most, unless `at_once`."""
+        now = time.monotonic()
+        if not at_once and now - self._asked < 1.0:
+            return None
+        self._asked = now
+        try:
+            if not self._job.check(["end"]):
+                return None
+            found: End = _parsed(End, self._job.get("end"))
+        except RendezvousStateError as caught:
+            return End(1, self.at, str(caught))
+        except RuntimeError:
+            self.gone = True
+            return None
+        return found if found.host != self._machine.host else None
+
+    def leave_together(self, limit_s: float = float("inf")) -> None:
+        """Wait until the ranks of every machine have ended, because one of them holds the store. One that is lost, and
+        a store that is gone, are not waited for."""
+        if not self.machines:
+            return
+        until = time.monotonic() + limit_s
+        everyone = range(len(self.machines))
+        try:
+            self._round.set(f"done/{self.place}", "1")
+            while not self._round.check([f"done/{place}" for place in everyone]):
+                self.num_nodes_waiting()
+                if self.lost() or time.monotonic() > until:
+                    return
+                time.sleep(0.1)
+            self._round.set(f"left/{self.place}", "1")
+            until = min(until, time.monotonic() + 5)
+            while self._machine.holds and time.monotonic() < until:
+                if self._round.check([f"left/{place}" for place in everyone]):
+                    return
+                time.sleep(0.05)
+        except (RuntimeError, RendezvousError):
+            self.gone = True
+
+    def there(self) -> list[str]:
+        """Addresses of the machines that came, for a message."""
+        return sorted(node.addr for node in self._state().participants)
+
+    def _introduce(self, found: RendezvousInfo) -> list[str]:
+        """Say who this is. Returns the keys under which all machines of this formation do so."""
+        self._nodes, self._missing = set(self._state().participants), (set(), 0.0)
+        self._round: Any = found.store
+        mine = asdict(self._machine) | {"step": self._newest()}
+        self._call(lambda: self._round.set(f"machine/{found.rank}", json.dumps(mine)))
+        return [f"machine/{rank}" for rank in range(found.world_size)]
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> Any:
+        return self._inner._state_holder.state
+
+    def _call(self, ask: Callable[[], Any]) -> Any:
+        with self.reading():
+            return ask()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around what torch elastic does with what the others wrote: it trusts them. Errors: `RendezvousError`, also
+        for what somebody wrote there who is none of them."""
+        try:
+            yield
+        except RendezvousConnectionError:
+            self.gone = True
+            raise
+        except RuntimeError as caught:
+            self.gone = True
+            raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as caught:
+            raise RendezvousStateError(f"what another machine wrote makes no sense: {caught!r:.200}") from caught
+
+    def _wait_for(self, keys: list[str], limit_s: float) -> bool:
+        """Without holding the store's connection, which signs of life need. Returns whether they came."""
+        until = time.monotonic() + limit_s
+        while not self._call(lambda: self._round.check(keys)):
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def serve(host: str, port: int) -> Any:
+    """A store for jobs to meet in, held by this process for as long as it keeps what this returns. Errors:
+    `NetworkError`."""
+    if not network.holds(host, port):
+        raise network.NetworkError(f"{host}:{port} cannot be opened here: not an address of this machine, or in use")
+    return stores.opened(host, port, True, 30)
+
+
+def _parsed(kind: Callable[..., Any], text: bytes) -> Any:
+    """What another machine has written, made of its JSON: an object's or a list's members, of the types that a
+    dataclass says. Errors: `RendezvousStateError`."""
+    try:
+        found = json.loads(text)
+        made = kind(**found) if isinstance(found, dict) else kind(*found)
+        for name, wanted in get_type_hints(kind).items() if is_dataclass(kind) else ():
+            if not isinstance(getattr(made, name), wanted):
+                raise TypeError(f"{name} is {getattr(made, name)!r:.80}")
+        return made
+    except (ValueError, TypeError, RecursionError) as caught:
+        raise RendezvousStateError(f"what another machine wrote cannot be read: {caught!r:.200}") from None
+
+
+def _facts(host: str, facts: dict[str, str]) -> tuple[str, dict[str, str]]:
+    return str(host), {str(name): str(value) for name, value in dict(facts).items()}
+
+
+def _seconds(seconds: float) -> Any:
+    from datetime import timedelta
+
+    return timedelta(seconds=seconds)
+
+
+def _number(address: str) -> tuple[int, int]:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return (9, 0)
+    return (parsed.version, int(parsed))

@@ -1,0 +1,119 @@
+"""The state that torch's dynamic rendezvous keeps in a store, as sealed JSON instead of the pickle torch writes there.
+
+In: a sealed store. Out: a `RendezvousBackend`. torch pickles its state before it gives it to a backend and unpickles
+what it gets back: here it only ever gets back what this process has pickled itself.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from datetime import datetime
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    Token,
+    _NodeDesc,
+    _RendezvousState,
+)
+
+from lockstep.distributed.stores import Sealed
+
+_KEY = "state"
+_EMPTY = "null"  # a key must be there to be asked for: what it holds before there is a state
+
+
+class Backend(RendezvousBackend):
+    """Keeps the state of one job."""
+
+    def __init__(self, store: Sealed) -> None:
+        self._store = store
+        self._ask("compare_set", _KEY, "", _EMPTY)
+
+    @property
+    def name(self) -> str:
+        return "c10d"
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        return _answer(self._ask("get", _KEY))
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        mine = _text(pickle.loads(state))  # this process's own, handed over a moment ago
+        found = self._ask("compare_set", _KEY, token.decode() if isinstance(token, bytes) else _EMPTY, mine)
+        answer = _answer(found)
+        return None if answer is None else (*answer, found == mine.encode())
+
+    def _ask(self, what: str, *words: str) -> bytes:
+        try:
+            return bytes(getattr(self._store, what)(*words))
+        except (ValueError, RuntimeError, TimeoutError) as caught:
+            raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
+
+
+def _answer(found: bytes) -> tuple[bytes, Token] | None:
+    return None if found == _EMPTY.encode() else (pickle.dumps(_state(found)), found)
+
+
+def _text(state: _RendezvousState) -> str:
+    def node(found: _NodeDesc) -> list[str | int]:
+        return [found.addr, found.pid, found.local_id]
+
+    return json.dumps(
+        {
+            "round": state.round,
+            "complete": state.complete,
+            "deadline": state.deadline.isoformat() if state.deadline else None,
+            "closed": state.closed,
+            "participants": [[*node(n), rank] for n, rank in state.participants.items()],
+            "wait_list": sorted(map(node, state.wait_list)),
+            "redundancy_list": sorted(map(node, state.redundancy_list)),
+            "last_heartbeats": [[*node(n), when.isoformat()] for n, when in state.last_heartbeats.items()],
+        }
+    )
+
+
+def _state(text: bytes) -> _RendezvousState:
+    """Errors: `RendezvousStateError` for anything but what `_text` writes."""
+
+    def node(found: list[Any]) -> _NodeDesc:
+        address, process, number = found[:3]
+        return _NodeDesc(_is(str, address), _is(int, process), _is(int, number))
+
+    state = _RendezvousState()
+    try:
+        told = json.loads(text)
+        state.round, state.complete = _is(int, told["round"]), _is(bool, told["complete"])
+        state.closed = _is(bool, told["closed"])
+        state.deadline = None if told["deadline"] is None else _time(told["deadline"])
+        state.participants = {node(found): _is(int, found[3]) for found in told["participants"]}
+        state.wait_list = {node(found) for found in told["wait_list"]}
+        state.redundancy_list = {node(found) for found in told["redundancy_list"]}
+        state.last_heartbeats = {node(found): _time(found[3]) for found in told["last_heartbeats"]}
+        _possible(state)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as caught:
+        raise RendezvousStateError(f"the state that machines meet through is no such state: {caught!r:.200}") from None
+    return state
+
+
+def _possible(state: _RendezvousState) -> None:
+    """What torch elastic takes for granted. Errors: `ValueError`."""
+    places = list(state.participants.values())
+    if state.round < 0 or (state.complete and (len(set(places)) < len(places) or min(places, default=0) < 0)):
+        raise ValueError("two machines have one place")
+    if not {*state.participants, *state.wait_list, *state.redundancy_list} <= set(state.last_heartbeats):
+        raise ValueError("a machine has given no sign of life")
+
+
+def _is(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.80} is not of type {kind.__name__}")
+    return value
+
+
+def _time(text: str) -> datetime:
+    found = datetime.fromisoformat(text)
+    if found.tzinfo is None:
+        raise ValueError(f"{text!r:.40} names no time zone")
+    return found

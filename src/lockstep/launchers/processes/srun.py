@@ -1,0 +1,118 @@
+"""A task that `srun` started: which of how many, and where all of them meet. No wrapper script is needed.
+
+In: SLURM's own variables. Out: a `Task`, and the six variables of a rank. Node lists such as `gpu[01-03,07]` are
+written out here, so that a task asks nobody. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.config.run import RunError
+
+# Step ids from here on are SLURM's own: the batch script's, an interactive shell's.
+_SPECIAL = 0xFFFFFFF0
+# Below the ports that systems give out by themselves.
+_PORTS = range(20_000, 32_000)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a job step."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int  # which of the step's nodes, from 0
+    nodes: int
+    host: str  # address of the node of task 0
+    port: int  # the same for all tasks of the step, another one for the next step
+    job: str
+    step: str  # with the job's id, as SLURM's programs take it
+
+    def variables(self) -> dict[str, str]:
+        """The six of a rank."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def task_of(environ: Mapping[str, str]) -> Task | None:
+    """The task that this process is; None outside of a job step. Errors: `RunError`, if the variables make no sense."""
+    if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
+        return None  # also in the batch script and a shell of salloc, which have SLURM_PROCID and SLURM_NTASKS
+    try:
+        job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
+        if step >= _SPECIAL:
+            return None
+        node = int(environ["SLURM_NODEID"])
+        names = hosts(environ["SLURM_STEP_NODELIST"])
+        return Task(
+            rank=int(environ["SLURM_PROCID"]),
+            size=int(environ["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environ["SLURM_LOCALID"]),
+            local_size=counts(environ["SLURM_STEP_TASKS_PER_NODE"])[node],
+            node=node,
+            nodes=len(names),
+            host=address(names[0]),
+            port=_PORTS[(job * 31 + step) % len(_PORTS)],
+            job=str(job),
+            step=f"{job}.{step}",
+        )
+    except (KeyError, ValueError, IndexError) as error:
+        raise RunError(
+            f"this looks like a task of srun, but SLURM's variables cannot be read ({error!r}); outside of a job: "
+            "unset SLURM_STEP_ID"
+        ) from None
+
+
+def hosts(text: str) -> list[str]:
+    """`gpu[01-03,07],login` written out. Errors: `ValueError`."""
+    found: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
+            names = [name + end for name in names for end in ([plain] if plain else _numbers(ranges))]
+        found += names
+    if not found:
+        raise ValueError(f"{text!r} is no list of nodes")
+    return found
+
+
+def _numbers(ranges: str) -> list[str]:
+    found: list[str] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return found
+
+
+def counts(text: str) -> list[int]:
+    """`2(x3),1` written out: tasks on each node. Errors: `ValueError`."""
+    found: list[int] = []
+    for part in text.split(","):
+        if (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is None:
+            raise ValueError(f"{text!r} is no list of counts")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def address(node: str) -> str:
+    """A name or address of a node that this machine can resolve: its name, else what SLURM itself uses."""
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except OSError:
+        shown = subprocess.run(["scontrol", "-o", "show", "node", node], capture_output=True, text=True, check=False)
+        found = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+        return found[1] if found else node

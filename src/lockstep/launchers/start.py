@@ -1,0 +1,266 @@
+"""From a run to its processes: check everything that can be checked, then start or join them.
+
+In: a run. Out: an exit status. Nothing here imports torch at the top.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError, check_output, keep
+from lockstep.distributed import launched
+from lockstep.distributed.stops import listen_no_more
+from lockstep.launchers.processes import accelerate_config, ownership, srun
+from lockstep.strategies.engines import zero_agreement
+from lockstep.track.console import Console
+from lockstep.track.report import history
+
+if TYPE_CHECKING:
+    from lockstep.data.tokens import Prepared
+    from lockstep.launchers.launcher import Launcher, Plan
+
+
+def train(run: Run) -> int:
+    """`lockstep train`: to the end, or on from the newest checkpoint; under torchrun and its like, as one rank.
+
+    The way of a launching process: plan, own OUTPUT, check and prepare, look whether all is done, keep run.yaml, start.
+    """
+    if (task := task_of_srun(run)) is not None and run.launch.options.get("ranks") == "elastic":
+        return agent(run, task)
+    if joining():
+        return joined(run)
+    launcher, plan = planned(run)
+    if not launcher.leads(run, plan):  # another process of the job speaks for it
+        ready(run, launcher, plan)
+        return launcher.start(run, plan)
+    with ownership.owned(run, Console(True).note) as lock:
+        only_one(run, launcher)
+        steps = ready(run, launcher, plan)
+        if steps is not None:
+            return lock.verdict(concluded(run, plan.processes, steps))
+        keep(run)
+        if launcher.submits:
+            lock.release()  # from here on it is that of the job's ranks
+            return lock.verdict(launcher.start(run, plan))
+        return lock.verdict(started(run, launcher, plan))
+
+
+def ready(run: Run, launcher: Launcher, plan: Plan) -> int | None:
+    """Everything that can be checked, and the data, before a process starts. Returns the steps of a run that is
+    finished already, else None. Errors: `RunError`."""
+    launcher.check(run, plan)
+    # a machine that only submits may have no torch: the ranks make the same checks
+    if launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None):
+        return None
+    from lockstep.checkpoint import export as hub
+    from lockstep.checkpoint import exported
+    from lockstep.checkpoint.manifest import check_resumable, finished
+
+    console = Console(True, voice=run.track.console)
+    for note in hub.check(run):
+        Console(True).say(f"note: {note}")
+    check_output(run)
+    prepared = checked(run, plan, lambda text: console.facts({"tokens": text}))
+    manifest = check_resumable(run, prepared)
+    if manifest is not None and finished(run, manifest) and not launcher.joins:
+        if not history.told_whole(run.folder):  # the start before was killed after its export
+            from lockstep.training.rank import conclude
+
+            conclude(run, prepared, manifest.steps)
+        return manifest.steps
+    if manifest is not None and manifest.step >= manifest.steps and (run.folder / "export").exists():
+        fault = exported.damage(run.folder)
+        console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
+    return None
+
+
+def concluded(run: Run, processes: int, steps: int) -> int:
+    """A run that is finished: say so, and push what is to be pushed. Returns the exit status."""
+    from lockstep.checkpoint import export as hub
+
+    console = Console(True, voice=run.track.console)
+    console.say(f"{run.folder} is finished ({steps} steps); the model is in {run.folder}/export")
+    status = hub.push_pending(run, console.say)
+    record = launched.read(run.folder)
+    if record is None:  # it was torn, or deleted
+        launched.write(run.folder, launched.here(run.launch.name, processes))
+    if record is None or record.status != status:  # the start before may not have come to it
+        launched.note(run.folder, steps=steps, status=status, ended=time.time())
+    return status
+
+
+def started(run: Run, launcher: Launcher, plan: Plan) -> int:
+    """Start the ranks and wait for their end, which OUTPUT/launch.json tells of. Returns the exit status."""
+    launched.write(run.folder, mine := launched.here(run.launch.name, plan.processes))
+    try:
+        status = launcher.start(run, plan)
+    except KeyboardInterrupt:
+        launched.note(run.folder, status=130, ended=time.time())
+        raise
+    listen_no_more()
+    record = launched.read(run.folder)
+    if record is not None and (record.began, record.status) == (mine.began, 0):
+        status = 0  # rank 0 came to the end of all there was to do, whatever became of others that waited for it
+    launched.note(run.folder, status=status, ended=time.time())
+    return status
+
+
+def agent(run: Run, task: srun.Task) -> int:
+    """This process as the agent of its node, which starts the ranks there. Returns the exit status."""
+    from lockstep.launchers.slurm import agent_of
+
+    if task.rank:
+        return agent_of(run, task)
+    with ownership.owned(run, Console(True).note) as lock:
+        return lock.verdict(agent_of(run, task))
+
+
+def task_of_srun(run: Run) -> srun.Task | None:
+    """The task of a job that the slurm launcher has written, if this process is one. A task of srun becomes a rank: it
+    gets the six variables, unless torch elastic is to start the ranks of its node."""
+    task = srun.task_of(os.environ)
+    if task is None or "RANK" in os.environ:
+        return None
+    ours = os.environ.get(launched.VARIABLE) == "slurm"
+    if ours and run.launch.options.get("ranks") == "elastic":
+        return task
+    if ours or (task.size > 1 and run.launch.name in ("local", "slurm")):
+        os.environ.update(task.variables())
+        if not ours:  # srun by hand
+            os.environ.update({launched.VARIABLE: "slurm", launched.JOB: task.job, launched.FACT: f"step={task.step}"})
+    return task if ours else None
+
+
+def joined(run: Run) -> int:
+    """This process as one rank of a job that something else has started. Errors: `RunError` when that started another
+    number of ranks than a launcher of ours wanted."""
+    with plugins.importing():
+        from lockstep.training import rank as worker
+    from lockstep.distributed.launched import JOB_WORDS, TRAIN, WANTED
+
+    accelerate_config.check_variables(run, os.environ)
+    came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
+    if wanted is not None and wanted != came:
+        leave_status(2)
+        raise RunError(f"launch: {wanted} processes were asked for, and a job of {came} came up; nothing was trained")
+    job = tuple(os.environ.get(JOB_WORDS, "").split()) or TRAIN
+    with ExitStack() as stack:
+        lock, refusal = None, None
+        if os.environ["RANK"] == "0" and job == TRAIN and not ownership.held_by_launcher(run.folder):
+            try:
+                lock = stack.enter_context(ownership.owned(run, Console(True).note))
+                if launched.VARIABLE not in os.environ:
+                    launched.write(run.folder, launched.here("", int(os.environ["WORLD_SIZE"])))
+            except RunError as caught:
+                refusal = str(caught)  # told once all ranks are there: alone, this one would leave them waiting
+        status = worker.main(run, job=job, refusal=refusal)
+        listen_no_more()
+        if lock is not None:
+            status = lock.verdict(status)
+    leave_status(status)
+    return status
+
+
+def leave_status(status: int) -> None:
+    """Tell the launcher of ours that is behind whoever started this rank, if there is one."""
+    from lockstep.distributed.launched import STATUS
+
+    if (path := os.environ.get(STATUS)) and os.environ.get("LOCAL_RANK", "0") == "0":
+        Path(path).write_text(str(status), encoding="utf-8")
+
+
+def only_one(run: Run, launcher: Launcher) -> None:
+    """Nobody else is training into OUTPUT. Errors: `RunError`."""
+    record = launched.read(run.folder)
+    if record is None or (record.job is None and record.process == launched.Process.this()):
+        return
+    try:
+        known = launcher if record.launcher == run.launch.name else launcher_named(record.launcher)
+    except RunError:  # a launcher that is not there any more
+        return
+    state = known.state(run, record)
+    if state.live:
+        raise RunError(
+            f"output: {run.folder} is being trained already ({state.word}{f': {state.text}' if state.text else ''}). "
+            f"`lockstep stop {run.folder}` ends that, or give another output=FOLDER"
+        )
+
+
+def joining() -> bool:
+    """Whether this process was started as a rank: torchrun, accelerate launch and srun set the six variables."""
+    if "RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:  # accelerate's plainest way
+        if "MASTER_ADDR" in os.environ:
+            raise RunError(
+                "accelerate launch was asked for several processes, and started this one as if it were alone (it does "
+                "so with --cpu). On CPUs: ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes N ..., or "
+                "lockstep train with launch.name=accelerate"
+            )
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launcher_of(run: Run) -> Launcher:
+    """The launcher of a run. Errors: `RunError`."""
+    return _find("launch.name", "launchers", run.launch.name)()
+
+
+def launcher_named(name: str) -> Launcher:
+    """The launcher that OUTPUT/launch.json names; what was started by hand is looked after as `local` is. Errors:
+    `RunError`."""
+    return _find("launcher", "launchers", name or "local")()
+
+
+def planned(run: Run) -> tuple[Launcher, Plan]:
+    """The launcher and its plan; what workers import is being imported while this process goes on."""
+    launcher = launcher_of(run)
+    plan = launcher.plan(run)
+    if plan.processes > 1 and run.launch.name in ("local", "torchrun"):
+        from lockstep.launchers.local import prestart
+
+        prestart()
+    return launcher, plan
+
+
+def examined(run: Run, launcher: Launcher, plan: Plan) -> None:
+    """What `lockstep plan` finds wrong, beside the plan itself: options of an engine, asked of it where it is here.
+    Errors: `RunError`."""
+    zero_agreement.check(run, plan.processes)
+    here = not launcher.submits or launcher.shares_files
+    if (run.strategy.options or run.model.attention) and here and importlib.util.find_spec("torch") is not None:
+        check(run, plan)
+
+
+def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> Prepared:
+    """Data, tokens, and every check that needs no process group; `tell` hears where the tokens came from. Errors:
+    `RunError`."""
+    from lockstep.data.prepare import prepare
+
+    check(run, plan)
+    return prepare(run, plugins.find("tasks", run.task.name), fresh=True, tell=tell)
+
+
+def check(run: Run, plan: Plan) -> None:
+    """Every check that needs neither data nor a process group. Errors: `RunError`."""
+    _find("strategy.name", "strategies", run.strategy.name)
+    for name in run.track.to:
+        tracker: Any = _find("track.to", "track", name)
+        tracker.check()
+    from lockstep.strategies import strategy as strategies
+    from lockstep.tasks.models import attention
+
+    attention.check(run, here=not launcher_of(run).submits)
+    strategies.checked(run, plan.processes)
+
+
+def _find(key: str, kind: str, name: str) -> type:
+    try:
+        return plugins.find(kind, name)
+    except (plugins.PluginError, ImportError) as error:
+        raise RunError(f"{key}: {error}") from error

@@ -1,1 +1,0 @@
-"""What ranks measure of themselves: phases, memory, profiles, the journal of events."""

@@ -1,1 +1,0 @@
-"""Models of transformers: building them, adapters, cutting them up, what they write."""

@@ -1,1 +1,0 @@
-"""The page of a run, or of several: what OUTPUT remembers, drawn."""

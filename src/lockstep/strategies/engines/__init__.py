@@ -1,0 +1,1 @@
+"""Everything that touches the inside of an engine: torch, transformers, accelerate, deepspeed."""

@@ -1,0 +1,63 @@
+"""Accelerate as an engine: what strategies need of it, and where it keeps state of the whole process.
+
+In: a run, and a process group that is there. Out: an `Accelerator` that spans it, and later nothing of it any more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.world import World
+
+
+def only(run: Run, name: str) -> Mapping[str, Any]:
+    """The mapping that is the whole of `strategy.options`. Errors: `RunError`."""
+    section = run.strategy.options[name]
+    if not isinstance(section, Mapping):
+        raise RunError(f"strategy.options.{name}: {section!r} is not a mapping of options")
+    if others := set(run.strategy.options) - {name}:
+        raise RunError(f"strategy.options: {', '.join(sorted(others))} cannot be given beside {name}")
+    return section
+
+
+def accelerator(run: Run, world: World, handlers: list[Any], **options: Any) -> Any:
+    """An `Accelerator` in the process group that is there, checked to span it: under the wrong variables Accelerate
+    silently makes worlds of one process."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    sharded = "fsdp_plugin" in options
+    with world.variables_for_engines():
+        if sharded and world.device.type == "cpu":  # Accelerate shards on GPUs only, unless it takes CPUs for them
+            PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        found = Accelerator(
+            mixed_precision="bf16" if run.precision == "bf16" else "no",
+            kwargs_handlers=handlers,
+            **({"cpu": world.device.type == "cpu"} | options),
+        )
+    assert found.num_processes == world.size, f"Accelerate sees {found.num_processes} of {world.size} processes"
+    assert found.device.type == world.device.type, f"Accelerate is on {found.device}, the run on {world.device}"
+    return found
+
+
+def prepared(engine: Any, model: nn.Module, optimizer: Any) -> Any:
+    """`engine.prepare(model, optimizer)`."""
+    with warnings.catch_warnings():
+        # torch 2.13 renamed an option of DistributedDataParallel, Accelerate 1.15 knows its old name only
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        return engine.prepare(model, optimizer)
+
+
+def release(found: Any) -> None:
+    """Let go of models and of Accelerate's process-wide state."""
+    from accelerate.state import AcceleratorState
+
+    found.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)

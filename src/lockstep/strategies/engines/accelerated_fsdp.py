@@ -1,0 +1,71 @@
+"""FSDP2 as Accelerate applies it: `strategy.options.fsdp` of hf_accelerate.
+
+In: this rank's micro-batches. Out: the same update. The difference from `fsdp2.py` is who shards and who wraps the
+optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lockstep.config.run import Run, RunError
+from lockstep.strategies.engines.accelerated import accelerator, only, prepared, release
+from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.tasks.models import models
+
+
+class AcceleratedFSDP2(FSDP2):
+    """`strategy.options.fsdp`: the fields of Accelerate's `FullyShardedDataParallelPlugin`."""
+
+    needs = ("accelerate",)
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        key = "strategy.options.fsdp"
+        section = only(run, "fsdp")
+        cls.require(key)
+        models.check_layers(run, "FSDP2 through Accelerate")
+        from accelerate import FullyShardedDataParallelPlugin
+
+        known = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
+        # FSDP1's, and what the run file or this file says
+        known -= {"sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "param_init_fn"}
+        known -= {"forward_prefetch", "limit_all_gathers", "state_dict_type", "state_dict_config", "fsdp_version"}
+        known -= {"optim_state_dict_config", "cpu_ram_efficient_loading", "auto_wrap_policy"}
+        if unknown := set(section) - known:
+            raise RunError(
+                f"{key}: Accelerate's plug-in for FSDP2 has no option {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(sorted(known))}"
+            )
+        if processes == 1:
+            raise RunError(f"{key}: Accelerate shards over several processes only, this job has one; use hf_accelerate")
+
+    @classmethod
+    def gives_bits(cls, run: Run) -> bool:
+        own = "mixed_precision_policy" in run.strategy.options["fsdp"]
+        return run.strategy.exact and run.precision == "fp32" and not own  # in bf16 Accelerate gathers bf16 weights
+
+    @classmethod
+    def rounding(cls, run: Run) -> float:
+        return 1e-4 if run.precision == "fp32" else 0.1
+
+    def apply_shards(self, exempt: set[str]) -> None:
+        from accelerate import FullyShardedDataParallelPlugin
+        from accelerate.utils import DistributedType
+
+        section = dict(self.run.strategy.options["fsdp"])
+        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        # Accelerate 1.15 shards this one by itself, and would shard it twice inside of a block
+        inner = [b for b in self.blocks if embedding not in b.modules()]
+        section.setdefault("transformer_cls_names_to_wrap", sorted({type(b).__name__ for b in inner}))
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, **section
+        )
+        self.accelerator = accelerator(self.run, self.world, [], fsdp_plugin=plugin)
+        assert self.accelerator.distributed_type == DistributedType.FSDP, self.accelerator.distributed_type
+        self.model, self.optimizer = prepared(self.accelerator, self.model, self.make_optimizer(exempt))
+
+    def close(self) -> None:
+        super().close()
+        release(self.accelerator)
+        del self.accelerator

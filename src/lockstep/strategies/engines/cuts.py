@@ -1,0 +1,279 @@
+"""How known families of models are cut into the stages of a pipeline: each stage is the model's own code with holes.
+
+In: a transformers model, and the number of stages. Out: for each stage a `Part`, which takes the hidden states that
+the stage before gave and runs the model's own `forward` from its first own layer to its last. Embeddings live with the
+first layer that needs them; final norm, pooler and head live with the last layer.
+
+Modules of other stages are replaced by stand-ins without weights, so nothing of a model is written here but where
+its layers are, and the names of weights are those of the whole model. A new family is one line of `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import RunError
+from lockstep.strategies.exact.reduction import share
+from lockstep.tasks.models.models import leaves_out_layers
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers that hidden states go through one after the other; paths below the model's base model."""
+
+    layers: str  # path of the list
+    front: tuple[str, ...]  # modules that run before the first layer and live with it
+    count: str  # the config's entry that says how many layers there are
+
+
+_DECODER = (Stack("layers", ("embed_tokens",), "num_hidden_layers"),)
+_ENCODER = (Stack("encoder.layer", ("embeddings",), "num_hidden_layers"),)
+
+
+def _two_stacks(*front: str) -> tuple[Stack, Stack]:
+    encoder, decoder = (tuple(f"{side}.{name}" for name in front) for side in ("encoder", "decoder"))
+    return Stack("encoder.layers", encoder, "encoder_layers"), Stack("decoder.layers", decoder, "decoder_layers")
+
+
+FAMILIES: dict[str, tuple[Stack, ...]] = {  # by the config's model_type; two stacks: an encoder, then a decoder
+    "gpt2": (Stack("h", ("wte", "wpe"), "num_hidden_layers"),),
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+    "bert": _ENCODER,
+    "roberta": _ENCODER,
+    "xlm-roberta": _ENCODER,
+    "distilbert": (Stack("transformer.layer", ("embeddings",), "num_hidden_layers"),),
+    "bart": _two_stacks("embed_tokens", "embed_positions", "layernorm_embedding"),
+    "marian": _two_stacks("embed_tokens", "embed_positions"),
+}
+
+
+def layer_count(config: Any) -> int:
+    """How many layers a model of this config is cut between. Errors: `RunError` where it cannot be cut."""
+    ours = type(config).__module__.startswith("transformers.")  # code from the Hub may take the name of a known family
+    if config.model_type not in FAMILIES or not ours:
+        raise RunError(
+            f"strategy.name: pipeline cannot cut a model of the type {config.model_type!r}; it can cut "
+            f"{', '.join(sorted(FAMILIES))}. Use ddp or another strategy"
+        )
+    if (entry := leaves_out_layers(config)) is not None:
+        raise RunError(f"model.config.{entry}: a pipeline cannot leave out whole layers; set it to 0")
+    return sum(int(getattr(config, stack.count)) for stack in FAMILIES[config.model_type])
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy on the meta device: shapes without memory, tied weights still tied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(model, memo)
+
+
+class Cut:
+    """A model cut into `stages` parts of as many layers each, give or take one."""
+
+    def __init__(self, model: nn.Module, stages: int) -> None:
+        """`model` is only read; a skeleton will do."""
+        base: Any = model.base_model
+        prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
+        self.whole, self.stages = skeleton(model), stages
+        config: Any = model.config
+        self.width = int(config.hidden_size)
+        stacks = FAMILIES[config.model_type]
+        self.sizes = [len(base.get_submodule(stack.layers)) for stack in stacks]
+        self.layers = [f"{prefix}{s.layers}.{i}" for s, n in zip(stacks, self.sizes, strict=True) for i in range(n)]
+        self._stage: dict[str, int] = {}  # path of a layer, or of a module before the layers -> its stage
+        for stage in range(stages):
+            self._stage |= {self.layers[i]: stage for i in self.own(stage)}
+        for stack in stacks:
+            self._stage |= {f"{prefix}{path}": self._stage[f"{prefix}{stack.layers}.0"] for path in stack.front}
+
+        self.canonical: dict[str, str] = {}  # every name of a parameter or buffer -> the first name of the same tensor
+        first: dict[int, str] = {}
+        for name, tensor in [
+            *self.whole.named_parameters(remove_duplicate=False),
+            *self.whole.named_buffers(remove_duplicate=False),
+        ]:
+            self.canonical[name] = first.setdefault(id(tensor), name)
+        self.holders: dict[str, list[int]] = {}  # first name -> the stages that compute with it, ascending
+        for name, canonical in self.canonical.items():
+            self.holders[canonical] = sorted({*self.holders.get(canonical, []), self.stage_of(name)})
+
+    def own(self, stage: int) -> range:
+        """The layers of a stage, counted through all stacks."""
+        return share(len(self.layers), stage, self.stages)
+
+    def stage_of(self, path: str) -> int:
+        """The stage that a module or a tensor lives on; what is neither layer nor front lives on the last one."""
+        while path:
+            if path in self._stage:
+                return self._stage[path]
+            path = path.rpartition(".")[0]
+        return self.stages - 1
+
+    def part(self, stage: int) -> Part:
+        """A stage's part, without memory: `Part.place` its weights before use."""
+        return Part(self, stage)
+
+
+class _Reached(Exception):
+    """Ends a forward after a stage's last layer; carries the hidden states."""
+
+
+class _Absent(nn.Module):
+    """Stands in for a module of another stage: hands hidden states on, makes zeros of token or position ids."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = args[0] if args else kwargs["input_ids"]
+        if not isinstance(given, Tensor):
+            return torch.zeros(*given, self.width)  # some positions are asked for by shape
+        if given.is_floating_point() and given.ndim == 3:
+            return given
+        return torch.zeros(*given.shape, self.width, device=given.device)
+
+
+class _Entry(nn.Module):
+    """Stands in for the layer before a stage's first one: gives out what that layer gave on its own stage."""
+
+    hidden: Tensor | None = None
+    resume: Callable[[], None] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden, resume = self.hidden, self.resume
+        self.hidden = self.resume = None
+        assert hidden is not None
+        if resume is not None:
+            resume()
+        return hidden
+
+
+class Part(nn.Module):
+    """One stage of a model."""
+
+    def __init__(self, cut: Cut, stage: int) -> None:
+        super().__init__()
+        self.cut, self.stage = cut, stage
+        self.first, self.last = stage == 0, stage == cut.stages - 1
+        self.model = skeleton(cut.whole)
+        self._start, self._end = cut.own(stage).start, cut.own(stage).stop
+        self.receives = 0 if self.first else self._crossing(self._start)  # hidden states from the stage before
+        self.sends = 0 if self.last else self._crossing(self._end)
+        self._encoded: list[Tensor] = []
+        self._entries: list[_Entry] = []
+        self._replace_foreign()
+        self._hook()
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for name in (*module._parameters, *module._buffers):
+                if module._parameters.get(name) is not None or module._buffers.get(name) is not None:
+                    place = self._places.setdefault(cut.canonical[f"{path}.{name}" if path else name], [])
+                    place.append((module, name))
+
+    def _crossing(self, layer: int) -> int:
+        """How many hidden states cross the boundary before a layer: the encoder's output goes with the decoder's."""
+        return 2 if layer > self.cut.sizes[0] else 1
+
+    def _replace_foreign(self) -> None:
+        """Put stand-ins in the place of other stages' modules."""
+        cut = self.cut
+        paths = {path for path, stage in cut._stage.items() if stage != self.stage}
+        for path, module in list(self.model.named_modules()):
+            if module._parameters and cut.stage_of(path) != self.stage:
+                paths.add(path)
+        # A path below another one goes with it.
+        paths = {p for p in paths if not any(p != q and p.startswith(f"{q}.") for q in paths)}
+        for path in paths:
+            self.model.set_submodule(path, _Absent(cut.width))
+        if self.receives == 2:  # what the encoder gave is wanted by every layer of the decoder
+            self._enter(cut.sizes[0] - 1)
+        if self.receives:
+            self._enter(self._start - 1)
+
+    def _enter(self, layer: int) -> None:
+        self._entries.append(_Entry())
+        self.model.set_submodule(self.cut.layers[layer], self._entries[-1])
+
+    def _hook(self) -> None:
+        """Keep what the encoder gave, and stop after the last own layer."""
+        if self.sends == 2:
+            encoder = self.model.get_submodule(self.cut.layers[self.cut.sizes[0] - 1])
+            encoder.register_forward_hook(lambda module, args, output: self._encoded.append(output))
+        if not self.last:
+            self.model.get_submodule(self.cut.layers[self._end - 1]).register_forward_hook(self._stop)
+
+    def _stop(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        raise _Reached(output)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """First names of the parameters and buffers this part computes with, in the order of the whole model."""
+        return [name for name in dict.fromkeys(self.cut.canonical.values()) if name in self._places]
+
+    def place(self, name: str, tensor: Tensor) -> None:
+        """Give this part its own copy of a tensor of the whole model, by first name, if it has a use for it."""
+        places = self._places.get(name, ())
+        mine = tensor.detach().clone() if places else tensor
+        for module, attribute in places:
+            if attribute in module._buffers:
+                module._buffers[attribute] = mine
+            else:
+                if not isinstance(mine, nn.Parameter):
+                    old = module._parameters[attribute]
+                    assert old is not None
+                    mine = nn.Parameter(mine, old.requires_grad)
+                module._parameters[attribute] = mine
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter or buffer of this part, by first name."""
+        module, attribute = self._places[name][0]
+        found = module._parameters.get(attribute)
+        if found is None:
+            found = module._buffers[attribute]  # type: ignore[assignment]
+        assert found is not None
+        return found
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def arriving(self, inputs: Mapping[str, Tensor]) -> list[tuple[int, int, int]]:
+        """Shapes of the hidden states that the stage before gives for these inputs: [B, T, width] each."""
+        if not self.receives:
+            return []
+        source = inputs["input_ids"].shape
+        target = inputs.get("decoder_input_ids", inputs["input_ids"]).shape
+        shapes = [source] if self._start <= self.cut.sizes[0] else [source, target]
+        return [(shape[0], shape[1], self.cut.width) for shape in shapes]
+
+    def forward(
+        self, received: Sequence[Tensor], inputs: Mapping[str, Tensor], resume: Callable[[], None] | None = None
+    ) -> Any:
+        """Hidden states for the next stage, or the model's output on the last one.
+
+        `resume` is called where the model's random numbers go on: the stand-ins before may have drawn some.
+        """
+        for entry, hidden in zip(self._entries, received, strict=True):
+            # A view: autocast keeps a leaf's bf16 copy, and the gradients of all its uses would be added in bf16.
+            entry.hidden = hidden.view_as(hidden)
+        if self._entries:
+            self._entries[-1].resume = resume
+        try:
+            return self.model(**inputs)
+        except _Reached as reached:
+            hidden = reached.args[0]
+        kept, self._encoded = self._encoded, []
+        return tuple(tensor.contiguous() for tensor in (*kept, hidden))

@@ -1,0 +1,164 @@
+"""A DistributedDataParallel model whose gradients travel while backward is computing, whoever wrapped it.
+
+In: this rank's micro-batches. Out: the same update on every rank. The difference from `allreduce.py` is *when*
+gradients travel: all pieces but the last run in `no_sync`, and the last one's backward hands over each bucket as soon
+as its gradients are there. `ddp.py`, `hf_accelerate.py` and `hf_trainer.py` differ in who wraps and who runs a piece.
+
+DDP waits for a gradient of every weight, and a piece need not give one (layers that are left out at random, experts,
+weights that are never used). So what travels does not depend on DDP: it goes in buckets of our own, in an order that is
+the same on every rank, early where DDP hands gradients over and else after backward. DDP is only told to reduce once a
+whole step has given every weight a gradient of every piece, and no more after a step that did not.
+"""
+
+# No `from __future__ import annotations` here: DDP reads a communication hook's annotations.
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.config.run import RunError
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.strategies.exact.reduction import Exchange, Node, ReductionTree, buckets
+from lockstep.strategies.exact.statistics import buffers_kept
+from lockstep.strategies.native import Native
+from lockstep.tasks.models import models
+from lockstep.tasks.task import Task
+
+
+class Hooked(Native):
+    """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
+
+    travelling = False  # whether gradients leave during this piece's backward: it then waits for other ranks, too
+    primed = True  # False while DDP has still to see a backward outside `no_sync`
+    steady: bool | None = None  # whether every piece of all steps so far used every weight; None: no step was seen
+
+    @abstractmethod
+    def wrap(self) -> nn.Module:
+        """`self.model` as its engine runs it: in DistributedDataParallel where there are several processes. May replace
+        `self.optimizer` by the engine's."""
+
+    @abstractmethod
+    def run_piece(self, micro: MicroBatch, divisor: float) -> Tensor:
+        """Forward and backward of one piece on `self.wrapped`, the gradient being that of loss sum / divisor. Returns
+        the loss sum, detached."""
+
+    def build(self, task: Task) -> None:
+        super().build(task)
+        ignored = [name for i, name in enumerate(self.named) if i in self.rows]  # their rows travel by themselves
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
+        self.wrapped = self.wrap()
+        self.ddp = self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
+        assert (self.ddp is not None) == (self.world.size > 1), f"{type(self.wrapped)} at {self.world.size} processes"
+        self.position = {id(p): i for i, p in enumerate(self.parameters)}
+        dense = [i for i in reversed(range(len(self.parameters))) if i not in self.rows]  # as backward meets them
+        if self.ddp is not None:
+            cap_bytes = self.ddp.bucket_bytes_cap
+            self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], cap_bytes)]
+            self.ddp.register_comm_hook(None, self.on_bucket)
+            if models.leaves_out_layers(getattr(self.model, "config", None)) is not None:
+                self.leave_ddp()
+
+    @property
+    def in_tree(self) -> bool:
+        """Whether this step's sums go over the tree: without `exact` as well, where DDP cannot reduce."""
+        return self.run.strategy.exact or (self.ddp is not None and not self.steady)
+
+    def leave_ddp(self) -> None:
+        """Run the model past DDP from now on: a reduction that it has begun and cannot finish ends in its error."""
+        assert self.ddp is not None
+        self.steady, self.wrapped = False, self.ddp.module
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        if not self.primed and self.steady is not False:
+            self.prime(batch.micro_batches[0])
+        self.arrived: dict[int, Tensor] = {}  # what DDP handed over of the last leaf
+        self.sent = 0  # buckets
+        self.exchange = Exchange(batch.leaves, self.world.rank, self.world.size)
+        return super().train_step(batch, learning_rate)
+
+    def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
+        self.last_leaf = micro.leaf
+        self.travelling = self.ddp is not None and last and bool(self.steady)
+        with self.ddp.no_sync() if self.ddp is not None and not self.travelling else contextlib.nullcontext():
+            # DDP's own reduction averages over ranks: multiply back
+            loss = self.run_piece(micro, targets if self.in_tree else targets / self.world.size)
+        if self.in_tree and (self.ddp is None or not last):
+            with self.phases("backward"):
+                self.tree.add(micro.leaf, self.take_gradients())
+        return loss
+
+    def on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Called in backward of the last piece with gradients that are there: send off what is complete. What DDP gets
+        back is not used in exact runs: `reduce` reads the exchange."""
+        if self.primed:
+            self.arrived |= {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
+            if not self.run.strategy.exact:
+                return allreduce_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)
+            while self.sent < len(self.buckets) and self.arrived.keys() >= set(self.buckets[self.sent]):
+                self.send()
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def send(self) -> None:
+        """The next bucket: this rank's partial nodes merged with its last leaf."""
+        positions = self.buckets[self.sent]
+        self.exchange.submit(self.with_last_leaf(positions, [self.arrived[i] for i in positions]))
+        self.sent += 1
+
+    def with_last_leaf(self, positions: list[int], gradients: list[Tensor]) -> dict[Node, list[Tensor]]:
+        """This rank's partial nodes of some parameters, its last leaf among them."""
+        part = ReductionTree(self.tree.leaves)
+        for node, tensors in self.tree.nodes.items():
+            part.place(node, [tensors[i] for i in positions])
+        part.add(self.last_leaf, gradients)
+        return part.nodes
+
+    def reduce(self) -> list[Tensor]:
+        if self.ddp is None and self.in_tree:
+            return self.tree.root
+        gradients = self.take_gradients()
+        if self.in_tree:
+            self.arrived = dict(enumerate(gradients))
+            while self.sent < len(self.buckets):
+                self.send()
+            rows = self.sum_rows(self.with_last_leaf(list(self.rows), [gradients[i] for i in self.rows]))
+            for i, tensor in rows.items():
+                gradients[i] = tensor
+            # Into the last leaf's memory, which is that of DDP's own buckets: one gradient in memory and not two.
+            for positions, tensors in zip(self.buckets, self.exchange.finish(), strict=True):
+                torch._foreach_copy_([gradients[i] for i in positions], tensors)
+        elif self.ddp is not None and len(self.arrived) < len(gradients):
+            lacking = next(name for i, name in enumerate(self.named) if i not in self.arrived)
+            raise RunError(
+                f"strategy.exact: without it DDP has to reduce by itself, and waits for a gradient of {lacking}, which "
+                "this step's last piece did not use; set strategy.exact=true, or DDP's option find_unused_parameters"
+            )
+        return gradients
+
+    def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
+        losses, found = super().agree(losses, uses)
+        if self.ddp is not None and self.steady is not False and self.in_tree:
+            self.steady = min(found) == self.tree.leaves
+            if not self.steady:
+                self.leave_ddp()
+        return losses, found
+
+    def prime(self, micro: MicroBatch) -> None:
+        """One backward without a gradient: `static_graph` learns its graph from a first backward outside `no_sync`."""
+        blank = micro.blank()
+        with buffers_kept(self.model):
+            self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
+        self.take_gradients()
+        self.primed = True
+
+    def close(self) -> None:
+        super().close()
+        self.ddp = self.exchange = self.tree = None  # type: ignore[assignment]

@@ -1,0 +1,385 @@
+"""ZeRO on DeepSpeed: data parallelism whose ranks share out what each of them needs only now and then.
+
+In: this rank's micro-batches. Out: the same update on every rank, equal to that of `single` to rounding: DeepSpeed
+reduces by itself, in an order that depends on the number of ranks. What a stage shards is told in `zero1.py` to
+`zero3.py`; what DeepSpeed is told, in `zero_config.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.sharded import Saved
+from lockstep.strategies.engines import zero_config
+from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
+from lockstep.strategies.exact import optim
+from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.strategy import Strategy, made
+from lockstep.tasks.models import models
+from lockstep.tasks.task import Task
+
+_STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD, each shaped as its parameter
+
+
+class Sharded(Strategy):
+    """A DeepSpeed engine, whoever made it."""
+
+    needs = ("deepspeed",)
+    stage: int  # of ZeRO
+    statistics: Statistics
+    waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
+
+    @classmethod
+    def rounding(cls, run: Run) -> float:
+        if keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options)):
+            return 0.1
+        return 1e-4 if run.precision == "fp32" else 1e-3
+
+    @abstractmethod
+    def start_engine(self) -> Any:
+        """A `deepspeed.DeepSpeedEngine` around `self.model` and `self.optimizer`, of `self.config`."""
+
+    @abstractmethod
+    def options(self) -> Mapping[str, Any]:
+        """The user's part of DeepSpeed's config."""
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def build(self, task: Task) -> None:
+        self.task = task
+        zero_config.prepare_import(self.world.device.type)
+        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # DeepSpeed insists, in a job of one too
+        self._join()
+        receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
+        self.model = made(task, empty=receives)
+        self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
+        self.low_precision = keeps_bf16_weights(self.options())
+        self.config = zero_config.config(self.run, self.stage, self.parameter_count, self.options())
+        if self.stage == 3:
+            self._shard()
+        else:
+            self.model.to(self.world.device)
+        if self.run.precision == "bf16" and not self.low_precision:
+            # Inside the engine, which switches off an autocast that it finds around itself. Stage 3 forgets the bf16
+            # copy of a weight as soon as it forgets the weight.
+            cast = torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=self.stage < 3)
+            self.model.forward = cast(self.model.forward)
+        self.named = dict(self.model.named_parameters())
+        self.uses = {n: 0 for n, _ in self._trained()}  # how many of this rank's pieces gave each a gradient
+        for name, parameter in self._trained():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._count(name))
+        self.optimizer = optim.build(self.run.optim, self.model)
+        self.engine = self.start_engine()
+        assert self.engine.zero_optimization_stage() == self.stage, self.engine.zero_optimization_stage()
+        assert dist.get_world_size() == self.world.size
+        self.statistics = Statistics(self.model)
+        self.engine.train()
+
+    def _join(self) -> None:
+        """Let DeepSpeed use the process group that is there; a job of one process has none yet."""
+        import deepspeed
+
+        cuda = self.world.device.type == "cuda"
+        if not dist.is_initialized():
+            store = dist.HashStore()
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
+        deepspeed.init_distributed("nccl" if cuda else "gloo")
+
+    def _shard(self) -> None:
+        """Partition the model module by module: rank 0 gives, the others never hold more than one module whole."""
+        from deepspeed import zero
+
+        made: dict[int, nn.Parameter] = {}  # tied weights stay tied
+        device = self.world.device
+        dtype = torch.bfloat16 if self.low_precision else torch.float32
+        for module in reversed(list(self.model.modules())):  # inner modules before those that hold them
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.is_meta:
+                    if id(parameter) not in made:
+                        real = torch.empty(parameter.shape, dtype=dtype, device=device)
+                        made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
+                    module._parameters[name] = made[id(parameter)]
+                elif not hasattr(parameter, "ds_id"):
+                    parameter.data = parameter.data.to(dtype)
+            for name, buffer in module.named_buffers(recurse=False):
+                real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                dist.broadcast(real, src=0)
+                module._buffers[name] = real
+            if next(module.parameters(), None) is not None:
+                zero.Init(module=module, config_dict_or_path=self.config, dtype=dtype)
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    # -- one update --------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        pieces = self._levelled(batch)
+        self.uses = dict.fromkeys(self.uses, 0)
+        self.statistics.start(batch.leaves)
+        for i, micro in enumerate(pieces):
+            self.counting = i < len(batch.micro_batches)  # blank pieces are nobody's
+            seed_everything(self.run.seed, batch.step, micro.leaf)
+            self.engine.set_gradient_accumulation_boundary(i == len(pieces) - 1)
+            with self.phases("forward"), self.autocast(not self.low_precision):
+                loss = self.task.loss_sum(self._run(micro.inputs), micro.targets)
+            # DeepSpeed averages over ranks: multiply back
+            with self.phases("backward"):
+                self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
+            losses[micro.leaf] += loss.detach()
+            if i < len(batch.micro_batches):
+                self.statistics.take(micro)
+            else:
+                self.statistics.reset()
+        with self.phases("reduction"):
+            losses, uses = self.agree(losses, list(self.uses.values()))
+            self.usable(batch.step, losses, losses.sum())
+        unused = self._unused(uses, batch.leaves)
+        if self.observe is not None:
+            self.observe(self._whole_gradient())
+        optim.set_rate(self.optimizer, learning_rate)
+        with self.phases("optimizer"):
+            kept = [(p, key, self._whole_state(p, key)) for p in unused for key in (None, *self._moments())]
+            self.engine.step()
+            for parameter, key, whole in kept:  # DeepSpeed took their gradient for zero: decay and momentum moved them
+                self._set(parameter, whole, key)
+            if kept:
+                self._refresh_model()
+        norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
+        self.usable(batch.step, losses, norm)
+        self.statistics.finish(self.share.sum)
+        return StepResult(losses.sum() / batch.targets, norm)
+
+    def _count(self, name: str) -> None:
+        self.uses[name] += self.counting
+
+    def _unused(self, uses: list[int], pieces: int) -> list[nn.Parameter]:
+        """The parameters that no piece gave a gradient. Errors: `RunError`, on every rank, when some pieces gave one
+        and others not: what the ranks reduced together was not the same then."""
+        counts = dict(zip(self.uses, uses, strict=True))
+        name = next((name for name, count in counts.items() if 0 < count < pieces), None)
+        if name is not None and self.world.size > 1:
+            raise RunError(
+                f"strategy.name: DeepSpeed needs every piece to use the same weights, and {counts[name]} of {pieces} "
+                f"used {name}; nothing was updated. Use strategy.name=ddp or fsdp2"
+            )
+        return [parameter for name, parameter in self._trained() if not counts[name]]
+
+    def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
+        super().rehearse(batch, then)
+        if self.stage < 3:
+            self.engine.optimizer._hp_optimizer_states_linked = False  # to the state that was
+
+    def _levelled(self, batch: StepBatch) -> list[MicroBatch]:
+        """This rank's pieces, and blank ones where others have more: gradients travel after every piece."""
+        most = -(-batch.leaves // self.world.size)
+        blank = batch.micro_batches[-1].blank()
+        return batch.micro_batches + [blank] * (most - len(batch.micro_batches))
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> Any:
+        with torch.autocast(self.world.device.type, enabled=False):  # the model has its own, see `build`
+            return self.engine(**inputs)
+
+    def _whole_gradient(self) -> dict[str, Tensor]:
+        """By parameter name on rank 0, nothing elsewhere. Collective."""
+        from deepspeed.utils import safe_get_full_grad
+
+        found = {}
+        for name, parameter in self._trained():
+            gradient = safe_get_full_grad(parameter)
+            if self.world.is_main:
+                found[name] = gradient.float().clone()
+        return found
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        self.engine.eval()
+        with torch.no_grad():
+            logits = self._run(inputs).logits
+        self.engine.train()
+        return logits
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((n, p) for n, p in self.named.items() if p.requires_grad)
+
+    def _flat(self) -> list[Tensor]:
+        """This rank's fp32 weights as the optimizer knows them: a few flat tensors, each of many parameters."""
+        inner = self.engine.optimizer
+        return inner.fp32_partitioned_groups_flat if self.stage == 3 else inner.single_partition_of_fp32_groups
+
+    def _whole_weight(self, parameter: nn.Parameter) -> Tensor:
+        """fp32. Collective."""
+        from deepspeed import zero
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if parameter.requires_grad:
+            return safe_get_full_fp32_param(parameter)
+        with zero.GatheredParameters([parameter], enabled=self.stage == 3):
+            return parameter.detach().float().clone()
+
+    def _moments(self) -> list[str]:
+        """The names of the optimizer's moments, once there are some."""
+        held = self.optimizer.state.get(self._flat()[0], {})
+        return [key for key in _STATE_KEYS if isinstance(held.get(key), Tensor)]
+
+    def _whole_state(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        """A copy of a weight (`key` None) or of a moment, whole. Collective."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        if key is None:
+            return self._whole_weight(parameter).clone()
+        self._link_optimizer_state()
+        return safe_get_full_optimizer_state(parameter, key).clone()
+
+    def _whole_weights(self, keepers: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+        """fp32 on the CPU of rank 0 (or of a parameter's keeper), nothing elsewhere; no rank holds more than one
+        parameter whole on its device. Collective."""
+        found = {}
+        for name, parameter in self.named.items():
+            weight = self._whole_weight(parameter)
+            assert weight.shape == self.shapes[name], f"{name}: {weight.shape}, not {self.shapes[name]}"
+            if self.stage < 3:  # the model's own copy is whole: what is saved is what it computes with
+                assert torch.equal(weight.to(parameter.dtype), parameter.detach()), f"{name}: not the model's weight"
+            if self.world.rank == (keepers[name] if keepers else 0):
+                found[name] = weight.to("cpu", copy=True)
+        return found
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """Whole tensors: DeepSpeed gives them to every rank, one at a time, and each is kept by one rank."""
+        load = [0] * self.world.size  # numbers that each rank keeps
+        found = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
+        held = self.optimizer.state.get(self._flat()[0], {})
+        for key in self._moments():
+            keepers = self._keepers(load)
+            for name, parameter in self._trained():
+                value = self._whole_state(parameter, key)
+                if self.world.rank == keepers[name]:
+                    found[f"optimizer.{key}.{name}"] = value.cpu()
+        found |= {f"model.{n}": b for n, b in self.model.named_buffers()}
+        if "step" in held:  # one for all: every parameter is in every update
+            found |= {f"optimizer.step.{n}": held["step"].cpu().clone() for n, _ in self._trained()}
+        return found
+
+    def _keepers(self, load: list[int]) -> dict[str, int]:
+        """Parameter -> the rank with the least to keep so far; adds to its load."""
+        keepers = {}
+        for name, shape in self.shapes.items():
+            keepers[name] = load.index(min(load))
+            load[keepers[name]] += shape.numel()
+        return keepers
+
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        """Rank 0 reads every tensor by itself and sends it; each rank keeps its shard of it."""
+        names = [n for n, _ in self._trained()]
+        found = [k for k in _STATE_KEYS if f"optimizer.{k}.{names[0]}" in saved]
+        step = None
+        if (key := f"optimizer.step.{names[0]}") in saved:
+            step = float(self._from_main(saved, key, torch.Size()))
+        self._make_optimizer_state(found, step)
+        for name, parameter in self.named.items():
+            self._set(parameter, self._from_main(saved, f"model.{name}", self.shapes[name]), None)
+        for key in found:
+            for name, parameter in self._trained():
+                self._set(parameter, self._from_main(saved, f"optimizer.{key}.{name}", self.shapes[name]), key)
+        saved.read({f"model.{n}": b for n, b in self.model.named_buffers()})
+        self._refresh_model()
+
+    def _from_main(self, saved: Saved, name: str, shape: torch.Size) -> Tensor:
+        """A whole tensor, read by rank 0. Collective."""
+        tensor = torch.empty(shape, device=self.world.device)
+        saved.read({name: tensor} if self.world.is_main else {})
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def _make_optimizer_state(self, keys: list[str], step: float | None) -> None:
+        """What the optimizer would have made in its first step, to be filled in."""
+        self.optimizer.state.clear()
+        for flat in self._flat() if keys else ():
+            made = self.optimizer.state[flat]
+            if step is not None:
+                made["step"] = torch.tensor(step, device=flat.device if flat.is_cuda else "cpu")
+            made |= {key: torch.zeros_like(flat) for key in keys}
+        self._link_optimizer_state()
+
+    def _link_optimizer_state(self) -> None:
+        """Tell DeepSpeed's `safe_get` and `safe_set` where the optimizer's state is: stages 1 and 2 look for it once,
+        after the update of the first parameter group, when there is none of the second."""
+        if self.stage < 3 and self.optimizer.state:
+            self.engine.optimizer._hp_optimizer_states_linked = False
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _set(self, parameter: Any, whole: Tensor, key: str | None) -> None:
+        """Keep this rank's shard of a weight (`key` None) or of an optimizer state."""
+        from deepspeed import utils, zero
+
+        if not parameter.requires_grad:
+            with zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3), torch.no_grad():
+                parameter.copy_(whole)
+        elif self.stage == 3:  # DeepSpeed's own `safe_set_full` cannot split what the ranks do not divide
+            size = parameter.ds_tensor.numel()
+            shard = whole.new_zeros(size)
+            mine = whole.reshape(-1)[self.world.rank * size : (self.world.rank + 1) * size]
+            shard[: mine.numel()] = mine
+            if key is None:
+                utils.safe_set_local_fp32_param(parameter, shard)
+            else:
+                utils.safe_set_local_optimizer_state(parameter, shard, key)
+        elif key is None:
+            utils.safe_set_full_fp32_param(parameter, whole)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, whole, key)
+
+    def _refresh_model(self) -> None:
+        """The weights that the model computes with, from the optimizer's fp32 ones: what DeepSpeed does after a step.
+        Collective."""
+        inner = self.engine.optimizer
+        if self.stage < 3:
+            inner.update_lp_params()
+            return
+        inner._partition_all_parameters()  # none stays gathered with its old value
+        for i in range(len(inner.fp16_groups)):
+            inner._reassign_or_swap_out_partitioned_parameters(i)
+        if inner.persistent_parameters:
+            inner.persistent_parameters[0].all_gather(inner.persistent_parameters)
+
+    def export(self) -> dict[str, Tensor] | None:
+        whole = self._whole_weights()
+        if not self.world.is_main:
+            return None
+        by_identity = {id(p): whole[n] for n, p in self.named.items()}  # tied weights have several names
+        return {k: by_identity.get(id(v), v.detach()) for k, v in self.model.state_dict(keep_vars=True).items()}
+
+    def close(self) -> None:
+        self.engine.destroy()
+        del self.engine, self.model, self.optimizer, self.named
+
+
+class Zero(Sharded):
+    """`strategy.options` is DeepSpeed's own config, without what the run file says already."""
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        cls.require(f"strategy.name: zero{cls.stage}")
+        models.check_layers(run, "DeepSpeed")
+        zero_config.check(run, processes, cls.stage, run.strategy.options)
+
+    def options(self) -> Mapping[str, Any]:
+        return self.run.strategy.options
+
+    def start_engine(self) -> Any:
+        import deepspeed
+
+        return deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=self.config)[0]

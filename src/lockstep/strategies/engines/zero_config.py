@@ -1,0 +1,135 @@
+"""What DeepSpeed is told: its own config, made of the run file and of `strategy.options`. Strategies that use it share
+this.
+
+In: a run and the user's part. Out: the whole config as DeepSpeed reads it, or a `RunError` naming the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.config.run import Run, RunError
+from lockstep.strategies.engines.zero_agreement import OURS, differing, left, refuse
+
+
+def prepare_import(device_type: str) -> None:
+    """Call before the first `import deepspeed`: DeepSpeed picks its device then, and would compile an operator."""
+    os.environ["DS_ACCELERATOR"] = device_type
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    assert get_accelerator().device_name() == device_type, "DeepSpeed was imported for another device"
+    warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
+    # Each optimizer of ours is held against `single` in tests/test_zero.py.
+    logging.getLogger("DeepSpeed").addFilter(_not_of_untested_optimizers)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # 26 s of compiling, for CPU all-reduces
+
+
+def _not_of_untested_optimizers(record: logging.LogRecord) -> bool:
+    return "untested optimizer" not in str(record.msg)
+
+
+def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole config. DeepSpeed's buffers (its defaults take gigabytes) are bounded by the model's size."""
+    part = max(1, min(parameters, max(parameters // 8, 1_000_000)))
+    part += part % 2  # DeepSpeed asserts that a bucket is a multiple of two
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": min(part, 50_000_000),
+        "allgather_bucket_size": min(part, 500_000_000),
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": min(part, 50_000_000),
+            "stage3_param_persistence_threshold": min(parameters // 1000, 100_000),
+            "stage3_max_live_parameters": min(parameters // 4, 1_000_000_000),
+            "stage3_max_reuse_distance": min(parameters // 4, 1_000_000_000),
+        }
+    ours = {
+        "train_micro_batch_size_per_gpu": 1,  # a number DeepSpeed wants and does nothing with
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": run.optim.clip or 0.0,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,  # SGD: tested here
+        "zero_force_ds_cpu_optimizer": False,  # with `offload_optimizer` too the optimizer is ours
+    }
+    theirs = left(options)
+    section = zero | theirs.pop("zero_optimization", {})
+    return ours | theirs | {"zero_optimization": section}
+
+
+def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
+    """Refuse, before any process starts, what is ours to say, what DeepSpeed does not know and values it does not take.
+    `key`: where in the run file the options are. Errors: `RunError`, with everything that is wrong."""
+    if run.on_nonfinite == "skip":
+        raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
+    rows = differing(run, processes, stage, options, key)
+    if options and isinstance(options.get("zero_optimization", {}), Mapping):
+        import torch
+
+        prepare_import("cuda" if run.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
+        rest = left(options)
+        rows += _ask_deepspeed(config(run, stage, 1_000_000, rest), rest, key)
+    refuse(rows, key)
+
+
+class _Asked(dict):
+    """A config that remembers which of its keys were asked for."""
+
+    def __init__(self, content: Mapping[str, Any], asked: set[str]) -> None:
+        super().__init__(content)
+        self.asked = asked
+
+    def __copy__(self) -> _Asked:
+        return self
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def _ask_deepspeed(content: dict[str, Any], options: Mapping[str, Any], key: str) -> list[str]:
+    """Let DeepSpeed read the config: a key it never asks for is one it does not have. (It would ignore it silently.)"""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    asked: set[str] = set()
+    try:
+        DeepSpeedConfig(_Asked(content, asked))
+    except ValidationError as error:
+        return [_told(found, content, options, key) for found in error.errors()]
+    except Exception as error:  # DeepSpeed refuses in many ways
+        return [f"{key}: DeepSpeed says: {' '.join(str(error).split())[:400]}"]
+    rows = []
+    for name in options:
+        if name not in asked:
+            near = difflib.get_close_matches(name, sorted(asked - OURS.keys()), 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            rows.append(f"{key}.{name}: DeepSpeed has no such option{hint}")
+    return rows
+
+
+def _told(error: Any, content: dict[str, Any], options: Mapping[str, Any], key: str) -> str:
+    """One of pydantic's errors, with the key it is about."""
+    section = next((s for s in ("zero_optimization", *options) if _belongs(error["loc"], content.get(s))), None)
+    name = ".".join(str(part) for part in (key, section, *error["loc"]) if part is not None)
+    if error["type"] == "extra_forbidden":
+        return f"{name}: DeepSpeed has no such option"
+    return f"{name}: {error['input']!r} will not do, DeepSpeed says: {error['msg']}"
+
+
+def _belongs(location: tuple[int | str, ...], section: Any) -> bool:
+    return isinstance(section, Mapping) and bool(location) and location[0] in section

@@ -1,0 +1,45 @@
+"""Weights and optimizer state under the task's own names, as a checkpoint wants them.
+
+In: the tensors that a rank answers for, the parameters that its optimizer steps, by name. Out: one mapping,
+`model.NAME` and `optimizer.KEY.NAME`; and the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.distributed.sharded import Saved, moments
+from lockstep.strategies.exact import optim
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name, without their graph."""
+    return {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def sharded(
+    tensors: Mapping[str, Tensor], trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """What a rank has to save. Parameters that no update has touched get the state that they begin with."""
+    optim.complete(optimizer)
+    found = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    for name, parameter in trained.items():
+        for key, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor):
+                found[f"optimizer.{key}.{name}"] = value
+    return found
+
+
+def load(
+    saved: Saved, tensors: Mapping[str, Tensor], trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    """Read into the tensors, and make the optimizer's state of what there is of it. Collective."""
+    targets = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    for name, parameter in trained.items():
+        if found := moments(saved, name, parameter):
+            optimizer.state[parameter] = found
+            targets |= {f"optimizer.{key}.{name}": value for key, value in found.items()}
+    saved.read(targets)

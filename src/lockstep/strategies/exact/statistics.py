@@ -1,0 +1,105 @@
+"""Buffers that change in training, such as BatchNorm's running statistics: the same bits at any number of processes.
+
+In: the pieces of a step, wherever they run. Out: one update of the statistics for the step.
+
+Each piece starts from the statistics before the step, so that it does not matter where it runs. After the step they
+are the mean of what the pieces made of them, weighted by examples: a step counts as one batch, whatever it is cut into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.batch import IGNORED, MicroBatch
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_OTHERS = {"QuantAct"}  # of I-BERT: running minima and maxima of activations
+
+
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers whose mean over pieces is what a step makes of them, by name."""
+    modules = {
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, _BATCH_NORMS + _INSTANCE_NORMS) or type(m).__name__ in _OTHERS
+    }
+    return {name: b for name, b in model.named_buffers() if name.rpartition(".")[0] in modules}
+
+
+class Statistics:
+    """The running statistics of a model of which every rank has a whole copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.names = model, list(averaged(model))
+
+    def start(self, leaves: int) -> None:
+        """Before the pieces of a step."""
+        if self.names:
+            self._before = self._now()  # [N]
+            self._made = self._before.new_zeros(leaves, len(self._before) + 1)  # [M, N + 1]: and the piece's examples
+
+    def take(self, micro: MicroBatch) -> None:
+        """What a piece made of the statistics, after its backward; they are then as before the step again. Not for
+        blank pieces that only level ranks."""
+        if self.names:
+            examples = len(micro.targets) * (micro.targets != IGNORED).any()  # a blank piece has none
+            self._made[micro.leaf] = torch.cat([self._now(), examples.double()[None]])
+            self.reset()
+
+    def reset(self) -> None:
+        """Back to what was before the step."""
+        if self.names:
+            self._set(self._before)
+
+    def finish(self, sum_over_ranks: Callable[[Tensor], Tensor], used: Tensor | bool = True) -> None:
+        """After the pieces; `used`: whether an update was made. Every rank has zeros for others' pieces, and adding
+        zeros is exact. Collective."""
+        if self.names:
+            made = sum_over_ranks(self._made)
+            examples = made[:, -1:]  # [M, 1]
+            mean = (made[:, :-1] * examples).sum(0) / examples.sum().clamp(min=1)
+            self._set(torch.where((examples.sum() > 0) & used, mean, self._before) + 0.0)  # no zero keeps a sign
+            del self._made
+
+    def _buffers(self) -> list[Tensor]:
+        """As they are now: engines put others in their place, and so does I-BERT's every forward."""
+        return [self.model.get_buffer(name) for name in self.names]
+
+    def _now(self) -> Tensor:
+        return torch.cat([b.detach().reshape(-1).double() for b in self._buffers()])
+
+    def _set(self, values: Tensor) -> None:
+        buffers = self._buffers()
+        with torch.no_grad():
+            for buffer, part in zip(buffers, values.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[set[str]]:
+    """Whatever happens in here, the model's buffers are afterwards what they were; yields the names of those that had
+    changed, complete when it is over."""
+    before = {name: b.detach().clone() for name, b in model.named_buffers()}
+    changed: set[str] = set()
+    yield changed
+    now = dict(model.named_buffers())
+    for name, kept in before.items():
+        buffer = now[name]
+        if buffer.shape == kept.shape and torch.equal(_bytes(buffer), _bytes(kept)):
+            continue
+        changed.add(name)
+        holder, _, last = name.rpartition(".")
+        if buffer.shape == kept.shape:
+            with torch.no_grad():
+                buffer.copy_(kept)
+        else:
+            setattr(model.get_submodule(holder), last, kept)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,1 +1,0 @@
-"""Bodies that several strategies share."""

@@ -1,0 +1,1 @@
+"""Models and tokenizers of transformers, as tasks want them."""

@@ -1,0 +1,102 @@
+"""LoRA and other adapters through `peft`: few new weights are trained, the model's own stay as they are.
+
+In: `model.adapter` of the run file and a model. Out: the model with its adapter; an export of the adapter alone, or of
+the model with the adapter merged into its weights. Needs the extra `lockstep-train[peft]`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.run import Run, RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+OURS = {"type", "export"}  # keys of `model.adapter` that are not peft's
+EXPORTS = ("merged", "adapter")
+# head of the model -> peft's task, which decides what is trained besides (the head of a classifier)
+TASKS = {
+    "classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "causal": "CAUSAL_LM",
+    "seq2seq": "SEQ_2_SEQ_LM",
+}
+
+
+def check(run: Run) -> None:
+    """Refuse an adapter that cannot be. Errors: `RunError`."""
+    adapter = run.model.adapter
+    if not adapter:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise RunError("model.adapter: peft is not installed: pip install 'lockstep-train[peft]'")
+    if run.model.source is None:
+        raise RunError("model.adapter: an adapter is trained on a pretrained model; give model.source")
+    if (export := adapter.get("export", "merged")) not in EXPORTS:
+        raise RunError(f"model.adapter.export: {export!r} is not one of {', '.join(EXPORTS)}")
+    config(run, "classification")
+
+
+def config(run: Run, head: str) -> Any:
+    """peft's config of the run's adapter. Errors: `RunError`."""
+    import dataclasses
+
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING as KINDS
+    from peft import PeftType
+
+    name = str(run.model.adapter.get("type", "lora")).upper()
+    known = sorted(kind.value.lower() for kind in KINDS)
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise RunError(f"model.adapter.type: peft has no {name.lower()!r}; {hint}it has {', '.join(known)}")
+    kind = KINDS[PeftType(name)]
+    given = {key: value for key, value in run.model.adapter.items() if key not in OURS}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    for key in given:
+        if key not in fields or key in ("task_type", "peft_type", "inference_mode"):
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(fields))}"
+            raise RunError(f"model.adapter: {name.lower()} has no option {key!r}; {hint}")
+    try:
+        return kind(task_type=TASKS[head], **given)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"model.adapter: {' '.join(str(error).split())}") from error
+
+
+def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
+    """The model with its adapter; what the adapter draws comes after what the model draws from the seed."""
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, config(run, head))
+    except ValueError as error:  # no such modules, a kind that this family cannot have
+        raise RunError(f"model.adapter: {' '.join(str(error).split())[:400]}") from error
+
+
+def save(run: Run, model: Any, folder: Path) -> None:
+    """Write the adapter alone, or the whole model with it."""
+    if run.model.adapter.get("export", "merged") == "merged":
+        model.merge_and_unload().save_pretrained(folder)
+    else:
+        model.save_pretrained(folder)
+        model.config.save_pretrained(folder)  # names of labels
+
+
+def is_adapter(export: Path) -> bool:
+    """Whether an export is an adapter without its model."""
+    return (export / "adapter_config.json").is_file()
+
+
+def load(model: nn.Module, export: Path) -> None:
+    """Give an adapter's weights back to a model that `wrap` has made."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights: Mapping[str, Tensor] = load_file(export / "adapter_model.safetensors")
+    set_peft_model_state_dict(model, weights)

@@ -1,0 +1,384 @@
+"""Models from transformers: pretrained, or from a config; and back to a folder. The tasks share this.
+
+In: the `model` section, a tokenizer and label names. Out: a float32 model on the CPU, the same bits in every process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import tokenizer as tokenizers
+from lockstep.data.hub_errors import told
+from lockstep.distributed.randomness import seed_libraries
+from lockstep.tasks.models import adapters
+
+# Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
+_OFFSET_POSITIONS = {
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "camembert",
+    "roberta-prelayernorm",
+    "longformer",
+    "mpnet",
+}
+
+
+# Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
+# which FSDP gathers a layer's weights.
+_PAST_HOOKS = {"squeezebert", "reformer"}
+# Families that run a layer several times in a forward: its gradient is reduced once, as a part of the whole model.
+_RUN_AGAIN = {"albert", "hrm_text"}
+# Families seen with other bits than one process, for a cause not yet found: see docs/families.md.
+_OTHER_BITS: dict[str, str | None] = {}  # under that strategy; None: under every one
+
+# What a task asks for -> the Auto class of transformers, the families it has, and what messages call it.
+HEADS = {
+    "classification": (
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        "sequence classifier",
+    ),
+    "token_classification": (
+        "AutoModelForTokenClassification",
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+        "token classifier",
+    ),
+    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
+    "seq2seq": (
+        "AutoModelForSeq2SeqLM",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+        "encoder-decoder model",
+    ),
+}
+
+
+def check(
+    run: Run, head: str = "classification", tokens: int | None = None, key: str = "data.max_length", **entries: Any
+) -> None:
+    """Refuse, before any process starts, a model that cannot be built, or that has no place for so many `tokens`
+    (default: `data.max_length`), which `key` sets. `entries` of the config are set first. Errors: `RunError`."""
+    from transformers.models.auto import modeling_auto
+
+    adapters.check(run)
+    config = load_config(run)
+    _, known, called = HEADS[head]
+    if config.model_type not in getattr(modeling_auto, known) and not run.model.trust_remote_code:
+        raise RunError(f"model: transformers has no {called} of the type {config.model_type!r}")
+    if run.model.config or run.model.adapter:
+        for name, value in entries.items():
+            setattr(config, name, value)
+        _check_buildable(run, config, head)
+    positions = entry(config, "max_position_embeddings")
+    if positions is not None and positions > 0:
+        fits = positions - (config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0)
+        if (tokens or run.data.max_length) > fits:
+            raise RunError(
+                f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
+            )
+
+
+def _check_buildable(run: Run, config: Any, head: str) -> None:
+    """Build the model without memory, so that sizes that do not fit each other are told now."""
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, HEADS[head][0]).from_config(config)
+            if run.model.adapter:
+                adapters.wrap(run, model, head)
+    except (ValueError, RuntimeError, AssertionError, TypeError, KeyError, ZeroDivisionError) as error:
+        said = " ".join(str(error).split())
+        if "meta" in said:  # a model that cannot be built without memory says nothing of its sizes
+            return
+        raise RunError(f"model.config: transformers cannot build this {config.model_type}: {said}") from error
+
+
+def load_config(run: Run) -> Any:
+    """The model's config with the run's entries set. Errors: `RunError`."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if run.model.type is not None:
+        if run.model.type not in CONFIG_MAPPING:
+            import difflib
+
+            near = difflib.get_close_matches(run.model.type, list(CONFIG_MAPPING), 3)
+            raise RunError(
+                f"model.type: transformers knows no type {run.model.type!r}; near are {', '.join(near) or 'none'}"
+            )
+        config = CONFIG_MAPPING[run.model.type]()
+    else:
+        source = local_or_id(run)
+        try:
+            config = AutoConfig.from_pretrained(
+                source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
+            )
+        except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
+            said = told(error, run.model.revision)
+            raise RunError(f"model.source: cannot load a model from {source!r}: {said}") from error
+    for key, value in run.model.config.items():
+        if entry(config, key, missing := object()) is missing:
+            raise RunError(f"model.config: a config of the type {config.model_type!r} has no entry {key!r}")
+        try:
+            setattr(config, key, value)
+        except (TypeError, ValueError, NotImplementedError, StrictDataclassError) as error:
+            raise RunError(f"model.config.{key}: {value!r} will not do: {' '.join(str(error).split())}") from None
+    return config
+
+
+def entry(config: Any, name: str, otherwise: Any = None) -> Any:
+    """An entry of a config. XLNet has no limit of positions, and its config raises an error of its own where it is
+    asked for one."""
+    try:
+        return getattr(config, name, otherwise)
+    except NotImplementedError:
+        return otherwise
+
+
+def local_or_id(run: Run) -> str:
+    """The folder, checked to be a model's, or the Hub id. Errors: `RunError`."""
+    source = str(run.model.source)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise RunError(f"model.source: the folder {path} is not a model's: it has no config.json")
+        return str(path)
+    if source.startswith((".", "/", "~")):
+        raise RunError(f"model.source: there is no folder {path}")
+    return source
+
+
+def sequence_classifier(run: Run, tokenizer: Any, labels: list[str], empty: bool = False) -> nn.Module:
+    """A classifier; weights that the source does not have (the head) are drawn from the seed. `empty`: on the meta
+    device."""
+    return build(run, "classification", tokenizer, empty, **named(labels))
+
+
+def named(labels: list[str]) -> dict[str, Any]:
+    """The entries of a config that say what its classes are called."""
+    names = dict(enumerate(labels))
+    return {"num_labels": len(labels), "id2label": names, "label2id": {name: code for code, name in names.items()}}
+
+
+def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: Any) -> nn.Module:
+    """A model of the Auto class that `head` names; weights that the source does not have are drawn from the seed.
+
+    `entries` of the config are set by the task. `empty`: on the meta device, without memory.
+    """
+    import transformers
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    auto = getattr(transformers, HEADS[head][0])
+    config = load_config(run)
+    config.pad_token_id = tokenizer.pad_token_id
+    if hasattr(config, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
+        config.use_cache = False
+    options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
+    seed_libraries(run.seed)
+    if run.model.type is not None:
+        config.vocab_size = len(tokenizer)
+        for name in ("bos_token_id", "eos_token_id"):
+            with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
+                setattr(config, name, getattr(tokenizer, name))
+        if config.is_encoder_decoder and config.eos_token_id is None:  # BART's classifier reads at the text's end
+            config.eos_token_id = tokenizer.sep_token_id
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:  # T5's, from scratch
+        config.decoder_start_token_id = config.pad_token_id
+    for name, value in entries.items():
+        setattr(config, name, value)
+    if run.model.type is not None or empty:
+        with torch.device("meta" if empty else "cpu"):
+            model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
+    else:
+        model = auto.from_pretrained(
+            local_or_id(run),
+            config=config,
+            revision=run.model.revision,
+            trust_remote_code=run.model.trust_remote_code,
+            ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
+            **options,
+        )
+        freeze_as_from_config(model, auto)
+    if run.model.adapter:
+        with torch.device("meta" if empty else "cpu"):
+            model = adapters.wrap(run, model, head)
+    seeds_from_torch(model)
+    model = model.float()
+    assert all(p.dtype == torch.float32 for p in model.parameters()), "weights must be float32"
+    return model
+
+
+def freeze_as_from_config(model: Any, auto: Any) -> None:
+    """Freeze what a model of the same config would have frozen: `from_pretrained` lets go of it (the computed positions
+    of Marian, which are in no export, would be decayed)."""
+    if not type(model).__module__.startswith("transformers."):  # code from the Hub may need memory to be built
+        return
+    with torch.device("meta"):
+        fresh = auto.from_config(model.config)
+    trained = {name: parameter.requires_grad for name, parameter in fresh.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters():
+        if not trained.get(name, True):
+            parameter.requires_grad_(False)
+
+
+def seeds_from_torch(model: nn.Module) -> None:
+    """Reformer seeds torch's generator anew in every layer, from the operating system, so that its backward can draw
+    the same dropout again. Here those seeds are drawn from torch's generator, which is seeded for every piece."""
+
+    def draw(layer: Any, name: str) -> None:
+        seed = int(torch.randint(2**62, ()))
+        setattr(layer, name, seed)
+        torch.manual_seed(seed)
+
+    for layer in model.modules():
+        if type(layer).__name__ == "ReformerLayer":
+            for name in ("attention_seed", "feed_forward_seed"):
+                setattr(layer, f"_init_{name}", partial(draw, layer, name))
+
+
+def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, run: Run | None = None) -> None:
+    """Write config, weights and tokenizer so that transformers' `from_pretrained` loads them; of a `run` with an
+    adapter, as it says there."""
+    plain = {name: tensor.cpu() for name, tensor in weights.items()}
+    model.load_state_dict(plain)
+    if getattr(model.config, "use_cache", None) is False:
+        model.config.use_cache = True  # type: ignore[union-attr]  # off in training only
+    if run is not None and run.model.adapter:
+        adapters.save(run, model, folder)
+    else:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizers.save(tokenizer, folder)
+
+
+def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
+    """An exported model, ready to be asked, and its tokenizer."""
+    import transformers
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    options: dict[str, Any] = {"trust_remote_code": run.model.trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    adapter = adapters.is_adapter(folder)
+    source = local_or_id(run) if adapter else folder
+    auto = getattr(transformers, HEADS[head][0])
+    model = auto.from_pretrained(source, config=config, ignore_mismatched_sizes=adapter, **options)
+    if adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder)
+    return model.float().eval(), tokenizers.load(str(folder), run.model.trust_remote_code)
+
+
+def most_uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """How often one forward uses the weight that it uses most (tied weights, layers that are shared)."""
+    uses: dict[int, int] = {}
+
+    def count(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+
+    hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
+    training = model.training
+    model.eval()  # none of the layers is left out at random
+    try:
+        with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
+            model(**inputs)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return max(uses.values(), default=0)
+
+
+LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out
+
+
+def leaves_out_layers(config: Any) -> str | None:
+    """The entry of a config by which training leaves out layers at random, piece by piece; None: it does not."""
+    return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
+
+
+def check_layers(run: Run, engine: str) -> None:
+    """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones. Errors:
+    `RunError`."""
+    if (entry := leaves_out_layers(load_config(run))) is not None:
+        raise RunError(
+            f"model.config.{entry}: {engine} needs every rank to run the same layers, and this leaves some out at "
+            "random; set it to 0, or use strategy.name=ddp or fsdp2"
+        )
+
+
+def check_bits(model: nn.Module, run: Run, ranks: int) -> None:
+    """Errors: `RunError` for a family that is known not to keep the promise of bits."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    where = _OTHER_BITS.get(kind or "", "none")
+    if where == run.strategy.name or (where is None and ranks > 1):
+        raise RunError(
+            f"strategy.exact: {kind} does not have the bits of one process "
+            f"{f'under {where}' if where else 'at several'}; set strategy.exact=false, which promises rounding only, "
+            "or use strategy.name=single launch.processes=1"
+        )
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: what transformers does not split over devices, else the items of its outermost lists of
+    like modules (an encoder's and a decoder's layers). None is within another, and none holds a weight
+    that is used outside of it, too."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+
+    def alone(block: nn.Module) -> bool:
+        own = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
+        return bool(own) and all(uses[key] == count for key, count in own.items())
+
+    if getattr(getattr(model, "config", None), "model_type", None) in _PAST_HOOKS | _RUN_AGAIN:
+        return []
+    found = [block for block in _layers(model) if alone(block)]
+    inner = {id(below) for block in found for below in block.modules() if below is not block}
+    return [block for block in found if id(block) not in inner]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    kept = set(getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in model.modules() if type(m).__name__ in kept]
+    if found:
+        return found
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(item) for item in m}) == 1]
+    lists = [each for each in lists if not isinstance(each[0], nn.ModuleList)]  # Funnel's blocks of layers
+    inner = {id(below) for outer in lists for item in outer for below in item.modules()}
+    return [item for each in lists if id(each) not in inner for item in each]
+
+
+def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
+    """The plan that transformers gives for the model's family, in torch's terms; `prefix` is where the base model lies.
+
+    Errors: `RunError` when there is none, or when attention heads cannot be shared by so many ranks.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    config = load_config(run)
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan or set(plan.values()) - set(styles):
+        raise RunError(
+            f"strategy.options.tensor_parallel: transformers has no plan for {config.model_type} that can be used here "
+            "(llama, qwen2, mistral and their like have one); leave the option out"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (getattr(config, name, None) or ranks) % ranks:
+            raise RunError(
+                f"strategy.options.tensor_parallel: {ranks} ranks cannot share the model's {getattr(config, name)} "
+                f"{name}"
+            )
+    return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}

@@ -1,0 +1,63 @@
+"""What tasks share that have a target for each token of one text: the next token, a tag, or IGNORED.
+
+In: columns `input_ids` and `targets` of equal lengths, and `count`, how many targets of an example are not IGNORED.
+Out: padded micro-batches, and sums over targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.data.tokens import Columns
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.data.batch import MicroBatch, Sums
+
+
+class PerToken(Task):
+    """A task with a cross-entropy over [B, T] targets; `metrics` is left to say what the sums mean."""
+
+    tokenizer: Any
+
+    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+        import torch
+
+        from lockstep.data.batch import IGNORED, MicroBatch
+
+        blank = len(rows) == 0
+        rows = np.zeros(1, dtype=np.int64) if blank else rows
+        ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, T]
+        targets = torch.from_numpy(columns.ragged("targets").padded(rows, IGNORED)[0])  # [B, T]
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        return MicroBatch(leaf, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        return int(columns.flat("count")[rows].sum())
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        return _loss_sum(outputs.logits.float(), targets)
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        return self.sums(forward(batch.inputs).float(), batch.targets)
+
+    def sums(self, logits: Tensor, targets: Tensor) -> Sums:
+        """Loss, examples, targets and how many of them are the likeliest, of float32 logits [B, T, V]."""
+        real = targets >= 0  # [B, T]
+        return {
+            "loss": _loss_sum(logits, targets).double(),
+            "examples": real.any(1).sum().double(),
+            "targets": real.sum().double(),
+            "right": ((logits.argmax(-1) == targets) & real).sum().double(),
+        }
+
+
+def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")

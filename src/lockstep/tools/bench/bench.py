@@ -1,0 +1,130 @@
+"""`lockstep bench`: throughput and memory of the user's own job over processes, strategies and micro-batches.
+
+In: a run file and what to vary. Out: a table, and a folder with `bench.json`, `bench.html` and the folders of the
+single jobs. Every job runs in processes of its own, through the run's launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.exit_status import STOPPED
+from lockstep.config.run import Run, RunError, keep, load
+from lockstep.launchers import start
+from lockstep.tools.bench.bench_results import Bench, Row, reasons, table, write
+from lockstep.tools.child import Child
+from lockstep.tools.sweep import grid
+from lockstep.track.console import Console
+from lockstep.training import timing
+
+MEASURE = "lockstep.training.timing.measure"  # the job that every rank does
+
+
+def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
+    """Measure, and write down after every job. Returns 0, or 1 when no job could be measured. Errors: `RunError`
+    before anything starts, for values that make no run file or when nothing at all can run."""
+    if start.joining():
+        raise RunError("bench starts the processes of each job itself: call it outside of torchrun and srun")
+    console = Console(True)
+    rows = rows_of(asked, path, overrides, defaults)
+    runnable = [row for row in rows if row.reason is None]
+    if not runnable:
+        raise RunError(f"nothing of this can run; the first of {len(rows)}: {rows[0].reason}")
+    count = len(runnable) * asked.rounds
+    each = f"{asked.skip} + {asked.steps} steps"
+    console.say(f"{len(runnable)} configuration(s), {asked.rounds} round(s) of {each} each -> {asked.folder}")
+    done = 0
+    for number in range(asked.rounds):  # interleaved: a slow minute of the machine meets all of them
+        for place, row in enumerate(rows):
+            if row.reason is not None:
+                continue
+            done += 1
+            one(asked, row, number, asked.folder / "jobs" / f"{place + 1:03d}")
+            what = row.reason or f"{row.rates[-1]:.1f} examples/s"
+            name = f"{row.processes} process(es), {row.series}"
+            console.say(f"[{done} of {count}] round {number + 1}: {name}: {what}")
+            write(asked, rows)
+    console.table(f"{asked.base.name}: median of {asked.rounds} round(s)", *table(rows))
+    for text in reasons(rows):
+        console.say(f"cannot run: {text}")
+    console.say(f"results    {asked.folder}/bench.html, {asked.folder}/bench.json")
+    return 0 if any(row.rounds for row in rows) else 1
+
+
+def rows_of(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Row]:
+    """Every combination, with the reason of those that cannot run, as far as it can be said before they start. Errors:
+    `RunError` for a value that by itself makes no run file."""
+    for key, values in asked.over.items():
+        for value in values:
+            load(path, {**overrides, key: value}, defaults)
+    found = []
+    for keys in grid.product(asked.over):
+        for count in asked.processes:
+            mine: grid.Overrides = {**keys, "launch.processes": count}
+            if asked.weak:
+                batch = keys.get("batch_size", asked.base.batch_size)
+                pieces = keys.get("micro_batches", asked.base.micro_batches)
+                mine |= {"batch_size": batch * count, "micro_batches": pieces * count}
+            row = Row(count, series(asked, keys), mine)
+            found.append(row)
+            try:
+                row.run = load(path, {**overrides, **mine}, defaults)
+                check(row.run)
+            except RunError as caught:
+                row.reason = " ".join(str(caught).split())
+    return found
+
+
+def series(asked: Bench, keys: grid.Overrides) -> str:
+    """What a line in the plots is called: the strategy, and whatever else is varied."""
+    names = [str(keys.get("strategy.name", asked.base.strategy.name))]
+    for key, value in keys.items():
+        if key == "micro_batches":
+            names.append(f"{value} micro-batches{' a process' if asked.weak else ''}")
+        elif key != "strategy.name":
+            names.append(f"{key}={grid.told(value)}")
+    return ", ".join(names)
+
+
+def check(run: Run) -> None:
+    """Everything that can be checked before a job starts; its data is prepared. Errors: `RunError`."""
+    launcher = start.launcher_of(run)
+    elsewhere = launcher.joins and str(getattr(launcher.options(run), "machines", "?")) != "1"
+    if launcher.submits or elsewhere:
+        raise RunError(
+            f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; call it inside "
+            "the job, with a launcher of one machine"
+        )
+    start.checked(run, launcher.plan(run))
+
+
+def one(asked: Bench, row: Row, number: int, folder: Path) -> None:
+    """One job of one round, in processes of its own; what it found, or why it failed, goes into the row."""
+    assert row.run is not None
+    run = row.run.model_copy(update={"output": str(folder)})
+    keep(run)
+    (folder / timing.FILE).unlink(missing_ok=True)
+    words = [str(folder / "run.yaml"), str(asked.steps), str(asked.skip)]
+    child = Child("lockstep.tools.bench.bench.job", words, folder, "job")
+    try:
+        child.wait()
+    except BaseException:  # Ctrl-C: what was found is written down already
+        child.kill()
+        raise
+    found = timing.read(folder)
+    if child.status == 0 and found is not None:
+        row.rounds[number] = found
+    elif child.status == STOPPED:
+        row.reason = "was stopped"
+    else:
+        row.reason = child.reason()
+
+
+def job(words: list[str]) -> int:
+    """In the child: start the ranks through the run's launcher. Returns their exit status."""
+    path, steps, skip = words
+    run = load(path, [])
+    launcher = start.launcher_of(run)
+    return launcher.start(run, launcher.plan(run), (MEASURE, steps, skip))

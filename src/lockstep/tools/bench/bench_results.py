@@ -1,0 +1,213 @@
+"""What `lockstep bench` found: medians, scaling efficiency, a table, and one page with plots.
+
+In: jobs and the timings of their rounds. Out: `bench.json` and `bench.html`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.processor import processor
+from lockstep.tools.sweep import grid
+from lockstep.track.console import clock
+from lockstep.track.report import charts
+from lockstep.track.report.report import write_page
+from lockstep.training.timing import Timing
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is asked for."""
+
+    base: Run
+    over: Mapping[str, Sequence[Any]]  # what is varied besides the processes
+    processes: Sequence[int]  # `launch.processes`: a machine
+    steps: int
+    skip: int
+    rounds: int
+    weak: bool  # batch_size and micro_batches grow with the processes
+    folder: Path
+
+
+@dataclass
+class Row:
+    """One configuration, and what was found about it."""
+
+    processes: int  # `launch.processes`
+    series: str  # what it is besides that: the name of its line in the plots
+    keys: grid.Overrides  # of the run file
+    run: Run | None = None  # None where the keys do not go together
+    reason: str | None = None  # why it could not run
+    rounds: dict[int, Timing] = field(default_factory=dict)  # by the round's number, from 0
+
+    @property
+    def count(self) -> int:
+        """Processes that really ran, or that were asked for."""
+        return next((t.processes for t in self.rounds.values()), self.processes)
+
+    @property
+    def rates(self) -> list[float]:
+        """Examples per second, by round."""
+        return [t.examples / t.seconds for t in self.rounds.values()]
+
+    def middle(self) -> dict[str, float]:
+        """Medians over the rounds; bytes are those of the rank that needs most."""
+        found = list(self.rounds.values())
+        step_s = statistics.median(t.seconds / t.steps for t in found)
+
+        def most(name: str) -> int:
+            return max(getattr(rank, name) for t in found for rank in t.ranks)
+
+        return {
+            "examples_per_s": statistics.median(self.rates),
+            "examples_per_s_lowest": min(self.rates),
+            "examples_per_s_highest": max(self.rates),
+            "tokens_per_s": statistics.median(t.tokens / t.seconds for t in found),
+            "seconds_per_step": step_s,
+            "whole_run_s": step_s * found[0].whole_steps,
+            "padding": found[0].padded / found[0].tokens,
+            "threads": found[0].threads,
+            "peak_resident": most("peak_resident"),
+            "peak_device": most("peak_device"),
+            "at_rest": most("at_rest"),
+            "at_update": most("at_update"),
+        }
+
+
+def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
+    """Examples per second and process beside those of the fewest processes of the same series: the median of the
+    ratios within a round."""
+    same = [r for r in rows if r.series == row.series and r.rounds]
+    if not row.rounds or not same:
+        return None
+    base = min(same, key=lambda r: r.count)
+    ratios = []
+    for number, t in row.rounds.items():
+        if (b := base.rounds.get(number)) is not None:
+            each, of_base = t.examples / t.seconds / t.processes, b.examples / b.seconds / b.processes
+            ratios.append(each / of_base)
+    return statistics.median(ratios) if ratios else None
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells, narrow enough for a terminal: a line for each row that was measured."""
+    columns = ["", "processes", "examples/s", "efficiency", "s/step", "whole run", "peak MiB"]
+    cells = []
+    for row in rows:
+        if not row.rounds:
+            continue
+        found, share = row.middle(), efficiency(row, rows)
+        cells.append(
+            [
+                row.series,
+                str(row.count),
+                f"{found['examples_per_s']:.1f}",
+                "-" if share is None else f"{share:.0%}",
+                f"{found['seconds_per_step']:.3f}",
+                clock(found["whole_run_s"]),
+                f"{max(found['peak_device'], found['peak_resident']) / 2**20:.0f}",
+            ]
+        )
+    return columns, cells
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """A line for each row that could not run, or stopped running."""
+    return [f"{row.series}, {row.processes} process(es): {row.reason}" for row in rows if row.reason is not None]
+
+
+def details(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The rest of the numbers, for the page."""
+    sizes = {"host MiB": "peak_resident", "GPU MiB": "peak_device"}
+    sizes |= {"tensors at rest, MiB": "at_rest", "tensors at the update, MiB": "at_update"}
+    measured = [row for row in rows if row.rounds]
+    if not any(row.middle()["peak_device"] for row in measured):
+        del sizes["GPU MiB"]
+    columns = ["", "processes", "lowest to highest", "tokens/s", "padding", "threads", *sizes]
+    cells = []
+    for row in measured:
+        found = row.middle()
+        spread = f"{found['examples_per_s_lowest']:.1f} to {found['examples_per_s_highest']:.1f}"
+        numbers = [spread, f"{found['tokens_per_s']:,.0f}", f"{found['padding']:.2f}", f"{found['threads']:.0f}"]
+        numbers += [f"{found[name] / 2**20:,.1f}" for name in sizes.values()]
+        cells.append([row.series, str(row.count), *numbers])
+    return columns, cells
+
+
+def write(asked: Bench, rows: Sequence[Row]) -> None:
+    """`bench.json`, and the page with its plots. Errors: `RunError` when the folder cannot be written."""
+    values = {
+        "format": 1,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "asked": {
+            "processes": list(asked.processes),
+            "over": {key: list(found) for key, found in asked.over.items()},
+            "steps": asked.steps,
+            "skip": asked.skip,
+            "rounds": asked.rounds,
+            "weak": asked.weak,
+        },
+        "run": asked.base.model_dump(mode="json"),
+        "rows": [
+            {
+                "series": row.series,
+                "processes": row.count,
+                "keys": row.keys,
+                "reason": row.reason,
+                "efficiency": efficiency(row, rows),
+                "median": row.middle() if row.rounds else None,
+                "rounds": [asdict(t) for t in row.rounds.values()],
+            }
+            for row in rows
+        ],
+    }
+    tables = {"numbers": table(rows), "details": details(rows), "reasons": reasons(rows)}
+    page = {"values": values, **tables, "plots": plots(rows), "yaml": asked.base.dump()}
+    try:
+        asked.folder.mkdir(parents=True, exist_ok=True)
+        (asked.folder / "bench.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+        write_page(asked.folder / "bench.html", "bench.html.jinja", title=f"{asked.base.name}: bench", **page)
+    except OSError as error:
+        raise RunError(f"--out: cannot write to {asked.folder}: {error.strerror}") from error
+
+
+def plots(rows: Sequence[Row]) -> list[str]:
+    """Charts against the number of processes, a line a series."""
+    first = rows[0].series
+
+    def against(title: str, value: Callable[[Row], float | None], ideal: bool = False) -> str:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            if row.rounds and (found := value(row)) is not None:
+                lines.setdefault(row.series, []).append((row.count, found))
+        for points in lines.values():
+            points.sort()
+        if ideal and len(lines.get(first, [])) > 1:
+            (count, rate), (most, _) = lines[first][0], lines[first][-1]
+            lines[f"{first}, if it were linear"] = [(count, rate), (most, rate * most / count)]
+        return charts.lines(title, lines, "processes")
+
+    drawn = [
+        against("examples per second", lambda row: row.middle()["examples_per_s"], ideal=True),
+        against("time of the whole run, in minutes", lambda row: row.middle()["whole_run_s"] / 60),
+        against("scaling efficiency, per cent", lambda row: 100 * (efficiency(row, rows) or 0)),
+        against("peak memory of a rank, MiB", lambda row: row.middle()["peak_resident"] / 2**20),
+        against("peak memory of a rank on its GPU, MiB", lambda row: row.middle()["peak_device"] / 2**20 or None),
+        against("tensors of a rank at the update, MiB", lambda row: row.middle()["at_update"] / 2**20),
+    ]
+    return [chart for chart in drawn if chart]
+
+
+def machine() -> dict[str, Any]:
+    """What it was measured on: without this the figures say nothing."""
+    return {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform(terse=True)}

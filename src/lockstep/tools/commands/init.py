@@ -1,0 +1,31 @@
+"""`lockstep init`: a commented run file for your own data."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lockstep.config.run import RunError
+
+HELP = "write a commented run file for your own data, after a few questions"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="RUN.yaml", help="the file to write (default: run.yaml), key=value")
+    parser.add_argument("--data", help="a folder, a file, a Hub id, or builtin/emotion")
+    parser.add_argument("--task", help="default: guessed from the columns")
+    parser.add_argument("--model", help="Hub id or folder of a pretrained model, or scratch")
+    parser.add_argument("--yes", action="store_true", help="ask nothing: take what is guessed")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def main(known: argparse.Namespace) -> int:
+    from lockstep.tools.starter import starter
+
+    paths = [word for word in known.words if "=" not in word]
+    if len(paths) > 1:
+        raise RunError(f"one run file is written at a time, not {' and '.join(paths)}")
+    flags = {"data": known.data, "task": known.task, "model": known.model}
+    ask = None if known.yes or not starter.can_ask() else starter.terminal
+    path = Path(paths[0] if paths else "run.yaml")
+    return starter.init(path, flags, [word for word in known.words if "=" in word], known.force, ask)

@@ -1,0 +1,56 @@
+"""The run file on a command line: `[RUN.yaml] [key=value ...]`, also as `--key value` and `--key=value`.
+
+In: words. Out: a `Run`. Errors: `RunError`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from lockstep.config.quick_start import QUICK_START
+from lockstep.config.run import Run, load
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What a command that takes a run file has in common with the others."""
+    parser.add_argument("run", nargs="?", metavar="RUN.yaml", help="the run file; default: the quick start")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override keys, for example optim.learning_rate=3e-5"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def run_of(known: argparse.Namespace) -> Run:
+    """The run that was asked for; without a file the quick start."""
+    return load(*split(known), QUICK_START)
+
+
+def split(known: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The run file, if one is given, and the overrides."""
+    words = [word for word in (known.run, *known.overrides) if word is not None]
+    path = next((word for word in words if "=" not in word), None)
+    if path is not None:
+        words.remove(path)
+    return path, words
+
+
+def joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """`--key value` and `--key=value` as `key=value`, which argparse takes in any order; the command's own options come
+    last, so that none that takes several values takes a run file for one of them."""
+    own = {name: action for action in parser._actions for name in action.option_strings}
+    found, options, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if name in own:
+            options.append(word)
+            if own[name].nargs in ("+", "*"):  # as many values as there are
+                while rest and not rest[0].startswith("-") and "=" not in rest[0]:
+                    options.append(rest.pop(0))
+            elif own[name].nargs != 0 and not equals and rest:
+                options.append(rest.pop(0))
+        elif word.startswith("--") and (equals or rest):
+            found.append(word[2:] if equals else f"{word[2:]}={rest.pop(0)}")
+        else:
+            found.append(word)
+    return [*found, *options]

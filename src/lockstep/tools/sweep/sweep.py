@@ -1,0 +1,362 @@
+"""`lockstep sweep`: several trials of a run, one after another or some at once; what is finished is not run again.
+
+In: a `Sweep`. Out: a folder with a folder for each trial (a plain run file in it: `lockstep train FOLDER/run.yaml` is
+the trial), `sweep.json`, `comparison.html`, and a table on the terminal.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.checkpoint.manifest import changed_code, finished, newest_first
+from lockstep.config.exit_status import STOPPED
+from lockstep.config.run import Run, RunError, keep
+from lockstep.launchers import start
+from lockstep.tools.child import Child
+from lockstep.tools.sweep.slots import Slots
+from lockstep.tools.sweep.sweep_file import Sweep
+from lockstep.tools.sweep.trial_names import name_of
+from lockstep.track.console import Console, clock
+from lockstep.track.report import history
+from lockstep.track.report.report import write_comparison
+
+FILE = "sweep.json"
+
+
+@dataclass
+class Trial:
+    """One run of the sweep."""
+
+    name: str
+    keys: Mapping[str, Any]
+    run: Run
+    state: str = "to do"  # to do, begun, waiting, running, done, submitted, stopped, failed
+    reason: str = ""  # why it failed
+    seconds: float = 0.0  # that this sweep has spent on it
+    scores: dict[str, float] = field(default_factory=dict)  # the last of the sweep's split
+
+    def look(self, split: str) -> None:
+        """Read what its folder holds. Errors: `RunError` when that is another run's."""
+        newest = next((manifest for _, manifest in newest_first(self.run)), None)
+        if newest is not None:
+            now = self.run.arithmetic()
+            if differing := sorted(k for k in now if newest.arithmetic.get(k) != now[k]):
+                key = differing[0]
+                raise RunError(
+                    f"{self.run.folder} holds a trial of another run file ({key}: {newest.arithmetic.get(key)!r} "
+                    f"there, {now[key]!r} now): give another --out, or remove that folder"
+                )
+            if self.run.checkpoint.changed_code == "refuse" and (files := changed_code(self.run, newest)):
+                raise RunError(
+                    f"{self.run.folder} holds a trial of other code ({', '.join(files)} changed since): give another "
+                    "--out, or remove that folder; checkpoint.changed_code=allow keeps it"
+                )
+        lines = history.lines_of(self.run.folder / "metrics.jsonl", ("step", "split"))
+        for line in lines:
+            if line["split"] == split:
+                self.scores = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
+        if finished(self.run, newest):
+            self.state = "done"
+        elif newest is not None:
+            self.state = "begun"
+
+
+class Board:
+    """The trials of a sweep, as far as they are known; a search adds to them."""
+
+    def __init__(self, sweep: Sweep, console: Console) -> None:
+        self.sweep, self.console = sweep, console
+        self.slots = Slots(sweep)
+        self.trials: list[Trial] = []
+        self._tried: set[str] = set()  # by this sweep: what fails is not tried twice
+        listed = sweep.combinations() if sweep.search is None else _known(sweep)
+        for keys in listed:
+            self.add(keys)
+
+    def add(self, keys: Mapping[str, Any]) -> Trial:
+        """A trial, loaded and planned. Errors: `RunError`."""
+        name = name_of(keys, {trial.name for trial in self.trials})
+        run = planned(self.sweep, {**keys, **self.slots.keys(keys)}, name)
+        trial = Trial(name, keys, run)
+        trial.look(self.sweep.split)
+        self.trials.append(trial)
+        return trial
+
+    def next(self) -> Trial | None:
+        """The trial to start now: interrupted ones first."""
+        for state in ("begun", "to do"):
+            for trial in self.trials:
+                if trial.state == state and trial.name not in self._tried:
+                    self._tried.add(trial.name)
+                    return trial
+        search = self.sweep.search
+        if search is None or len(self.trials) >= search.trials:
+            return None
+        from lockstep.tools.sweep.search import propose
+
+        found = [(t.keys, self.metric(t)) for t in self.trials if t.state in ("done", "running")]
+        for seed in range(search.seed, search.seed + 100 * search.trials, search.trials):
+            keys = propose(self.sweep.over, found, seed, not self.sweep.metric.startswith("-"))
+            if all(dict(t.keys) != keys for t in self.trials):
+                trial = self.add(keys)
+                self._tried.add(trial.name)
+                return trial
+        return None  # of few values all were tried
+
+    def metric(self, trial: Trial) -> float | None:
+        """The trial's score by the sweep's metric as it is in the log; None where there is none or it is not finite."""
+        value = trial.scores.get(self.sweep.metric.removeprefix("-"))
+        return value if trial.state == "done" and value is not None and math.isfinite(value) else None
+
+    def ranked(self) -> list[Trial]:
+        """The best first; trials without a score last."""
+        sign = -1 if not self.sweep.metric.startswith("-") else 1
+
+        def place(trial: Trial) -> tuple[bool, float]:
+            value = self.metric(trial)
+            return value is None, sign * (value or 0.0)
+
+        return sorted(self.trials, key=place)
+
+    def check_metric(self, trial: Trial) -> None:
+        """Errors: `RunError` when a finished trial has no such metric."""
+        name = self.sweep.metric.removeprefix("-")
+        if trial.state == "done" and name not in trial.scores:
+            there = ", ".join(sorted(k for k in trial.scores if k != "examples")) or "none"
+            raise RunError(
+                f"--metric: {name} is no metric of the split {self.sweep.split}; this task has {there} there. What is "
+                "finished is kept: call the sweep again with another --metric or --split"
+            )
+
+    def write(self) -> None:
+        """`sweep.json`. Errors: `RunError` when the folder cannot be written."""
+        rows = [
+            {
+                "name": t.name,
+                "folder": str(t.run.folder),
+                "keys": dict(t.keys),
+                "state": t.state,
+                "reason": t.reason,
+                "metric": self.metric(t),
+                "scores": t.scores,
+            }
+            for t in self.trials  # in the order they were tried, which is what a search goes on from
+        ]
+        values = {"metric": self.sweep.metric, "split": self.sweep.split, "trials": rows}
+        try:
+            self.sweep.folder.mkdir(parents=True, exist_ok=True)
+            (self.sweep.folder / FILE).write_text(json.dumps(values, indent=1), encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"--out: cannot write to {self.sweep.folder}: {error.strerror}") from error
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and cells, the best trial first."""
+        from lockstep.tools.sweep.grid import told
+
+        keys = list(dict.fromkeys(key for trial in self.trials for key in trial.keys))
+        first = self.sweep.metric.removeprefix("-")
+        others = dict.fromkeys(k for t in self.trials for k in t.scores if k not in (first, "examples"))
+        lasts = [key.rpartition(".")[2] for key in keys]
+        short = [last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)]
+        columns = [*short, first, *others, "state"]
+        cells = []
+        for trial in self.ranked():
+            scores = [f"{trial.scores[k]:.4f}" if k in trial.scores else "-" for k in (first, *others)]
+            state = f"{trial.state}: {trial.reason}" if trial.reason else trial.state
+            given = [told(trial.keys[k]) if k in trial.keys else "-" for k in keys]
+            cells.append([*given, *scores, state])
+        return columns, cells
+
+
+def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
+    """A trial's run, checked as far as can be before data are read. Errors: `RunError`."""
+    run = sweep.load(keys)
+    folder = sweep.folder / name
+    hub = run.hub.model_copy(update={"push_to": None})  # not every trial: `lockstep push` sends the best
+    run = run.model_copy(update={"name": f"{run.name}-{name}", "output": str(folder), "hub": hub})
+    try:
+        launcher = start.launcher_of(run)
+        plan = launcher.plan(run)
+        if not launcher.submits or importlib.util.find_spec("torch") is not None:  # else the ranks check
+            start.check(run, plan)
+    except RunError as caught:
+        raise RunError(f"trial {name}: {caught}") from None
+    return run
+
+
+def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
+    """The trials that a search has begun with before, after trying whether all it may propose makes a run file. Errors:
+    `RunError`."""
+    from lockstep.tools.sweep import search
+
+    search.check()
+    for keys in search.corners(sweep.over):
+        planned(sweep, keys, name_of(keys, set()))
+    path = sweep.folder / FILE
+    if not path.exists():
+        return []
+    try:
+        listed = [row["keys"] for row in json.loads(path.read_text(encoding="utf-8"))["trials"]]
+    except (ValueError, KeyError, TypeError):
+        raise RunError(f"{path} is not a sweep's: remove it, or give another --out") from None
+    if any(keys.keys() != sweep.over.keys() for keys in listed):
+        raise RunError(f"{path} is of a sweep over other keys: give another --out")
+    return listed
+
+
+def prepare(sweep: Sweep) -> int:
+    """Write the run file of every trial and start none: for a job array, or to start them by hand."""
+    if sweep.search is not None:
+        raise RunError("--prepare: a search does not know its trials beforehand")
+    console = Console(True)
+    board = Board(sweep, console)
+    for trial in board.trials:
+        keep(trial.run)
+        console.say(f"lockstep train {trial.run.folder}/run.yaml")
+    board.write()
+    return 0
+
+
+def sweep(asked: Sweep) -> int:
+    """Run what is not finished; then the table and the comparison. Returns 0, 1 when a trial failed, 75 when the sweep
+    was stopped. Errors: `RunError`, before anything starts where that can be."""
+    if start.joining():
+        raise RunError("sweep starts the processes of each trial itself: call it outside of torchrun and srun")
+    console = Console(True)
+    board = Board(asked, console)
+    for trial in board.trials:
+        board.check_metric(trial)
+    count = asked.search.trials if asked.search is not None else len(board.trials)
+    there = sum(trial.state == "done" for trial in board.trials)
+    already = f", {there} of them finished already" if there else ""
+    console.say(f"{count} trial(s){already} -> {asked.folder}; {asked.parallel} at once, sorted by {asked.metric}")
+    board.write()
+    if asked.base.launch.name == "slurm" and asked.search is None:
+        stopped = _array(board)
+    else:
+        try:
+            stopped = _run_all(board, count)
+        finally:
+            board.write()
+    console.table(f"{asked.base.name}: {asked.split}, best first", *board.table())
+    folders = [t.run.folder for t in board.ranked() if (t.run.folder / "metrics.jsonl").exists()]
+    if folders:
+        console.say(f"comparison {write_comparison(folders, asked.folder / 'comparison.html')}")
+    if folders and (best := board.ranked()[0]).state == "done":
+        console.say(f"best       {best.run.folder}/export ({asked.metric.removeprefix('-')} {board.metric(best)})")
+    if stopped or any(trial.state == "stopped" for trial in board.trials):
+        console.say("stopped: the same command goes on from there")
+        return STOPPED
+    return int(any(trial.state == "failed" for trial in board.trials))
+
+
+def _array(board: Board) -> bool:
+    """Queue what is not finished, as one array job, and do not wait for it. Errors: `RunError`."""
+    from lockstep.tools.sweep import job_array
+
+    asked = board.sweep
+    job_array.check([key for trial in board.trials for key in trial.keys])
+    for trial in board.trials:
+        if trial.state != "done" and (word := job_array.live(trial.run.folder)) is not None:
+            trial.state = word
+    left = [trial for trial in board.trials if trial.state in ("begun", "to do")]
+    for trial in left:
+        keep(trial.run)
+    if left:
+        at_most = asked.parallel if asked.parallel > 1 else None
+        job = job_array.submit(asked.base, [trial.run for trial in left], asked.folder, at_most)
+        for trial in left:
+            trial.state = "submitted"
+        board.console.say(f"array job {job} is queued: {len(left)} trial(s). The same command, later, collects them")
+    board.write()
+    return False
+
+
+def _run_all(board: Board, count: int) -> bool:
+    """Every trial to its end. Returns whether it was asked to stop before."""
+    running: dict[int, tuple[Trial, Child, float]] = {}
+    ended = sum(trial.state == "done" for trial in board.trials)
+    with _asked() as asked:
+        try:
+            while True:
+                while not asked.is_set() and (slot := board.slots.free(running)) is not None:
+                    if (trial := board.next()) is None:
+                        break
+                    running[slot] = (trial, _start(board, trial, slot), time.monotonic())
+                if asked.is_set():
+                    for _, child, _ in running.values():
+                        child.stop()
+                if not running:
+                    return asked.is_set()
+                time.sleep(0.1)
+                for slot, (trial, child, since) in list(running.items()):
+                    if child.status is not None:
+                        del running[slot]
+                        ended += 1
+                        _ended(board, trial, child, time.monotonic() - since, f"[{ended} of {count}]")
+        except BaseException:
+            for _, child, _ in running.values():
+                child.kill()
+            raise
+
+
+def _start(board: Board, trial: Trial, slot: int) -> Child:
+    """Its run file is in its folder already, whatever becomes of this process."""
+    keep(trial.run)
+    goes_on = " goes on" if trial.state == "begun" else ""
+    trial.state = "running"
+    board.write()
+    board.console.say(f"trial {trial.name}{goes_on} -> {trial.run.folder}/train.out")
+    words = ["train", str(trial.run.folder / "run.yaml")]
+    return Child("lockstep.cli.main", words, trial.run.folder, "train", board.slots.variables(slot))
+
+
+def _ended(board: Board, trial: Trial, child: Child, seconds: float, place: str) -> None:
+    """Take in what a trial left. Errors: `RunError` when it has no such metric as the sweep is sorted by."""
+    child.wait()
+    trial.seconds += seconds
+    status, trial.state = child.status, "failed"
+    if status == 0:
+        trial.state = "submitted"
+        trial.look(board.sweep.split)
+    elif status == STOPPED:
+        trial.state = "stopped"
+    else:
+        trial.reason = child.reason()
+    board.write()
+    name, value = board.sweep.metric.removeprefix("-"), board.metric(trial)
+    found = trial.state if value is None else f"{name} {value:.4f}"
+    why = f": {trial.reason}" if trial.reason else ""
+    board.console.say(f"{place} {trial.name}: {found}{why} ({clock(seconds)})")
+    board.check_metric(trial)
+
+
+@contextmanager
+def _asked() -> Iterator[threading.Event]:
+    """Set when this process is asked to stop; a second Ctrl-C does not wait for the trials."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def on_signal(number: int, frame: object) -> None:
+        if event.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        event.set()
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,169 @@
+"""What a sweep is asked to try: a sweep file, or a run file and options.
+
+In: a SWEEP.yaml or RUN.yaml, and the words of the command line. Out: one frozen `Sweep`, or a `RunError` that names the
+key, before anything starts. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from lockstep.config import errors as messages
+from lockstep.config.run import Run, RunError, load, overrides_of
+from lockstep.config.sections import Positive, Section
+from lockstep.tools.sweep import grid
+
+_RANGE = re.compile(r"(?P<low>[-+.\de]+?)\.\.(?P<high>[-+.\de]+?)(?P<log>:log)?", re.IGNORECASE)
+
+
+class Range(Section):
+    """All numbers between two, for a search: whole numbers where both ends are."""
+
+    low: int | float
+    high: int | float
+    log: bool = Field(False, description="search on a logarithmic scale")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Range:
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
+        if self.log and self.low <= 0:
+            raise ValueError(f"a logarithmic range must begin above 0, not at {self.low:g}")
+        return self
+
+
+class SearchSection(Section):
+    trials: Positive = Field(description="how many to try in all")
+    seed: int = Field(0, ge=0, description="of the search")
+
+
+class SweepFile(Section):
+    """A SWEEP.yaml."""
+
+    run: str = Field(description="the run file, beside this file")
+    output: str | None = Field(None, description="folder of the trials; default: the run's OUTPUT-sweep")
+    set: dict[str, Any] = Field(default_factory=dict, description="keys of the run file, the same in every trial")
+    over: dict[str, list[Any] | Range] = Field(
+        default_factory=dict, description="key -> values; every combination is tried"
+    )
+    trials: list[dict[str, Any]] = Field(default_factory=list, description="mappings of keys, each tried by itself")
+    metric: str | None = Field(
+        None, pattern=r"^-?\w+$", description="sorts the table: accuracy, or -loss (less is better)"
+    )
+    split: str = Field("validation", description="whose metric it is")
+    parallel: Positive = Field(1, description="trials at once")
+    search: SearchSection | None = Field(None, description="let optuna choose among over, instead of trying all of it")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, complete."""
+
+    path: str | None  # the run file
+    defaults: Mapping[str, Any]  # where there is none
+    overrides: Mapping[str, Any]  # the same in every trial
+    over: Mapping[str, Sequence[Any] | Range]
+    trials: Sequence[Mapping[str, Any]]
+    metric: str
+    split: str
+    parallel: int
+    search: SearchSection | None
+    folder: Path
+    base: Run
+
+    def load(self, keys: Mapping[str, Any]) -> Run:
+        """The run of a trial's keys. Errors: `RunError`."""
+        return load(self.path, {**self.overrides, **keys}, self.defaults)
+
+    def combinations(self) -> list[grid.Overrides]:
+        """What is tried without a search: every listed trial with every combination."""
+        listed = self.trials or [{}]
+        lists = {key: values for key, values in self.over.items() if not isinstance(values, Range)}
+        found = [{**dict(one), **combined} for one in listed for combined in grid.product(lists)]
+        return [keys for i, keys in enumerate(found) if keys not in found[:i]]
+
+
+def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], options: Mapping[str, Any]) -> Sweep:
+    """The sweep of a file (either kind; None: `defaults` as the run), overrides, and options: `over` words, and
+    `metric`, `split`, `parallel`, `search` (number of trials), `out`, each None where it is not given. Errors:
+    `RunError`."""
+    found = _sweep_file(path) if path is not None else None
+    run = str(Path(str(path)).parent / found.run) if found is not None else path
+    overrides = {**overrides_of(found.set if found is not None else {}), **overrides_of(words)}
+    base = load(run, overrides, defaults)
+    over: dict[str, list[Any] | Range] = dict(found.over) if found is not None else {}
+    over |= {key: _range(key, values) for key, values in grid.parse(options["over"]).items()}
+    trials = [overrides_of(keys) for keys in (found.trials if found is not None else [])]
+    given = {name: value for name, value in options.items() if value is not None}
+    filed = found.model_dump(exclude_none=True) if found is not None else {}
+    search = SearchSection(trials=given["search"], seed=0) if "search" in given else (found.search if found else None)
+    sweep = Sweep(
+        path=run,
+        defaults=defaults,
+        overrides=overrides,
+        over=over,
+        trials=trials,
+        metric=given.get("metric") or filed.get("metric") or base.checkpoint.best or "-loss",
+        split=given.get("split") or filed.get("split", "validation"),
+        parallel=given.get("parallel", filed.get("parallel", 1)),
+        search=search,
+        folder=Path(given.get("out") or filed.get("output") or f"{base.folder}-sweep"),
+        base=base,
+    )
+    _check(sweep)
+    return sweep
+
+
+def _sweep_file(path: str) -> SweepFile | None:
+    """The sweep file, or None where it is a run file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = messages.read_yaml(text)
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
+    if not isinstance(values, dict) or not {"run", "over", "trials", "search"} & values.keys():
+        return None
+    values["over"] = {key: _range(key, found) for key, found in (values.get("over") or {}).items()}
+    try:
+        return SweepFile.model_validate(values)
+    except ValidationError as error:
+        raise RunError(messages.explain(error, SweepFile, path, messages.lines_of(text), {})) from None
+
+
+def _range(key: str, values: Any) -> Any:
+    """`low..high` and `low..high:log` as a range; anything else as it is."""
+    text = values[0] if isinstance(values, list) and len(values) == 1 else values
+    match = _RANGE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return values
+    try:
+        low, high = (messages.read_yaml(match[end]) for end in ("low", "high"))
+        low, high = (end if isinstance(end, int) else float(end) for end in (low, high))
+        return Range(low=low, high=high, log=match["log"] is not None)
+    except (ValueError, TypeError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise RunError(f"{key}: {text!r} is no range such as 1e-5..1e-3:log: {reason}") from None
+
+
+def _check(sweep: Sweep) -> None:
+    if not sweep.over and not sweep.trials:
+        raise RunError("nothing to vary: give --over key=value,value, or a sweep file with over or trials")
+    ranges = [key for key, values in sweep.over.items() if isinstance(values, Range)]
+    if ranges and sweep.search is None:
+        raise RunError(f"{ranges[0]}: a range needs a search: --search TRIALS, or give values to try")
+    if sweep.search is not None and (sweep.trials or not sweep.over):
+        raise RunError("search: a search chooses among the values and ranges of over; it takes no list of trials")
+    if sweep.parallel < 1:
+        raise RunError(f"--parallel: {sweep.parallel} is not a positive number")
+    for key in ("output", "name"):
+        if key in sweep.over or any(key in keys for keys in sweep.trials):
+            raise RunError(f"{key}: every trial has its own; it cannot be varied")

@@ -1,0 +1,282 @@
+"""`lockstep verify`: a few steps of the user's own job under the run's strategy, and as one process; then compare.
+
+In: a run. Out: what differs between the two jobs, by name, and whether that is what the strategy promises.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from lockstep.config.run import Run, keep
+from lockstep.distributed.randomness import UNCOVERED
+from lockstep.launchers import start
+from lockstep.launchers.launcher import Launcher
+from lockstep.launchers.processes import accelerate_config
+from lockstep.track.console import Console
+from lockstep.training.recording import Recording, Step, read
+
+RECORD = "lockstep.training.recording.record"  # the job that every rank does
+DRIFT = 1e-2  # of the whole change: AdamW blows rounding up where a gradient is all but zero
+SMALL = 1e-3  # of the whole gradient: smaller ones are sums that cancel (key biases), and hold the whole's rounding
+COLUMNS = ["step", "loss", "differs", "norm", "differs", "gradients", "changes"]
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of some tensors in one step: `0.0` means the same bits."""
+
+    largest: float  # relative (2-norm of the difference over the 2-norm of the single process's)
+    where: str  # the parameter's name
+    wrong: tuple[str, ...]  # parameters that differ by more than is allowed
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step of both jobs."""
+
+    step: Step
+    single: Step
+    gradients: Difference
+    changes: Difference
+    buffers: Difference  # everything that is kept beside weights that are trained
+    factors: dict[str, float]  # parameter -> (its gradient . the single process's) / |the single process's|^2
+
+
+def compare(ours: Path, single: Path) -> list[Compared]:
+    """Step by step, parameter by parameter; tensors are read one at a time."""
+    mine, alone = read(ours), read(single)
+    allowed = 0.0 if mine.bits else mine.rounding
+    found = []
+    for place, (a, b) in enumerate(zip(mine.steps, alone.steps, strict=True)):
+        names = (f"step-{place - 1}" if place else "start", f"step-{place}")
+        (mine_before, mine_after), (alone_before, alone_after) = (
+            [safe_open(folder / f"{n}.safetensors", "pt") for n in names] for folder in (ours, single)
+        )
+        keys = [k.removeprefix("gradient.") for k in alone_after.keys() if k.startswith("gradient.")]  # noqa: SIM118
+        gradients, changes, factors = {}, {}, {}
+        for key in keys:
+            g, h = (f.get_tensor(f"gradient.{key}").double() for f in (mine_after, alone_after))
+            gradients[key] = (float((g - h).norm()), float(h.norm()))
+            factors[key] = float((g * h).sum() / h.square().sum().clamp(min=1e-300))
+            c, d = (
+                after.get_tensor(f"weight.{key}").double() - before.get_tensor(f"weight.{key}").double()
+                for before, after in ((mine_before, mine_after), (alone_before, alone_after))
+            )
+            changes[key] = (float((c - d).norm()), float(d.norm()))
+        drift = 0.0 if mine.bits else max(DRIFT, mine.rounding)
+        others = [k for k in alone_after.keys() if k.startswith("weight.") and k.removeprefix("weight.") not in keys]  # noqa: SIM118
+        buffers = {k.removeprefix("weight."): _apart(mine_after, alone_after, k) for k in others}
+        differences = (_largest(gradients, allowed, SMALL), _largest(changes, drift, 1.0), _largest(buffers, drift, 0))
+        found.append(Compared(a, b, *differences, factors))
+    return found
+
+
+def _apart(mine: Any, alone: Any, key: str) -> tuple[float, float]:
+    """2-norm of the difference of a tensor of two files, and of the second one."""
+    a, b = mine.get_tensor(key), alone.get_tensor(key)
+    difference = 0.0 if torch.equal(a, b) else float((a.double() - b.double()).norm())
+    return (math.inf if math.isnan(difference) else difference), float(b.double().norm())
+
+
+def _largest(norms: dict[str, tuple[float, float]], allowed: float, least: float) -> Difference:
+    """`norms`: parameter -> (2-norm of its difference, 2-norm of the single process's). A difference is measured beside
+    the parameter's own norm, which counts for at least `least` of the norm of all."""
+    whole = sum(size**2 for _, size in norms.values()) ** 0.5 or 1.0
+    apart = {
+        n: difference and difference / (max(size, least * whole) or 1.0) for n, (difference, size) in norms.items()
+    }
+    if not apart:
+        return Difference(0.0, "", ())
+    where = max(apart, key=lambda name: apart[name])
+    wrong = sorted((n for n in apart if apart[n] > allowed), key=lambda n: -apart[n])
+    return Difference(apart[where], where if apart[where] else "", tuple(wrong))
+
+
+def relative(a: float, b: float) -> float:
+    """How far `a` is from `b`, beside `b`."""
+    return abs(a - b) / max(abs(b), 1e-30)
+
+
+def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[str]:
+    """What differs by more than the strategy is allowed, each line naming it; none when all is as promised."""
+    allowed = 0.0 if mine.bits else mine.rounding
+    said: list[str] = []
+    for name, value in alone.probe.items():
+        if (mine.bits or name == "loss") and (apart := relative(mine.probe[name], value)) > allowed:
+            said.append(f"before training: {name} without dropout differs by {apart:.1e}: the models are not the same")
+            return said
+    for step in steps:
+        at = f"step {step.step.number}"
+        if step.step.seen != step.step.targets:
+            said.append(f"{at}: {step.step.seen} of {step.step.targets} targets went through the model")
+        if (apart := relative(step.step.loss, step.single.loss)) > allowed:
+            said.append(f"{at}: loss {step.step.loss!r} instead of {step.single.loss!r} (differs by {apart:.1e})")
+        if (apart := relative(step.step.norm, step.single.norm)) > allowed:
+            said.append(
+                f"{at}: gradient norm {step.step.norm!r} instead of {step.single.norm!r} (differs by {apart:.1e})"
+            )
+        compared = (("gradient of", step.gradients), ("change of", step.changes), ("buffer", step.buffers))
+        for what, difference in compared:
+            if difference.wrong:
+                more = f" and {len(difference.wrong) - 1} more" if len(difference.wrong) > 1 else ""
+                said.append(f"{at}: the {what} {difference.wrong[0]} differs by {difference.largest:.1e}{more}")
+        if said:  # what comes after a wrong step differs because of it
+            return said + _guess(step, allowed)
+    return said
+
+
+def _guess(step: Compared, allowed: float) -> list[str]:
+    """What the pattern of a wrong step points at."""
+    losses_agree = relative(step.step.loss, step.single.loss) <= max(allowed, 1e-6)
+    wrong, count = step.gradients.wrong, len(step.factors)
+    factors = sorted(step.factors[n] for n in wrong)
+    middle = factors[len(factors) // 2] if factors else 1.0
+    same_factor = bool(factors) and factors[-1] - factors[0] < 1e-3 * abs(middle) and abs(middle - 1) > 1e-3
+    if step.step.seen != step.step.targets:
+        return ["a part of the step's examples was left out"]
+    if not losses_agree:
+        return [
+            "the loss differs although the same model scores the same without dropout: either random numbers (dropout) "
+            "depend on the process, or some of the step's losses are missing from the sum or counted twice"
+        ]
+    if same_factor and len(wrong) == count:
+        return [
+            f"every gradient is {middle:.4g} times what it should be: a sum that was counted twice, or a mean where a "
+            "sum was meant"
+        ]
+    if wrong and len(wrong) <= count / 2:
+        return [f"only {', '.join(wrong[:4])}: the gradient may not have been summed over all processes"]
+    if wrong:
+        return [
+            "gradients point elsewhere: micro-batches of unequal size were weighted equally (a mean of means), or "
+            "some were left out"
+        ]
+    if step.buffers.wrong and not step.changes.wrong:
+        return ["this is no weight: every process makes something else of it while it trains"]
+    return ["gradients agree and weights do not: look at clipping, the learning rate and the optimizer"]
+
+
+def rows(steps: list[Compared]) -> list[list[str]]:
+    """The table: a line a step."""
+
+    def told(difference: float) -> str:
+        return "same bits" if difference == 0 else f"{difference:.1e}"
+
+    return [
+        [
+            str(s.step.number),
+            f"{s.single.loss:.6f}",
+            told(relative(s.step.loss, s.single.loss)),
+            f"{s.single.norm:.6f}",
+            told(relative(s.step.norm, s.single.norm)),
+            told(s.gradients.largest),
+            told(s.changes.largest),
+        ]
+        for s in steps
+    ]
+
+
+def promise(recording: Recording) -> str:
+    """What was expected, and why."""
+    if recording.bits:
+        return (
+            f"expected: the same bits. {recording.strategy} adds the pieces of a step over one fixed tree, whatever "
+            "the number of processes"
+        )
+    return (
+        f"expected: equal to rounding, within {recording.rounding:.0e}. Here {recording.strategy} adds in an order of "
+        "its own (strategy.exact is false, or the engine or an option cannot keep the order)"
+    )
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
+    """Record both jobs and tell; `verdict`: also into this file, as JSON. Under torchrun and its like this process is
+    one rank. Returns 0 when all is as promised, 1 when not, or a job's own exit status. Errors: `RunError`."""
+    launcher = None
+    start.task_of_srun(run)
+    if start.joining():
+        accelerate_config.check_variables(run, os.environ)
+    else:
+        launcher, plan = start.planned(run)
+        start.checked(run, plan)
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
+    try:
+        console = Console(os.environ.get("RANK", "0") == "0")
+        console.say(f"{steps} steps under {run.strategy.name} ...")
+        status = _record(run.model_copy(update={"output": str(folder / "run")}), launcher, steps)
+        if status or not (folder / "run" / "recording.json").exists():  # the latter on every rank but the first
+            return status
+        console.say("the same steps as one process ...")
+        if status := record_alone(run, folder / "alone", steps):
+            return status
+        return tell(console, folder / "run", folder / "alone", verdict)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _record(run: Run, launcher: Launcher | None, steps: int) -> int:
+    job = (RECORD, str(steps))
+    if launcher is None:
+        from lockstep.training import rank as worker
+
+        return worker.main(run, job=job)
+    keep(run)
+    return launcher.start(run, launcher.plan(run), job)
+
+
+def record_alone(run: Run, folder: Path, steps: int, timed: int = 0) -> int:
+    """The same job as one process, in a process of its own. Returns its exit status."""
+    values: dict[str, Any] = run.model_dump(mode="json")
+    values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
+    own = type(run.launch).model_fields  # without those of its launcher
+    values["launch"] = {k: v for k, v in values["launch"].items() if k in own} | {"name": "local", "processes": 1}
+    values["output"] = str(folder)
+    keep(Run.model_validate(values))
+    code = "import sys; from lockstep.training.rank import main_of_file as main; main(sys.argv[1], sys.argv[2:])"
+    command = [sys.executable, "-c", code, str(folder / "run.yaml"), RECORD, str(steps), str(timed)]
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    return subprocess.run(command, env={k: v for k, v in os.environ.items() if not k.startswith(launched)}).returncode
+
+
+def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None) -> int:
+    """Print the table and the verdict. Returns the exit status."""
+    mine, alone = read(ours), read(single)
+    steps = compare(ours, single)
+    wrong = findings(mine, alone, steps)
+    if verdict is not None:
+        found = {"agrees": not wrong, "promise": "bits" if mine.bits else "rounding", "differences": wrong}
+        verdict.write_text(json.dumps(found), encoding="utf-8")
+    title = f"{mine.strategy} on {mine.processes} process(es), beside one process"
+    console.table(title, COLUMNS, rows(steps))
+    for what in ("gradients", "changes"):
+        step = max(steps, key=lambda s: getattr(s, what).largest)
+        if (most := getattr(step, what)).where:
+            console.say(f"{what} are furthest apart in {most.where} (step {step.step.number})")
+    kinds = (f"{what} {' and '.join(names)}" for what, names in mine.dtypes.items())
+    console.say(f"kept in: {', '.join(kinds)}".replace("torch.", ""))
+    console.say(promise(mine))
+    if mine.uncovered:
+        console.say(f"{UNCOVERED}: {', '.join(mine.uncovered)}")
+    if not wrong:
+        console.say("found: " + ("the same bits" if mine.bits else "equal to rounding") + ". All is as promised")
+        return 0
+    console.say("found: NOT what was promised")
+    for line in wrong:
+        console.say(f"  {line}")
+    return 1

@@ -1,0 +1,286 @@
+"""What a person sees: the opening lines, a progress bar, and the closing table. One voice for all ranks.
+
+In: facts and numbers. Out: text on the terminal, with a bar where it is one, in plain lines where it is not (a pipe, a
+job's log); and the same lines in a log file, for `lockstep logs`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TextIO, cast
+
+from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.config.disclosure import said
+
+LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
+Voice = Literal["normal", "quiet", "verbose"]
+
+
+class Terminal:
+    """Standard output as it is now. Once nobody reads it any more (a closed window, `| head`), it takes no more and
+    complains no more, nor does Python at its exit: training goes on, and the log has it all."""
+
+    @property
+    def rich_proxied_file(self) -> Terminal:
+        """What rich's progress bars write to; they put themselves in the place of `sys.stdout`."""
+        return self
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except OSError:
+            speak_to_nobody()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            speak_to_nobody()
+
+    @property
+    def _file(self) -> TextIO:
+        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def speak_to_nobody() -> None:
+    """What goes to standard output from now on, or waits to go there, is thrown away."""
+    with suppress(OSError, ValueError):
+        os.dup2(nowhere := os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+        os.close(nowhere)
+
+
+class Console:
+    """Speaks on rank 0; on every other rank it is silent. Trackers' threads may call `say` and `note` too."""
+
+    def __init__(self, loud: bool, log: Path | None = None, voice: Voice = "normal") -> None:
+        """`log` is a file that gets the lines too, if this rank is the one that speaks. `voice`: quiet says notes only;
+        verbose says every line of the log."""
+        self.rich = RichConsole(file=cast(TextIO, Terminal()), quiet=not loud, highlight=False, soft_wrap=True)
+        self._loud, self._voice = loud, voice
+        self._log = log if loud else None
+        self._bar: _Bar | None = None
+        self._memory = ""
+        self._began = self._last_line = 0.0
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        """`name  value` lines."""
+        for name, value in rows.items():
+            if self._voice != "quiet":
+                self.rich.print(f"[bold]{name:<10}[/bold] {_plain(value)}")
+            append(self._log, f"{name:<10} {value}")
+
+    def say(self, text: str) -> None:
+        """One line or more."""
+        if self._voice != "quiet":
+            self.rich.print(_plain(text))
+        append(self._log, text)
+
+    def tracker(self, text: str) -> None:
+        """Where a tracker shows the run."""
+        self.facts({"tracker": text})
+
+    def note(self, text: str) -> None:
+        """Something that a person should know, also one who asked for quiet."""
+        self.rich.print(f"[yellow]note:[/yellow] {_plain(text)}")
+        append(self._log, f"note: {text}")
+
+    def start(self, total: int, done: int, place: Callable[[], str] = str) -> None:
+        """Show progress over `total` steps, `done` of which lie behind. `place` says where the program is, if it is not
+        in a step."""
+        self._total, self._began = total, time.monotonic()
+        if self._loud and self._voice != "quiet" and self.rich.is_interactive:
+            self._bar = _Bar(self.rich, total, done, place)
+            self._bar.start()
+
+    def advance(self, step: int) -> None:
+        """A step is done; costs the host microseconds."""
+        if self._bar is not None:
+            self._bar.update(self._bar.row, completed=step)
+
+    def log(self, step: int, split: str, numbers: Mapping[str, float]) -> None:
+        """Numbers of a split after `step` updates; those of `system` are what ranks take of their machines."""
+        if split == "system":
+            self._system(step, numbers)
+        elif split == "train":
+            self._train(step, numbers)
+        else:
+            self.say(f"step {step:>6}  {split}: " + _listed({k: v for k, v in numbers.items() if k != "examples"}))
+
+    def _system(self, step: int, numbers: Mapping[str, float]) -> None:
+        held = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
+        self._memory = "".join(
+            f"  {value:.2f} GB{' on the GPU' if kind.startswith('gpu') else ''}"
+            for kind, value in held.items()
+            if value is not None
+        )
+        if self._voice == "verbose":
+            self.say(f"step {step:>6}  system: {_listed(numbers)}")
+
+    def _train(self, step: int, numbers: Mapping[str, float]) -> None:
+        if "skipped_steps" in numbers:
+            self.note(f"step {step}: {numbers['skipped_steps']:.0f} step(s) skipped: not finite")
+        if "spike" in numbers:
+            self.note(f"step {step}: the loss jumped to {numbers['loss']:.4g}")
+        text = (
+            f"loss {numbers['loss']:.4f}  rate {numbers['learning_rate']:.2e}  {numbers['examples_per_s']:,.0f} "
+            f"examples/s  {numbers['tokens_per_s']:,.0f} tokens/s{self._memory}"
+        )
+        if self._bar is not None:
+            self._bar.numbers = text
+        if self._voice == "verbose":
+            self.say(f"step {step:>6}  train: {_listed(numbers)}")
+        elif self._loud and self._is_time(step):
+            left = (self._total - step) * numbers["seconds_per_step"]
+            line = f"step {step:>6}/{self._total}  {text}  {clock(left)} left"
+            if self._bar is None:
+                self.say(line)
+            else:
+                append(self._log, line)
+
+    def _is_time(self, step: int) -> bool:
+        """Whether another plain line is due: every 5 s at first, every minute from twenty minutes on."""
+        now = time.monotonic()
+        if now - self._last_line < min(60, max(5, (now - self._began) / 20)) and step != self._total:
+            return False
+        self._last_line = now
+        return True
+
+    def show(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
+        """What the model makes of a few examples after `step` updates."""
+        for sample in samples:
+            first, *rest = sample.items()
+            text = first[1] + "".join(
+                f" \u27f6 {value}" if place == 0 else f" ({name}: {value})" for place, (name, value) in enumerate(rest)
+            )
+            self.say(f"step {step:>6}  sample: " + text.replace("\n", "\n" + " " * 13))
+
+    def stop(self) -> None:
+        """End the progress bar."""
+        if self._bar is not None:
+            self._bar.rest()
+            self._bar = None
+
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+        """A small table: columns with a number in them are set right, the first one and those of words left."""
+        table = Table(title=title, title_justify="left", title_style="bold")
+        cells = [[_plain(cell) for cell in row] for row in rows]
+        for i, column in enumerate(columns):
+            numbers = any(row[i].lstrip("+-")[:1].isdigit() for row in cells)
+            table.add_column(column, justify="right" if numbers and i > 0 else "left")
+        for row in cells:
+            table.add_row(*row)
+        if self._voice != "quiet":
+            self.rich.print(table)
+        plain = RichConsole(file=io.StringIO(), width=120, highlight=False)
+        plain.print(table)
+        append(self._log, plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
+
+
+class _Bar(Progress):
+    """Two lines: how far it is and how long it will take; the last numbers."""
+
+    def __init__(self, console: RichConsole, total: int, done: int, place: Callable[[], str]) -> None:
+        self.numbers, self._place = "", place
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=max(4, min(30, console.width - 50))),
+            MofNCompleteColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            refresh_per_second=2,  # drawing costs a core's time that training could use
+        )
+        self.row: TaskID = self.add_task("training", total=total, completed=done)
+
+    def rest(self) -> None:
+        """The last picture, which stays."""
+        self._place = str
+        self.stop()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:
+            place = self._place()
+            task.description = "training" if place.startswith("step ") or not place else place.partition(",")[0]
+        yield from super().get_renderables()
+        if self.numbers:
+            yield Text(self.numbers, no_wrap=True, overflow="ellipsis")
+
+
+def _listed(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+
+
+def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
+    """The highest of all ranks' numbers of a kind, `KIND/rank0` and so on."""
+    return max((value for name, value in numbers.items() if name.startswith(f"{kind}/")), default=None)
+
+
+def error(text: str, log: Path | None = None) -> None:
+    """A message for the user on standard error, and in the run's log file where there is one."""
+    with suppress(OSError):  # a window that was closed
+        print(f"lockstep: {said(text)}", file=sys.stderr, flush=True)
+    append(log, f"lockstep: {text}")
+
+
+def append(log: Path | None, text: str) -> None:
+    """A line, or more, at the end of a log file. A disk that is full ends no training because of it."""
+    if log is not None:
+        with suppress(OSError), open(log, "a", encoding="utf-8") as file:
+            file.write(f"{said(text)}\n")
+
+
+def strike_tracebacks() -> None:
+    """What Python prints of an error that nobody caught, here or in a thread, comes without secrets from now on."""
+    sys.excepthook = _traceback
+    if threading.excepthook is threading.__excepthook__:  # else somebody listens
+        threading.excepthook = _traceback_of_thread
+
+
+def _traceback(kind: type[BaseException], caught: BaseException | None, where: TracebackType | None) -> None:
+    sys.stderr.write(said("".join(traceback.format_exception(kind, caught, where))))
+
+
+def _traceback_of_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_type is not SystemExit:
+        sys.stderr.write(f"in thread {failed.thread.name if failed.thread else '?'}:\n")
+        _traceback(failed.exc_type, failed.exc_value, failed.exc_traceback)
+
+
+def clock(seconds: float) -> str:
+    """1:05 or 2:01:05."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(said(text))

@@ -1,1 +1,0 @@
-"""All trackers of a run behind one."""

@@ -1,0 +1,305 @@
+"""The parts of a report that are made of charts: curves, where the time went, the time line, memory, prices.
+
+In: histories. Out: markup, and numbers for tables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.track.report import charts
+from lockstep.track.report.history import History
+
+# what is drawn -> (name of a line: split, key of metrics.jsonl)
+_CURVES: dict[str, dict[str, tuple[str, str]]] = {
+    "loss": {"train": ("train", "loss"), "validation": ("validation", "loss")},
+    "learning rate": {"rate": ("train", "learning_rate")},
+    "gradient norm, before clipping": {"norm": ("train", "grad_norm")},
+    "examples per second": {"examples": ("train", "examples_per_s")},
+    "tokens per second": {"tokens": ("train", "tokens_per_s")},
+    "padding: tokens computed per real token": {
+        "as it was cut": ("train", "padding"),
+        "cut at random": ("train", "padding_by_chance"),
+    },
+}
+_FROM_ZERO = ("learning rate", "examples per second", "tokens per second")
+# phase -> (what the page calls it, class of its colour), in the order they are stacked
+_PHASES = {
+    "data": ("waiting for data", "c1"),
+    "forward": ("forward", "c0"),
+    "backward": ("backward", "c4"),
+    "forward+backward": ("forward and backward", "c0"),
+    "overlapped": ("computing while gradients travel", "c5"),
+    "reduction": ("waiting for gradients", "c3"),
+    "optimizer": ("optimizer", "c2"),
+    "evaluation": ("evaluation", "c6"),
+    "checkpoint": ("checkpoint", "c7"),
+    "profile": ("profiling", "cy"),
+    "other": ("everything else", "cx"),
+}
+_COLOURS = dict(_PHASES.values())
+_STEP = tuple(name for name in _PHASES if name not in ("evaluation", "checkpoint", "profile"))
+MOST_RANKS = 64  # drawn at most, the ones that work longest
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median."""
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+# -- one run ---------------------------------------------------------------------------------------------------------
+
+
+def curves(history: History) -> list[str]:
+    """Every curve of a run that has points; a chart for each metric of the validation split."""
+    found = {
+        title: {name: history.series(split, key) for name, (split, key) in lines.items()}
+        for title, lines in _CURVES.items()
+    }
+    loss = found.pop("loss")
+    metrics = {
+        f"{key.replace('_', ' ')}, validation": {"validation": history.series("validation", key)}
+        for key in _metrics(history)
+    }
+    several = {title: lines for title, lines in metrics.items() if len(lines["validation"]) > 1}
+    drawn = {"loss": loss} | several | found
+    return [c for title, lines in drawn.items() if (c := charts.lines(title, lines, linear=title in _FROM_ZERO))]
+
+
+def _metrics(history: History) -> list[str]:
+    """Metrics of the validation split besides the loss."""
+    keys = [key for line in history.metrics if line["split"] == "validation" for key in line]
+    return [key for key in dict.fromkeys(keys) if key not in ("step", "split", "loss", "examples")]
+
+
+def time_of_ranks(history: History) -> dict[str, Any] | None:
+    """Bars, a heat map, a table and a sentence on where the time of each rank went; None without times."""
+    if not history.timed:
+        return None
+    sums = history.seconds
+    ranks = int(history.timed[-1]["ranks"])
+    shown = _shown(history, ranks)
+    rows = {
+        f"rank {rank}": {_PHASES[phase][0]: sums[phase][rank] for phase in _PHASES if phase in sums} for rank in shown
+    }
+    total = sum(map(sum, sums.values())) / ranks or 1.0
+    table = []
+    for phase in _PHASES:
+        if phase in sums and sum(sums[phase]) > 0.0005 * total * ranks:
+            each = sums[phase]
+            mean = sum(each) / ranks
+            most = max(range(ranks), key=each.__getitem__)
+            table.append((*_PHASES[phase], mean, mean / total, min(each), each[most], most))
+    steps = sum(line["steps"] for line in history.timed)
+    return {
+        "bars": charts.bars("seconds of each rank", rows, _COLOURS),
+        "heat": _heat(history, shown),
+        "table": table,
+        "ranks": ranks,
+        "shown": len(shown),
+        "steps": steps,
+        "slowest": history.slowest,
+        "blind": ranks > 1 and not history.sees_stragglers,
+        "clock": history.facts.get("clock", "host"),
+        "inside": [_PHASES[p][0] for p in history.facts.get("waits_inside", []) if p in sums and p != "reduction"],
+    }
+
+
+def _shown(history: History, ranks: int) -> list[int]:
+    """All ranks, or those that work longest, in their order."""
+    if ranks <= MOST_RANKS:
+        return list(range(ranks))
+    sums = history.seconds
+    work = [sum(each[rank] for phase, each in sums.items() if phase in history.own) for rank in range(ranks)]
+    return sorted(sorted(range(ranks), key=lambda rank: -work[rank])[:MOST_RANKS])
+
+
+def _heat(history: History, shown: Sequence[int]) -> str:
+    """Each rank's own work over time, relative to the middle rank's at that time."""
+    lines = [line for line in history.timed if line["steps"]]
+    if len(shown) < 2 or not lines or not history.sees_stragglers:
+        return ""
+    every = -(-len(lines) // 100)
+    columns = []
+    for start in range(0, len(lines), every):
+        part = [history.own_seconds(line) for line in lines[start : start + every]]
+        work = [sum(each) for each in zip(*part, strict=True)]
+        usual = middle(work) or 1.0
+        columns.append([seconds / usual for seconds in work])
+    rows = {f"rank {rank}": [column[rank] for column in columns] for rank in shown}
+    ends = (f"step {lines[0]['step']:,}", f"step {lines[-1]['step']:,}")
+    return charts.heat(
+        "own work against the middle rank's (no colour: the same; full colour: twice)", rows, ends, "times"
+    )
+
+
+def prices(history: History) -> list[tuple[str, str, str]]:
+    """What padding, communication, checkpoints and evaluation cost: (name, value, how it is reckoned)."""
+    found = []
+    padding = [y for _, y in history.series("train", "padding")]
+    if padding:
+        ratio = sum(padding) / len(padding)
+        chance = [y for _, y in history.series("train", "padding_by_chance")]
+        text = f"{ratio:.2f} tokens are computed per real token"
+        if chance:
+            text += f"; cut at random it would have been {sum(chance) / len(chance):.2f}"
+        found.append(("padding", f"{1 - 1 / ratio:.1%} of the computing", text))
+    if not history.timed:
+        return found
+    sums, ranks = history.seconds, int(history.timed[-1]["ranks"])
+    mean = {phase: sum(each) / ranks for phase, each in sums.items()}
+    total = sum(mean.values()) or 1.0
+    if ranks > 1 and "reduction" in mean:
+        found.append(
+            (
+                "communication",
+                f"{mean['reduction'] / total:.1%} of the time",
+                f"{charts.seconds(mean['reduction'])} on the mean rank: the wait for gradients that computing does not "
+                "hide, and for slower ranks",
+            )
+        )
+    for phase, why in (
+        ("data", "steps that waited for their batch"),
+        ("checkpoint", "steps that waited for a copy of the state, or for the save before"),
+        ("evaluation", "in training and at its end"),
+    ):
+        if mean.get(phase, 0.0) > 0:
+            name = {"data": "waiting for data", "checkpoint": "checkpoints"}.get(phase, phase)
+            found.append((name, f"{mean[phase] / total:.1%} of the time", f"{charts.seconds(mean[phase])}: {why}"))
+    return found
+
+
+def timeline(history: History) -> str:
+    """Starts, pauses, checkpoints and evaluations on the clock."""
+    words = {"finish": "to the end", "stop": "stopped on request", "failed": "failed", "lost": "no end is recorded"}
+    spans = [
+        (a.began, a.ended, f"start {i + 1}: step {a.first:,} to {a.last:,}, {words[a.how]}")
+        for i, a in enumerate(history.attempts)
+    ]
+    marks: dict[str, list[tuple[float, str]]] = {}
+    for event in history.events:
+        step = f"{event.get('step', 0):,}"
+        match event["event"]:
+            case "start" if event["step"]:
+                marks.setdefault("resumed", []).append((event["time"], f"resumed after step {step}"))
+            case "checkpoint":
+                text = f"checkpoint of step {step}, stall {charts.seconds(event.get('stall_s', 0.0))}"
+                marks.setdefault("checkpoints", []).append((event["time"], text))
+            case "evaluation":
+                marks.setdefault("evaluations", []).append((event["time"], f"evaluation after step {step}"))
+            case "stop" | "failed":
+                what = "stopped on request" if event["event"] == "stop" else f"failed: {event.get('error', '')}"
+                marks.setdefault("stops", []).append((event["time"], f"{what}, step {step}"))
+    begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(spans[0][0])) if spans else ""
+    return charts.timeline("clock time, pauses cut short", spans, marks, begun)
+
+
+def memory(history: History) -> list[str]:
+    """What a rank holds, on the one with most and the one with least at a time."""
+    if not history.memory:
+        return []
+    most = [(float(step), max(each) / 2**30) for step, each in history.memory]
+    least = [(float(step), min(each) / 2**30) for step, each in history.memory]
+    several = len(history.memory[-1][1]) > 1
+    series = {"rank with most": most, "rank with least": least} if several else {"rank 0": most}
+    gpu = any(key.startswith("gpu_memory_gb") for key in history.system[-1])
+    title = "GPU memory of a rank's tensors, the most so far, GiB" if gpu else "memory of a process, GiB"
+    return [charts.lines(title, series, linear=True)]
+
+
+def facts(history: History) -> list[tuple[str, str]]:
+    """What was run, in words: (name, text)."""
+    known = history.facts
+    rows = list(known.get("opening", {}).items())
+    if known:
+        hosts: dict[str, list[int]] = {}
+        for rank, host in enumerate(known.get("hosts", [])):
+            hosts.setdefault(host, []).append(rank)
+        rows.append(("started by", str(known.get("launch", ""))))
+        rows.append(("hosts", "; ".join(f"{host}: {_ranks(ranks)}" for host, ranks in hosts.items())))
+        rows.append(("hardware", "; ".join(dict.fromkeys(known.get("devices", [])))))
+        rows.append(("versions", ", ".join(f"{k} {v}" for k, v in known.get("versions", {}).items())))
+        git = known.get("git")
+        rows.append(("git", _git(git) if git else "not in a git repository"))
+        rows.append(("starts", _starts(history)))
+    rows.append(("notable", _notable(history)))
+    return [(name, text) for name, text in rows if text]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    together = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]} to {ranks[-1]}" if together else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _git(git: Mapping[str, Any]) -> str:
+    changed = int(git.get("changed", 0))
+    state = f"{changed} changed file(s)" if changed else "nothing changed"
+    branch = f" on {git['branch']}" if git.get("branch") else ""
+    return f"{str(git.get('commit', ''))[:12]}{branch}, {state}"
+
+
+def _notable(history: History) -> str:
+    """Losses that jumped and updates that were left out."""
+    jumps = [f"{line['step']:,}" for line in history.metrics if line.get("spike")]
+    skipped = sum(int(line.get("skipped_steps") or 0) for line in history.metrics)
+    found = (
+        [f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}"] if jumps else []
+    )
+    return "; ".join([*found, *([f"{skipped} step(s) were skipped: not finite"] if skipped else [])])
+
+
+def _starts(history: History) -> str:
+    ends = {"finish": "finished", "stop": "stopped on request", "failed": "failed", "lost": "no end recorded"}
+    return "; ".join(
+        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(a.began))} after step {a.first:,} with "
+        f"{a.facts.get('processes', '?')} process(es), {ends[a.how]} at step {a.last:,}"
+        for a in history.attempts
+    )
+
+
+# -- several runs ----------------------------------------------------------------------------------------------------
+
+
+def overlaid(histories: Mapping[str, History]) -> list[str]:
+    """A chart for each curve that some run has, a line for each run."""
+    metrics = dict.fromkeys(key for history in histories.values() for key in _metrics(history))
+    wanted = {"training loss": ("train", "loss"), "validation loss": ("validation", "loss")}
+    wanted |= {f"{key.replace('_', ' ')}, validation": ("validation", key) for key in metrics}
+    wanted |= {title: next(iter(lines.values())) for title, lines in _CURVES.items() if title != "loss"}
+    found = []
+    for title, (split, key) in wanted.items():
+        series = {name: history.series(split, key) for name, history in histories.items()}
+        found.append(charts.lines(title, series, linear=title in _FROM_ZERO))
+        if key == "loss":
+            clocked = {name: _by_clock(history, split) for name, history in histories.items()}
+            found.append(charts.lines(f"{title} against running time", clocked, "minutes"))
+    return [chart for chart in found if chart]
+
+
+def _by_clock(history: History, split: str) -> list[tuple[float, float]]:
+    """(minutes of running until then, loss); pauses between starts do not count."""
+    clock: dict[int, float] = {}
+    before = 0.0
+    for attempt in history.attempts:
+        for line in [*history.ranks, *history.events]:
+            if "step" in line and attempt.began <= line["time"] <= attempt.ended:
+                clock[line["step"]] = (before + line["time"] - attempt.began) / 60
+        before += attempt.ended - attempt.began
+    return [(clock[int(step)], loss) for step, loss in history.series(split, "loss") if int(step) in clock]
+
+
+def time_of_runs(histories: Mapping[str, History]) -> str:
+    """A bar for each run: seconds a step on the mean rank, without evaluation and checkpoints."""
+    rows = {}
+    for name, history in histories.items():
+        if history.timed:
+            steps = sum(line["steps"] for line in history.timed) or 1
+            ranks = int(history.timed[-1]["ranks"])
+            sums = history.seconds
+            rows[name] = {_PHASES[p][0]: sum(sums[p]) / ranks / steps for p in _STEP if p in sums}
+    return charts.bars("seconds a step on the mean rank", rows, _COLOURS)

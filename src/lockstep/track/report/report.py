@@ -1,0 +1,220 @@
+"""One self-contained page for a run, or for several runs side by side; no network, no script.
+
+In: what output folders remember (history.py). Out: OUTPUT/report.html, or a comparison wherever it is wanted. Imports
+no torch: a page can be written where nothing can be trained.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from lockstep.config import errors as messages
+from lockstep.config.disclosure import said
+from lockstep.track.report import charts, panels
+from lockstep.track.report.history import History, read
+
+_NO_METRICS = ("step", "examples")
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` of an output folder, of a run at any stage. Errors: `OSError` or `ValueError` when it holds
+    no run."""
+    history = read(folder)
+    return write_page(folder / "report.html", "run.html.jinja", title=history.name, **_page(history))
+
+
+def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+    """Write one page about several runs to `path`: what differs, a table of results, and their curves over one another.
+    Errors: `OSError` or `ValueError`, naming the folder that holds no run."""
+    histories = {}
+    for folder, name in zip(folders, _names(folders), strict=True):
+        try:
+            histories[name] = read(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder} is not the output folder of a run: {error}") from None
+    title = f"{len(histories)} runs"
+    return write_page(path, "comparison.html.jinja", title=title, **_comparison(histories, path.parent))
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Render a template of `pages/` to `path`, in one go. Errors: `OSError`."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    pages = Environment(
+        loader=PackageLoader("lockstep.track.report", "pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_told,  # each value before HTML writes its quotes and ampersands in another way
+    )
+    pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
+    text = pages.get_template(template).render(written=time.strftime("%Y-%m-%d %H:%M"), **values)
+    text = said(text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+    return path
+
+
+# -- one run ---------------------------------------------------------------------------------------------------------
+
+
+def _page(history: History) -> dict[str, Any]:
+    """What the page of one run shows."""
+    results = history.results
+    final = history.facts_of("finish")
+    return {
+        "history": history,
+        "folder": history.folder.resolve().name,
+        "tiles": _tiles(history, final),
+        "results": _table(results, final.get("best_possible", {})),
+        "curves": panels.curves(history),
+        "time": panels.time_of_ranks(history),
+        "prices": panels.prices(history),
+        "timeline": panels.timeline(history),
+        "memory": panels.memory(history),
+        "matrices": [
+            {"split": split, **_matrix(tables["confusion"])}
+            for split, tables in history.tables.items()
+            if "confusion" in tables
+        ],
+        "samples": _samples(history),
+        "profiles": history.profiles,
+        "facts": panels.facts(history),
+    }
+
+
+def _tiles(history: History, final: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The few numbers a person looks for first: (name, value)."""
+    tiles = []
+    for split in ("test", "validation"):
+        if split in history.results:
+            numbers = {k: v for k, v in history.results[split].items() if k not in _NO_METRICS}
+            tiles += [(f"{name.replace('_', ' ')}, {split}", charts.number(v)) for name, v in list(numbers.items())[:3]]
+            break
+    if attempts := history.attempts:
+        tiles.append(("running time", charts.seconds(sum(a.ended - a.began for a in attempts))))
+    if rate := history.series("train", "examples_per_s"):
+        tiles.append(("examples per second", charts.number(round(panels.middle([y for _, y in rate]), 1))))
+    if history.peak_bytes is not None:
+        tiles.append(("most memory on a rank", charts.size(history.peak_bytes)))
+    if final.get("weights"):
+        tiles.append(("weights, sha256", str(final["weights"])[:10]))
+    return tiles
+
+
+def _table(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """A row for each metric, a column for each split."""
+    names = list(dict.fromkeys(name for numbers in results.values() for name in numbers if name != "step"))
+    rows = []
+    for name in names:
+        cells = []
+        for split, numbers in results.items():
+            text = charts.number(numbers[name]) if name in numbers else ""
+            limit = best.get(split, {}).get(name)
+            cells.append((text, f"best possible {charts.number(limit)}" if limit is not None else ""))
+        rows.append((name, cells))
+    return {"splits": [f"{split}, step {numbers['step']:,}" for split, numbers in results.items()], "rows": rows}
+
+
+def _samples(history: History) -> dict[str, Any] | None:
+    """The newest samples as a table."""
+    if not history.samples:
+        return None
+    newest = history.samples[-1]
+    rows = [sample if isinstance(sample, dict) else {"text": sample} for sample in newest["samples"]]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return {"step": newest["step"], "columns": columns, "rows": [[row.get(c, "") for c in columns] for row in rows]}
+
+
+def _matrix(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A confusion matrix, each cell with its share of its row: (count, share)."""
+    rows = [(label, sum(counts), counts) for label, counts in zip(table["labels"], table["counts"], strict=True)]
+    return {
+        "labels": table["labels"],
+        "rows": [(label, total, [(n, n / total if total else 0.0) for n in counts]) for label, total, counts in rows],
+    }
+
+
+# -- several runs ----------------------------------------------------------------------------------------------------
+
+
+def _comparison(histories: Mapping[str, History], beside: Path) -> dict[str, Any]:
+    """What the page of several runs shows."""
+    flat = {name: messages.flat(history.run) for name, history in histories.items()}
+    keys = list(dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output")))
+    differing = [key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1]
+    return {
+        "runs": [
+            (name, history, quote(os.path.relpath(history.folder / "report.html", beside)))
+            for name, history in histories.items()
+        ],
+        "differing": [(key, [_value(values.get(key)) for values in flat.values()]) for key in differing],
+        "same": len(keys) - len(differing),
+        "results": _side_by_side(histories),
+        "curves": panels.overlaid(histories),
+        "time": panels.time_of_runs(histories),
+    }
+
+
+def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]]]:
+    """(what, its value in each run), the rows that some run has."""
+    columns: list[dict[str, str]] = []
+    metrics = dict.fromkeys(
+        (split, name) for h in histories.values() for split, numbers in h.results.items() for name in numbers
+    )
+    for history in histories.values():
+        column = {"state": history.state, "steps": charts.number(history.steps)}
+        for split, name in sorted(metrics, key=lambda metric: metric[0] != "validation"):
+            if name not in _NO_METRICS:
+                column[f"{split} {name}"] = charts.number(history.results.get(split, {}).get(name, ""))
+        for name, key in (("examples per second", "examples_per_s"), ("seconds a step", "seconds_per_step")):
+            if points := history.series("train", key):
+                column[name] = charts.number(float(f"{panels.middle([y for _, y in points]):.4g}"))
+        if history.attempts:
+            column["running time"] = charts.seconds(sum(a.ended - a.began for a in history.attempts))
+            column["starts"] = str(len(history.attempts))
+            column["processes"] = str(history.facts.get("processes", ""))
+        if history.peak_bytes is not None:
+            column["most memory on a rank"] = charts.size(history.peak_bytes)
+        for name, text, _ in panels.prices(history):
+            share, _, of = text.partition(" of the ")
+            column[f"{name}, share of {of}"] = share
+        if weights := history.facts_of("finish").get("weights"):
+            column["weights, sha256"] = str(weights)[:10]
+        columns.append(column)
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    return [(name, [column.get(name, "") for column in columns]) for name in names]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names; with as much of their paths as tells them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    if len(set(parts)) < len(parts):
+        twice = next(folder for folder, p in zip(folders, parts, strict=True) if parts.count(p) > 1)
+        raise ValueError(f"{twice} is given twice")
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _value(value: object) -> str:
+    return "" if value is None else charts.number(value) if isinstance(value, int | float) else str(value)
+
+
+def _told(value: Any) -> Any:
+    """A value as the page may have it; what is HTML already (`safe`) was made by us of texts that are escaped."""
+    return said(value) if type(value) is str else value
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.095 or share == 0 else f"{share:.1%}"

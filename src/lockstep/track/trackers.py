@@ -1,0 +1,140 @@
+"""All trackers of a run behind one: hands numbers on, and sees to it that none of them holds up or ends training.
+
+In: `log` and `show` on rank 0. Out: calls of each tracker, in a thread of its own. One that fails, or cannot keep up,
+is named once and left out; `metrics.jsonl` is written at once, by the caller, and keeps everything. No text passes here
+with a secret or a control character in it, whatever the tracker.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.config import plugins
+from lockstep.config.disclosure import one_line, said, struck_all
+from lockstep.config.run import Run
+from lockstep.track.jsonl import Jsonl
+from lockstep.track.tracker import End, Sample, Tracker
+
+MOST_WAITING = 10_000  # calls; a tracker that is further behind than that will not catch up
+
+
+class Trackers:
+    """What a run logs to. None of the methods raises, and only `close` waits. Not collective."""
+
+    def __init__(
+        self,
+        run: Run,
+        after: int,
+        ids: dict[str, str],
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+        loud: bool = True,
+    ) -> None:
+        """`after`: updates done. `ids`: run ids by tracker, from the checkpoint; those of new runs are put in as they
+        become known. `say` and `warn` tell the user. `loud`: whether this rank writes at all, as one in a job does."""
+        self._wait_s, self._warn, self._warned = run.track.wait_s, warn, False
+        self._jsonl: Tracker | None = Jsonl(run, None, after, None) if loud else None
+        self._lanes = []
+        self._names: dict[str, str] = {}  # of numbers -> as they are told
+        self._at_once("open")
+        for name in dict.fromkeys(run.track.to) if loud else ():
+            if name != "jsonl":
+                kind: Any = plugins.find("track", name)
+                options = kind.Options.model_validate(run.track.options.get(name, {}))
+                self._lanes.append(_Lane(name, kind(run, options, after, ids.get(name)), ids, say, warn))
+
+    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        """As `Tracker.log`."""
+        names = self._names
+        plain = {names.get(name) or names.setdefault(name, said(name)): value for name, value in numbers.items()}
+        self._hand_on("log", step, split, plain)
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """As `Tracker.show`."""
+        if samples:
+            self._hand_on("show", step, struck_all(list(samples), said))
+
+    def close(self, end: End) -> None:
+        """Let every tracker finish, for `track.wait_s` seconds in all."""
+        self._hand_on("close", end)
+        until = time.monotonic() + self._wait_s
+        for lane in self._lanes:
+            lane.finish(until)
+        self._lanes, self._jsonl = [], None
+
+    def _hand_on(self, method: str, *arguments: Any) -> None:
+        self._at_once(method, *arguments)
+        for lane in self._lanes:
+            lane.put(method, *arguments)
+
+    def _at_once(self, method: str, *arguments: Any) -> None:
+        """Into the files, before anything else can go wrong."""
+        if self._jsonl is None:
+            return
+        try:
+            getattr(self._jsonl, method)(*arguments)
+            self._warned = False
+        except OSError as caught:
+            if not self._warned:
+                self._warn(f"metrics.jsonl: {reason(caught)}; what could not be written is kept and tried again")
+            self._warned = True
+
+
+class _Lane:
+    """One tracker and its thread."""
+
+    def __init__(
+        self,
+        name: str,
+        tracker: Tracker,
+        ids: dict[str, str],
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.name, self.tracker, self._ids, self._say, self._warn = name, tracker, ids, say, warn
+        self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=f"lockstep-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, method: str, *arguments: Any) -> None:
+        if not self._ended and self._calls.qsize() >= MOST_WAITING:
+            self._give_up(f"is {MOST_WAITING:,} calls behind; training goes on without it")
+        if not self._ended:
+            self._calls.put((method, arguments))
+
+    def finish(self, until: float) -> None:
+        """Wait for the thread's end, which the call of `close` brings about."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive() and not self._ended:
+            self._give_up("was still sending when track.wait_s was over")
+
+    def _run(self) -> None:
+        try:
+            if place := self.tracker.open():
+                self._say(f"{self.name}: {place}")
+            method = ""
+            while method != "close" and not self._ended:
+                if self.tracker.run_id is not None:
+                    self._ids[self.name] = self.tracker.run_id
+                method, arguments = self._calls.get()
+                getattr(self.tracker, method)(*arguments)
+            self._ended = True
+        except BaseException as caught:  # also a library that wants to end the process
+            self._give_up(f"failed: {reason(caught)}. Training goes on without it")
+
+    def _give_up(self, why: str) -> None:
+        if not self._ended:
+            self._ended = True
+            self._warn(f"{self.name} {why}; metrics.jsonl has everything")
+
+
+def reason(caught: BaseException) -> str:
+    """What went wrong, on one line."""
+    if isinstance(caught, OSError) and caught.strerror:
+        return caught.strerror + (f": {caught.filename}" if caught.filename else "")
+    return f"{type(caught).__name__}: {one_line(caught, 300)}"

@@ -1,0 +1,1 @@
+"""One rank from its start to the export: session, loop, evaluation."""

@@ -1,0 +1,96 @@
+"""What is tried before the first step, and leaves no trace: the longest examples, a checkpoint's memory, and the end.
+
+In: everything built. Out: nothing, or an error that would otherwise have come after hours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.export import try_export
+from lockstep.config.exit_status import BAD
+from lockstep.distributed.memory import keep_freed_memory
+from lockstep.distributed.place import PLACE
+from lockstep.strategies.strategy import NotFinite
+from lockstep.tasks.models import models
+from lockstep.tasks.models.decoding import Decoding
+from lockstep.track.console import error
+from lockstep.training.loop import TrainingFailed, evaluated_at_once, explained, samples, scored
+from lockstep.training.session import Session
+
+EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
+
+
+def rehearse(session: Session, then: Callable[[], None] = lambda: None) -> None:
+    """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
+    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number, `RunError` for a
+    model that is known to have other bits."""
+    run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
+    if strategy.gives_bits(run):
+        models.check_bits(strategy.model, run, world.size)
+    keep_freed_memory()  # not before: building a model frees what no step asks for again
+    batch = feed.longest().to(world.device)
+    try:
+        strategy.rehearse(batch, then)
+    except NotFinite as caught:
+        when = "before step 0, tried with the longest examples of the training split"
+        raise TrainingFailed(explained(caught, feed, batch.ids, when)) from caught
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as caught:
+        text = " ".join(str(caught).split())
+        if not isinstance(caught, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in text:
+            raise
+        error(
+            f"rank {world.rank} of {world.size} on {world.host}: memory does not suffice for the longest examples (a "
+            f"step of {run.batch_size} in {run.micro_batches} micro-batches): {text[:200]}\nUse more micro_batches, a "
+            f"smaller batch_size or data.max_length, precision=bf16, or a strategy that shares out the model (fsdp2)",
+            world.log,
+        )
+        sys.stderr.flush()
+        os._exit(BAD)  # the others wait in a collective: the launcher ends them
+
+
+def rehearse_the_end(session: Session) -> None:
+    """What comes after the first step, before it: a checkpoint's memory, evaluation of the longest examples, samples,
+    and an export unless the model is large. A mistake in a task of one's own is found here and not after hours; nothing
+    is left behind. Collective."""
+    session.checkpoints.rehearse(session.strategy)
+    try:
+        _try_the_end(session)
+    except Exception as caught:
+        caught.add_note(f"({PLACE.name}, tried before training: it would have failed after it)")
+        raise
+
+
+def _try_the_end(session: Session) -> None:
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    checkpoints = session.checkpoints
+
+    def briefly(inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
+        return strategy.generate(inputs, replace(how, new_tokens=min(2, how.new_tokens)))
+
+    scores: dict[str, dict[str, float]] = {}
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        for split in (split for split in ("validation", "test") if split in task.splits):
+            columns = task.splits[split]
+            longest = np.argsort(-columns.lengths, kind="stable")[: evaluated_at_once(run)]
+            scores[split], tables = scored(run, world, task, strategy, columns, longest, generate=briefly)
+            json.dumps(tables)
+        if run.checkpoint.best:
+            checkpoints.is_best(scores["validation"])
+        PLACE.at("trying samples")
+        samples(task, strategy, world, briefly)
+        PLACE.at("trying the export")
+        weights = strategy.export() if strategy.parameter_count <= EXPORTED_TWICE else None
+        if weights is not None:
+            try:
+                try_export(run, task, weights, scores)
+            except OSError as caught:  # such as a full disk, which training may outlast
+                checkpoints.say(f"the export could not be tried: {caught}")

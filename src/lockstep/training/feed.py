@@ -1,0 +1,119 @@
+"""This rank's StepBatches, made ahead of time by a thread where the task allows it; the position is the step number.
+
+In: a task, the order and this rank's leaves. Out: one `StepBatch` a step, on the device, with the counts of the
+whole step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lockstep.config.run import Run
+from lockstep.data import micro_batches as pieces
+from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.data.order import ByLength, Order
+from lockstep.distributed.randomness import seed_everything
+from lockstep.tasks.task import Task
+
+AHEAD = 2  # steps made before they are asked for
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a feeding thread met, to be raised where the batch is wanted."""
+
+    error: BaseException
+
+
+class Feed:
+    """The training batches of one rank."""
+
+    def __init__(self, run: Run, task: Task, leaves: Iterable[int], device: torch.device) -> None:
+        self.task, self.leaves, self.device = task, list(leaves), device
+        self.columns = task.splits["train"]
+        self.order = Order(len(self.columns), run.batch_size, run.seed)
+        if run.data.group_by_length > 1:
+            self.order = ByLength(self.columns.lengths, run.batch_size, run.seed, run.data.group_by_length)
+        self.micro_batches, self.seed = run.micro_batches, run.seed
+        self.total = run.steps or max(1, round(float(run.epochs or 0) * self.order.steps_per_epoch))
+
+    def make(self, step: int) -> StepBatch:
+        """One step's batch: every rank cuts the same pieces and collates its own."""
+        return self._batch(step, self.order.step(step))
+
+    def longest(self) -> StepBatch:
+        """The longest examples of all, as a step that is none of the run's: no step needs more memory."""
+        return self._batch(0, np.sort(np.argsort(-self.columns.lengths, kind="stable")[: self.order.batch_size]))
+
+    def _batch(self, step: int, rows: np.ndarray) -> StepBatch:
+        lengths = self.columns.lengths[rows]
+        groups = pieces.cut(lengths, self.micro_batches)
+        micro_batches = [self._collated(step, rows[groups[k]], k) for k in self.leaves]
+        if self.device.type == "cuda":
+            micro_batches = [m.pinned() for m in micro_batches]
+        return StepBatch(
+            step=step,
+            micro_batches=micro_batches,
+            leaves=self.micro_batches,
+            examples=len(rows),
+            targets=self.task.count_targets(self.columns, rows),
+            tokens=int(lengths.sum()),
+            padded=sum(pieces.padded_cost(side[rows], groups) for side in self.columns.sides),
+            padded_by_chance=sum(pieces.random_cost(side[rows], self.micro_batches) for side in self.columns.sides),
+            ids=rows,
+        )
+
+    def _collated(self, step: int, rows: np.ndarray, leaf: int) -> MicroBatch:
+        if not self.task.ahead():  # it may draw; in a thread it does not, and what is seeded here is the model's
+            seed_everything(self.seed, step, leaf, 1)
+        return self.task.collate(self.columns, rows, leaf)
+
+    def steps(self, after: int) -> Iterator[StepBatch]:
+        """The batches of steps `after`, `after + 1`, ... to the run's last."""
+        if self.task.ahead():
+            yield from self._made_ahead(after)
+        else:
+            for step in range(after, self.total):
+                yield self._there(self.make(step))
+
+    def _there(self, batch: StepBatch) -> StepBatch:
+        return batch if self.device.type == "cpu" else batch.to(self.device)
+
+    def _made_ahead(self, after: int) -> Iterator[StepBatch]:
+        ready: queue.Queue[StepBatch | Failure] = queue.Queue(maxsize=AHEAD)
+        over = threading.Event()
+
+        def put(item: StepBatch | Failure) -> bool:
+            while not over.is_set():
+                try:
+                    ready.put(item, timeout=0.2)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def produce() -> None:
+            try:
+                for step in range(after, self.total):
+                    if not put(self.make(step)):
+                        return
+            except BaseException as error:  # raised where the batch is wanted
+                put(Failure(error))
+
+        thread = threading.Thread(target=produce, name="lockstep-feed", daemon=True)
+        thread.start()
+        try:
+            for _ in range(after, self.total):
+                item = ready.get()
+                if isinstance(item, Failure):
+                    raise item.error
+                yield self._there(item)
+        finally:
+            over.set()
+            thread.join()

@@ -1,0 +1,334 @@
+"""What every launcher starts: one rank of a job, from the run file to the export.
+
+In: a run and the six variables. Out: an exit status (0 done, 1 failed, 2 bad run, 75 stopped and resumable), and
+on rank 0 OUTPUT/.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+
+from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
+from lockstep.checkpoint.export import pending, push_pending, require, write_export
+from lockstep.config import plugins
+from lockstep.config.disclosure import said, struck_all
+from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
+from lockstep.config.run import Run, RunError, aside_of, keep, load
+from lockstep.data.tokens import Prepared
+from lockstep.distributed import launched
+from lockstep.distributed.failure import lost_contact, tell_failure
+from lockstep.distributed.journal import Journal, launched_by
+from lockstep.distributed.journal import facts as start_facts
+from lockstep.distributed.launched import TRAIN
+from lockstep.distributed.place import PLACE
+from lockstep.distributed.randomness import UNCOVERED, own_generators
+from lockstep.distributed.rendezvous import Unreached
+from lockstep.distributed.stops import Stopped, end_by_signal
+from lockstep.distributed.usage import Usage
+from lockstep.distributed.watch import Watch
+from lockstep.distributed.world import World
+from lockstep.tasks.task import Task
+from lockstep.track.console import LOG, Console, append, error, strike_tracebacks
+from lockstep.track.report.history import told_whole
+from lockstep.track.report.report import write_report
+from lockstep.track.tracker import End, Sample
+from lockstep.track.trackers import Trackers
+from lockstep.training.dry_run import rehearse, rehearse_the_end
+from lockstep.training.loop import Counts, Interrupted, TrainingFailed, samples, scored, train
+from lockstep.training.session import Session, Sinks, built, met
+from lockstep.training.summary import closing, digest_of, facts, precisions
+
+
+def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
+    """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1.
+    `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks are there."""
+    world = None
+    strike_tracebacks()
+    try:
+        world = World(run, init_method)
+        world.refusal = refusal
+        module, _, function = job[0].rpartition(".")
+        return left(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
+    except RunError as caught:
+        if world is None or world.local_rank == 0:  # on every machine: its person should know, too
+            error(str(caught), run.folder / LOG if world is None or world.refusal is None else None)
+        return left(run, world, job, BAD)
+    except Exception as caught:
+        if world is not None and world.stop.came and lost_contact(caught):
+            left(run, world, job, FAILED)
+            end_by_signal()  # another rank did not listen yet when all were asked to stop
+        if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
+            tell_failure(caught, world, run.folder / LOG)
+        elif world is None or world.is_main or (isinstance(caught, Unreached) and world.local_rank == 0):
+            error(str(caught), run.folder / LOG)
+        left(run, world, job, FAILED)
+        if world is not None and world.size > 1:
+            if lost_contact(caught):
+                world.stop.wait(1.0)  # so that the launcher sees the rank that failed by itself first
+            sys.stdout.flush()
+            os._exit(FAILED)  # leaving properly would wait for ranks that may be gone
+        return FAILED
+    finally:
+        if world is not None:
+            world.close()
+
+
+def left(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
+    """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if status == FAILED and count < most:
+        return status  # not the end yet
+    if world is not None and world.is_main and tuple(job) == TRAIN and world.refusal is None:
+        launched.note(run.folder, status=status, ended=time.time())
+    return status
+
+
+def main_of_file(path: str, job: Sequence[str] = TRAIN) -> None:
+    """The same for a resolved run file, as the process of its own that a launcher starts. Exits."""
+    status = main(load(path, []), job=job)
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a run that reached its last step."""
+
+    counts: Counts
+    scores: dict[str, dict[str, float]]  # split -> metrics
+    tables: dict[str, dict[str, Any]]  # split -> name -> table
+
+
+class Outlets(Sinks):
+    """The terminal and the trackers, on rank 0."""
+
+    def __init__(self, console: Console, trackers: Trackers, usage: Usage) -> None:
+        self._console, self._trackers, self._usage = console, trackers, usage
+
+    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        self._console.log(step, split, numbers)
+        self._trackers.log(step, split, numbers)
+        if split == "train":
+            self._usage.ask(step)
+
+    def advance(self, step: int) -> None:
+        self._console.advance(step)
+        if (found := self._usage.found()) is not None:
+            self.log(found[0], "system", found[1])
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        self._console.show(step, samples)
+        self._trackers.show(step, samples)
+
+
+def work(run: Run, world: World) -> int:
+    """Build, resume, train, evaluate, export."""
+    prepared = met(run, world)
+    console = Console(world.is_main, world.log, run.track.console)
+    done = finished_already(run, world, prepared)
+    if world.is_main:
+        append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
+    if done:
+        console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
+        return pushed(run, world, console) if world.is_main else DONE
+    session = replace(built(run, world, prepared, console.note), journal=Journal(world, run.folder))
+    found = through(session, console, resumed(session, console))
+    if found is None:
+        return STOPPED if session.checkpoints.newest else FAILED
+    weights = session.strategy.export()
+    session.strategy.close()
+    return DONE if weights is None else deliver(session, console, found, weights)
+
+
+def resumed(session: Session, console: Console) -> int:
+    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the updates that are done.
+    Collective."""
+    run, world, strategy = session.run, session.world, session.strategy
+    opening = facts(run, world, session.task, strategy, session.feed)
+    console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
+    if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
+        console.note(f"{UNCOVERED}: {', '.join(own)}")
+    rehearse(session, lambda: rehearse_the_end(session))
+    if world.is_main:
+        launched.arrived(run.folder, world.size, session.feed.total)
+    step, notes = session.checkpoints.resume(strategy)
+    for text in notes:
+        console.note(text)
+    if step:
+        console.say(f"resuming after step {step} of {session.feed.total}")
+    session.journal.event(
+        "start", step, **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside)
+    )
+    return step
+
+
+def through(session: Session, console: Console, step: int) -> Trained | None:
+    """Train from `step` to the end and score the model; None when the run was asked to stop before. Collective."""
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    trackers = Trackers(run, step, session.checkpoints.trackers, console.tracker, console.note, world.is_main)
+    sinks = Outlets(console, trackers, Usage(world))
+    watch = Watch(world, run.launch.hang_s).start()
+    end: End = "failed"
+    try:
+        console.start(session.feed.total, step, lambda: PLACE.name)
+        step, counts = train(replace(session, sinks=sinks), step)
+        sinks.advance(step)
+        console.stop()
+        found = final_scores(session, console, step) if step == session.feed.total else None
+        if found is None:
+            console.say(stopped_at(session, step))
+            strategy.close()
+            session.journal.event("stop", step)
+            end = "stopped"
+            return None
+        with strategy.phases("evaluation"):
+            for split, (scores, _) in found.items():
+                sinks.log(step, split, scores)
+            sinks.show(step, samples(task, strategy, world))
+        session.journal.event("evaluation", step)
+        session.journal.last_times(step, strategy.phases.take())
+        end = "done"
+        return Trained(
+            counts,
+            {split: scores for split, (scores, _) in found.items()},
+            {split: tables for split, (_, tables) in found.items()},
+        )
+    except BaseException as caught:
+        session.journal.failed(caught, PLACE.name)
+        raise
+    finally:
+        watch.stop()
+        console.stop()
+        trackers.close(end)
+
+
+def final_scores(
+    session: Session, console: Console, step: int
+) -> dict[str, tuple[dict[str, float], dict[str, Any]]] | None:
+    """Metrics and tables of each split after the last step; None when all were asked to stop, and the next start can go
+    on from the last step. Collective."""
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    console.facts({"precision": precisions(run, strategy)})
+
+    def stop() -> bool:
+        return world.asked_to_stop(by_clock=False) and session.checkpoints.newest == step
+
+    with strategy.phases("evaluation"):
+        splits = [split for split in ("validation", "test") if split in task.splits]
+        try:
+            return {split: scored(run, world, task, strategy, task.splits[split], stop=stop) for split in splits}
+        except Interrupted:
+            return None
+
+
+def stopped_at(session: Session, step: int) -> str:
+    """The last words of a run that was asked to stop."""
+    newest = session.checkpoints.newest
+    there = "there" if newest == step else f"step {newest}"
+    then = (
+        f"the same command goes on from {there}"
+        if newest
+        else "no checkpoint could be written, and the same command begins from the start"
+    )
+    return f"stopped on request after step {step} of {session.feed.total}; {then}"
+
+
+def deliver(session: Session, console: Console, found: Trained, weights: Mapping[str, torch.Tensor]) -> int:
+    """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
+    collective. Rank 0 only. Returns the exit status."""
+    run, task, steps = session.run, session.task, session.feed.total
+    with suppress(OSError):  # before the export, which is what says that the run is finished
+        aside = run.folder / aside_of("tables.json")
+        aside.write_text(json.dumps(struck_all(found.tables, said)), encoding="utf-8")
+        os.replace(aside, run.folder / "tables.json")
+    try:
+        write_export(run, task, weights, found.scores, steps)
+    except OSError as caught:
+        raise TrainingFailed(
+            f"{run.folder}/export could not be written ({caught.strerror or caught}); the same command writes it from "
+            "the newest checkpoint"
+        ) from caught
+    sha256 = concluded(run, task, session.journal, console, steps, weights)
+    closing(console, run, task, found.scores, found.counts, session.world, sha256)
+    return pushed(run, session.world, console)
+
+
+def concluded(
+    run: Run,
+    task: Task,
+    journal: Journal,
+    console: Console,
+    steps: int,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> str | None:
+    """The end in the journal, and the page about the run. Rank 0 only. Returns the hash of the exported weights, which
+    may be given where they are at hand."""
+    sha256 = digest_of(run.folder / "export", weights)
+    best = {split: task.best_possible(split) for split in ("validation", "test") if split in task.splits}
+    journal.event("finish", steps, weights=sha256, best_possible=best)
+    try:
+        write_report(run.folder)
+    except (OSError, ValueError) as caught:  # the run is done, whatever becomes of a page about it
+        console.note(f"{run.folder}/report.html could not be written: {caught}")
+    return sha256
+
+
+def conclude(run: Run, prepared: Prepared, steps: int) -> None:
+    """For a run that is finished: what is missing where the start before was killed after its export. Rank 0 only."""
+    task = plugins.find("tasks", run.task.name)(run, prepared)
+    for name in (".export.partial", ".export.removed"):
+        shutil.rmtree(run.folder / name, ignore_errors=True)
+    console = Console(True, run.folder / LOG, run.track.console)
+    concluded(run, task, Journal(World(run), run.folder), console, steps)
+
+
+def pushed(run: Run, world: World, console: Console) -> int:
+    """Push what is to be pushed, which a stop signal ends. Rank 0 only. Returns the exit status."""
+    if not pending(run):
+        return DONE
+    try:
+        with world.stop.interrupts():
+            return push_pending(run, console.say)
+    except Stopped:
+        console.say(
+            f"stopped on request before {run.hub.push_to} had the model, which is in {run.folder}/export; the same "
+            "command pushes it"
+        )
+        return STOPPED
+
+
+def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
+    """Whether OUTPUT holds this run's end; rank 0 looks, and writes run.yaml. Collective. Errors: `RunError` on every
+    rank, when OUTPUT holds another run or cannot be written."""
+    found: bool | str = False
+    if world.is_main:
+        try:
+            if world.refusal is not None:
+                raise RunError(world.refusal)
+            manifest = check_resumable(run, prepared)
+            found = finished(run, manifest)
+            keep(run)
+            require(run)
+            if found and manifest is not None and not told_whole(run.folder):
+                conclude(run, prepared, manifest.steps)
+        except RunError as caught:
+            found = str(caught)
+    found = world.broadcast(found)
+    if isinstance(found, str):
+        raise RunError(found)
+    return found
+
+
+transformers.logging.set_verbosity_error()

@@ -1,0 +1,166 @@
+"""What a few steps of a job do, written down: loss, gradient norm, every parameter's gradient and the weights after.
+
+In: a run, in every rank of the job. Out: a folder with `recording.json` and a file of tensors a step, which
+`verify.py` compares with another job's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep.config.run import Run
+from lockstep.data.batch import StepBatch
+from lockstep.distributed.memory import measured
+from lockstep.distributed.randomness import own_generators
+from lockstep.distributed.world import World
+from lockstep.strategies.exact import optim
+from lockstep.strategies.strategy import Strategy
+from lockstep.training.dry_run import rehearse
+from lockstep.training.loop import evaluate
+from lockstep.training.session import Session, built, met
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded step; its gradients and the weights after it are in a file beside."""
+
+    number: int  # of the run's steps, from 0
+    loss: float
+    norm: float  # of the gradient before clipping
+    seen: int  # targets that went through the model, over all ranks
+    targets: int  # that the step has
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one job did."""
+
+    strategy: str
+    processes: int
+    bits: bool  # whether the strategy promises the bits of a single process
+    rounding: float  # the relative difference it may have otherwise
+    probe: dict[str, float]  # the untrained model's scores on the first step's examples, without dropout
+    steps: list[Step]
+    dtypes: dict[str, list[str]]  # of weights, gradients and optimizer state
+    seconds_per_step: float | None  # median of the steps that were timed
+    examples_per_s: float | None
+    held: list[dict[str, int]]  # bytes of tensors on each rank: at_rest, at_update
+    uncovered: list[str] = field(default_factory=list)  # generators of random numbers that no step seeds
+
+
+def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
+    """The steps that are looked at: the first ones, and the first epoch's last, which may be a short one."""
+    first = list(range(min(steps, total)))
+    last = min(per_epoch, total) - 1
+    return first if last in first or len(first) < 2 else [*first[:-1], last]
+
+
+def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
+    """Run a few steps and write down what they did in OUTPUT; then `timed` more for their speed and memory.
+    Collective."""
+    session = built(run, world, met(run, world))
+    task, strategy, feed = session.task, session.strategy, session.feed
+    uncovered = own_generators(task, strategy.model)
+    rehearse(session)
+    numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
+    probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
+    writer = _Writer(run.folder, world, strategy)
+    for place, number in enumerate(numbers):
+        batch = feed.make(number).to(world.device)
+        result = strategy.train_step(batch, optim.learning_rate(run.optim, number, feed.total))
+        writer.step(place, number, batch, float(result.loss), float(result.grad_norm))
+    strategy.observe = None
+    dtypes = writer.dtypes()
+    writer.gradients.clear()
+    seconds, held = _cost(session, int(timed))
+    rate = run.batch_size / seconds if seconds else None
+    bits, rounding = strategy.gives_bits(run), strategy.rounding(run)
+    found = Recording(
+        run.strategy.name,
+        world.size,
+        bits,
+        rounding,
+        probe,
+        writer.steps,
+        dtypes,
+        seconds,
+        rate,
+        held,
+        uncovered,
+    )
+    strategy.close()
+    if world.is_main:
+        (run.folder / "recording.json").write_text(json.dumps(asdict(found), indent=1))
+    return 0
+
+
+class _Writer:
+    """Writes gradients, and weights after each step, on rank 0."""
+
+    def __init__(self, folder: Path, world: World, strategy: Strategy) -> None:
+        self.folder, self.world, self.strategy = folder, world, strategy
+        self.steps: list[Step] = []
+        self.gradients: dict[str, Tensor] = {}
+        strategy.observe = self.hear
+        self.save("start", self.weights())
+
+    def hear(self, gradients: Mapping[str, Tensor]) -> None:
+        self.gradients = {f"gradient.{n}": g.detach().cpu().clone() for n, g in gradients.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole, on rank 0's host. Collective."""
+        state = {k: v for k, v in self.strategy.state_dict().items() if k.startswith("model.")}
+        return {f"weight.{k.removeprefix('model.')}": v.detach().cpu().clone() for k, v in state.items()}
+
+    def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
+        seen = sum(int((m.targets >= 0).sum()) for m in batch.micro_batches)
+        total = int(self.strategy.share.sum(torch.tensor(seen, dtype=torch.float64)))
+        self.steps.append(Step(number, loss, norm, total, batch.targets))
+        self.save(f"step-{place}", self.gradients | self.weights())
+
+    def save(self, name: str, tensors: dict[str, Tensor]) -> None:
+        if self.world.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file({k: v.contiguous() for k, v in tensors.items()}, self.folder / f"{name}.safetensors")
+
+    def dtypes(self) -> dict[str, list[str]]:
+        """What numbers are kept in: asserted by tests, printed for users."""
+        state = self.strategy.state_dict()
+        moments = {str(v.dtype) for k, v in state.items() if k.startswith("optimizer.") and v.dim()}
+        return {
+            "weights": sorted({str(p.dtype) for p in self.strategy.model.parameters()}),
+            "gradients": sorted({str(g.dtype) for g in self.gradients.values()}),
+            "optimizer": sorted(moments),
+        }
+
+
+def _cost(session: Session, timed: int) -> tuple[float | None, list[dict[str, int]]]:
+    """Seconds of the median step, and bytes held on each rank. Collective."""
+    if not timed:
+        return None, []
+    run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
+    seconds = []
+    for number in range(timed):
+        batch = feed.make(number % feed.total).to(world.device)
+        world.barrier()
+        start = time.perf_counter()
+        float(strategy.train_step(batch, run.optim.learning_rate).loss)
+        seconds.append(time.perf_counter() - start)
+    batch = feed.make(0).to(world.device)
+    with measured(session.bytes_before) as held:
+        strategy.train_step(batch, run.optim.learning_rate)
+    return sorted(seconds)[len(seconds) // 2], [asdict(each) for each in world.all_gather(held)]
+
+
+def read(folder: Path) -> Recording:
+    """A recording's own words."""
+    values = json.loads((folder / "recording.json").read_text())
+    return Recording(**{**values, "steps": [Step(**s) for s in values["steps"]]})

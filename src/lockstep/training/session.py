@@ -1,0 +1,83 @@
+"""One rank of a job, brought up: training, `verify`, `bench` and `evaluate` all begin here.
+
+In: a run, and a World that has joined nobody yet. Out: a `Session`, what a job works with. The way there is one:
+`met` checks, prepares the data, joins the other ranks and agrees with them; `built` makes the task, the model and its
+feed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.data.prepare import prepare
+from lockstep.data.tokens import Prepared
+from lockstep.distributed.agreement import agree
+from lockstep.distributed.journal import Journal
+from lockstep.distributed.memory import tensor_bytes
+from lockstep.distributed.randomness import seed_libraries
+from lockstep.distributed.world import World
+from lockstep.strategies import strategy as strategies
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.models import attention
+from lockstep.tasks.task import Task
+from lockstep.track.tracker import Sample
+from lockstep.training.feed import Feed
+
+
+class Sinks:
+    """Where numbers and texts go while a run trains; this one keeps nothing."""
+
+    def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        """Numbers of a split after `step` updates."""
+
+    def advance(self, step: int) -> None:
+        """`step` updates are done. Collective."""
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """What the model makes of a few examples."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a rank holds of its job. `dataclasses.replace` gives it other sinks, or another journal."""
+
+    run: Run
+    world: World
+    task: Task
+    strategy: Strategy  # built
+    feed: Feed
+    checkpoints: Checkpoints
+    bytes_before: int  # of tensors, before there was a model
+    journal: Journal = field(default_factory=lambda: Journal(None))
+    sinks: Sinks = field(default_factory=Sinks)
+
+
+def met(run: Run, world: World, data: Run | None = None) -> Prepared:
+    """Check, prepare the data, join the other ranks, and agree with them that all have the same. `data`: the run whose
+    data they are, where that is another. Collective. Errors: `RunError`, `Unreached`."""
+    attention.check(run, here=True)
+    run.check_shared(world.size, f"launch: {world.size} processes")
+    strategies.checked(run, world.size)
+    prepared = prepare(data or run, plugins.find("tasks", run.task.name))
+    world.join()
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
+    agree(run, world, prepared.key)
+    return prepared
+
+
+def built(run: Run, world: World, prepared: Prepared, say: Callable[[str], None] = lambda text: None) -> Session:
+    """Task, model and feed. `say` is told what becomes of checkpoints. Collective. Errors: `RunError`."""
+    before = tensor_bytes()
+    strategy = strategies.of(run)(run, world)
+    task_class: Any = plugins.find("tasks", run.task.name)
+    task: Task = task_class(run, prepared)
+    seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
+    strategy.build(task)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    return Session(run, world, task, strategy, feed, Checkpoints(run, world, prepared, feed.total, say), before)

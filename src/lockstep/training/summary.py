@@ -1,0 +1,146 @@
+"""What a run says of itself: the opening lines, and the closing table.
+
+In: what a rank has built, and what came of it. Out: facts and tables for the console.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.config.run import Run, RunError, override_of
+from lockstep.distributed.world import World
+from lockstep.strategies import strategy as strategies
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.task import Task
+from lockstep.track.console import Console, clock
+from lockstep.training.feed import Feed
+
+if TYPE_CHECKING:
+    from lockstep.training.loop import Counts
+
+
+def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) -> dict[str, str]:
+    """The opening lines."""
+    sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
+    cuda = world.device.type == "cuda"
+    device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
+    return {
+        "run": f"{run.name} -> {run.folder}",
+        "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} "
+        f"tokens{left_out(task)}",
+        "model": f"{run.model.source or f'{run.model.type} from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
+        f"parameters; {precisions(run, strategy)}",
+        "processes": f"{world.size} ({run.strategy.name}, "
+        f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
+        "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
+        "steps",
+    }
+
+
+def left_out(task: Task) -> str:
+    """What `data.drop_missing` left out, for the opening line."""
+    found = task.prepared.facts.get("left_out", {})
+    counts = ", ".join(f"{count:,} of {split}" for split, count in found.items())
+    return f"; left out for want of a text or label: {counts}" if found else ""
+
+
+def precisions(run: Run, strategy: Strategy) -> str:
+    """What numbers are computed and kept in, as it is and not as it was asked for; moments are there after a step."""
+    optimizer: Any = getattr(strategy, "optimizer", None)
+    states = optimizer.state.values() if optimizer is not None else ()
+    moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
+    kept: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
+    told = [f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in kept.items() if held]
+    return f"computed in {run.precision}, kept in {', '.join(told)}"
+
+
+def closing(
+    console: Console,
+    run: Run,
+    task: Task,
+    scores: dict[str, dict[str, float]],
+    counts: Counts,
+    world: World,
+    weights: str | None,
+) -> None:
+    """The closing table, where the results are, and what to try next."""
+    best = {split: task.best_possible(split) for split in scores}
+    rows = []
+    for name in next(iter(scores.values())):
+        row = [name]
+        for split in scores:
+            value = scores[split][name]
+            limit = f" (best possible {best[split][name]:.4f})" if name in best[split] else ""
+            row.append(f"{value:,.0f}" if name == "examples" else f"{value:.4f}{limit}")
+        rows.append(row)
+    console.table("results", ["", *scores], rows)
+    if counts.steps:
+        console.facts(
+            {
+                "speed": f"{counts.examples / counts.seconds:.0f} examples/s, {counts.tokens / counts.seconds:,.0f} "
+                "tokens/s; "
+                f"{counts.steps} steps in {clock(counts.seconds)}",
+                "padding": f"{counts.padded / counts.tokens:.2f} tokens computed per real token; "
+                f"cut at random it would have been {counts.padded_by_chance / counts.tokens:.2f}",
+            }
+        )
+    folder = run.folder
+    command, does = what_next(run, world)
+    console.facts(
+        {
+            "weights": f"sha256 {weights}",
+            "results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl",
+            "next": command,
+            "": does,
+        }
+    )
+
+
+def what_next(run: Run, world: World) -> tuple[str, str]:
+    """A command for the shell and the folder that this run was started in, and what it does."""
+    file = str(run.folder / "run.yaml")
+    if run.launch.name != "local":  # whose ranks this shell may not be able to start
+        return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
+    if not strategies.of(run).gives_bits(run):
+        return shlex.join(["lockstep", "verify", file]), "whether this is the same training as on one process"
+    words = ["lockstep", "train", file]
+    most = run.micro_batches if world.device.type == "cpu" else torch.cuda.device_count()
+    if run.strategy.name == "single" and most > 1:
+        run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "ddp"})})
+        words.append("strategy.name=ddp")
+    for processes in range(1, most + 1):
+        with suppress(RunError):
+            if processes == world.size:
+                continue
+            strategies.checked(run, processes)
+            words += [f"launch.processes={processes}", override_of("output", f"{run.folder}-{processes}")]
+            # what belongs to this run, and not to one that is compared with it
+            words += ["stop_after=null"] if run.stop_after else []
+            words += ["hub.push_to=null"] if run.hub.push_to else []
+            return shlex.join(words), f"gives the same weights on {processes} process(es)"
+    return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
+
+
+def digest_of(folder: Path, weights: Mapping[str, torch.Tensor] | None) -> str | None:
+    """SHA-256 over the exported weights: an adapter's, or all parts of a large model's. Of an export in another format,
+    which may hold a date or be pickled, over the weights that it was written of: name, type, shape and numbers; None
+    where those are not at hand."""
+    found = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                found.update(block)
+    if not files and weights is None:
+        return None
+    for name, tensor in sorted((weights or {}).items()) if not files else ():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

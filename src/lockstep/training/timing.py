@@ -1,0 +1,151 @@
+"""How fast a job's own loop is, and how much memory its ranks need: the job that `lockstep bench` starts.
+
+In: a run, in every rank of the job. Out: `OUTPUT/timing.json`, written by rank 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.config.exit_status import STOPPED
+from lockstep.config.run import Run
+from lockstep.data.tokens import Prepared
+from lockstep.distributed import memory
+from lockstep.distributed.sharded import Sharded
+from lockstep.distributed.watch import Watch
+from lockstep.distributed.world import World
+from lockstep.training.dry_run import rehearse
+from lockstep.training.loop import Counts, train
+from lockstep.training.session import Session, Sinks, built, met
+
+FILE = "timing.json"
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank."""
+
+    host: str
+    device: str
+    peak_resident: int  # the most of the host's memory this process ever held; 0 where the system does not tell
+    peak_device: int  # the most the GPU's allocator handed out; 0 on a CPU
+    at_rest: int  # of tensors between steps: weights and optimizer state
+    at_update: int  # of tensors when the optimizer steps: the same and the gradients
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one job did in its timed steps."""
+
+    processes: int
+    threads: int  # of each process
+    steps: int
+    examples: int
+    tokens: int  # without padding
+    padded: int  # with padding
+    seconds: float
+    step_seconds: list[float]  # as rank 0 saw them
+    whole_steps: int  # steps of the whole run, as the run file gives its length
+    parameters: int
+    ranks: list[RankMemory]
+    versions: dict[str, str]
+
+
+class _NoCheckpoints(Checkpoints):
+    """Checkpoints are written beside training; here none is."""
+
+    def save(self, step: int, strategy: Sharded, scores: Any = None) -> None:
+        """Nothing."""
+
+
+class _Moments(Sinks):
+    """Notes when each step ended; lines of the log are not kept."""
+
+    def __init__(self, moments: list[float]) -> None:
+        self.moments = moments
+
+    def advance(self, step: int) -> None:
+        self.moments.append(time.perf_counter())
+
+
+def measure(run: Run, world: World, steps: str, skip: str) -> int:
+    """Train `skip` steps that are not counted and `steps` that are, in the product's own loop, without evaluations and
+    checkpoints; then one more to look at memory. Collective. Returns the exit status."""
+    prepared = met(run, world)
+    session = built(run, world, prepared)
+    strategy, whole = session.strategy, session.feed.total
+    watch = Watch(world, run.launch.hang_s).start()
+    try:
+        rehearse(session)
+        found = _timed(session, prepared, (int(skip), int(skip) + int(steps)))
+        ranks = [] if found is None else world.all_gather(_memory(session))
+    finally:
+        watch.stop()
+    parameters, threads = strategy.parameter_count, world.threads
+    strategy.close()
+    if found is None:
+        return STOPPED
+    counts, moments = found
+    if world.is_main:
+        each = [b - a for a, b in itertools.pairwise(moments)]
+        totals = (counts.steps, counts.examples, counts.tokens, counts.padded, counts.seconds)
+        timing = Timing(world.size, threads, *totals, each, whole, parameters, ranks, _versions())
+        (run.folder / FILE).write_text(json.dumps(asdict(timing), indent=1), encoding="utf-8")
+    return 0
+
+
+def _timed(session: Session, prepared: Prepared, ends: tuple[int, int]) -> tuple[Counts, list[float]] | None:
+    """What the steps between `ends` took, and the moments at which they ended, after the one at which they began;
+    None when it was asked to stop. Collective."""
+    run, world, feed = session.run, session.world, session.feed
+    sections = {"evaluate": {"every": 0}, "checkpoint": {"every": 0, "best": None}, "track": {"every": 10**9}}
+    quiet = run.model_copy(update={n: getattr(run, n).model_copy(update=v) for n, v in sections.items()})
+    checkpoints = _NoCheckpoints(run, world, prepared, feed.total)
+    step, counts, moments = 0, Counts(), [0.0]
+    for end in ends:
+        if step == end:
+            continue
+        feed.total = end
+        world.barrier()
+        moments = [time.perf_counter()]
+        loop = replace(session, run=quiet, checkpoints=checkpoints, sinks=_Moments(moments))
+        step, counts = train(loop, step)
+        if step < end:
+            return None
+    return counts, moments
+
+
+def _memory(session: Session) -> RankMemory:
+    """This rank's, after a step that is looked at. Collective."""
+    world, strategy = session.world, session.strategy
+    cuda = world.device.type == "cuda"
+    peak_device = torch.cuda.max_memory_allocated(world.device) if cuda else 0
+    peak_resident = memory.peak_resident()  # before the look, which takes memory itself
+    batch = session.feed.make(0).to(world.device)
+    with memory.measured(session.bytes_before) as held:
+        strategy.train_step(batch, strategy.run.optim.learning_rate)
+    name = torch.cuda.get_device_name(world.device) if cuda else "CPU"
+    return RankMemory(world.host, name, peak_resident, peak_device, held.at_rest, held.at_update)
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def read(folder: Path) -> Timing | None:
+    """What a job wrote, or None when it wrote nothing."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return Timing(**{**values, "ranks": [RankMemory(**rank) for rank in values["ranks"]]})
