@@ -1,5 +1,6 @@
 """Accelerate and Trainer as engines: against the libraries used directly, and in Accelerate's other modes."""
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,13 @@ def test_hf_trainer_is_what_trainer_does(clip: str, apart: float, tmp_path: Path
     assert any((a - theirs[k]).abs().max() > 1e-4 for k, a in run_on(1, by_lockstep, other, run=other)[0].items())
 
 
+@cache
+def alone(*overrides: str) -> dict[str, torch.Tensor]:
+    """The weights of one process."""
+    run = tiny("strategy.name=single", *overrides, *CONSTANT)
+    return run_on(1, by_lockstep, run, run=run)[0]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "option"),
@@ -107,8 +115,7 @@ def test_hf_trainer_is_what_trainer_does(clip: str, apart: float, tmp_path: Path
 )
 def test_options_pass_through(name: str, option: str) -> None:
     run = tiny(f"strategy.name={name}", f"strategy.options.{option}", *CONSTANT)
-    single = tiny("strategy.name=single", *CONSTANT)
-    assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(run_on(1, by_lockstep, single, run=single)[0])
+    assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(alone())
 
 
 @pytest.mark.processes
@@ -117,8 +124,7 @@ def test_options_pass_through(name: str, option: str) -> None:
 )
 def test_fsdp2_through_accelerate_keeps_the_bits(options: dict) -> None:
     run = tiny(*CONSTANT, strategy={"name": "hf_accelerate", "options": {"fsdp": options}})
-    single = tiny("strategy.name=single", *CONSTANT)
-    assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(run_on(1, by_lockstep, single, run=single)[0])
+    assert digest(run_on(2, by_lockstep, run, run=run)[0]) == digest(alone())
 
 
 @pytest.mark.processes
@@ -136,9 +142,8 @@ def test_fsdp2_through_accelerate_takes_models_whose_embeddings_are_a_block() ->
 def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:
     sgd = ("optim.name=sgd", "optim.learning_rate=0.1", *CONSTANT)
     run = tiny(*sgd, strategy={"name": "hf_accelerate", "options": {"deepspeed": {"zero_stage": stage}}})
-    single = tiny("strategy.name=single", *sgd)
-    ours, alone = (run_on(n, by_lockstep, r, run=r)[0] for n, r in ((ranks, run), (1, single)))
-    for name, weight in alone.items():
+    ours = run_on(ranks, by_lockstep, run, run=run)[0]
+    for name, weight in alone("optim.name=sgd", "optim.learning_rate=0.1").items():
         assert (ours[name] - weight).abs().max() <= 1e-6, name
 
 

@@ -1,5 +1,6 @@
 """Pipelines: the bits of a single process, for every family, schedule and shape of the job; and what is refused."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ def steps_of(world: World, run: Run, steps: int = 3) -> dict[str, Any]:
     return found
 
 
+@cache  # several pipelines are compared with one process
 def of(ranks: int, *overrides: str) -> dict[str, Any]:
     """Rank 0's findings; what every rank must agree on is checked."""
     run = tiny(*overrides)

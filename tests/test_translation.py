@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +122,26 @@ def teach(folder: Path, name: str, *overrides: str) -> Run:
     return make(folder, "translation", f"strategy.name={name}", "evaluate.batch_size=4", *overrides)
 
 
+Alone = Callable[[int], tuple[dict[str, float], list[tuple[int, str]]]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What one process makes of it, with so many beams."""
+
+    @cache
+    def of(beams: int) -> tuple[dict[str, float], list[tuple[int, str]]]:
+        run = teach(tmp_path_factory.mktemp("alone"), "single", f"task.beams={beams}")
+        return run_on(1, gathered, run, run=run)[0]
+
+    return of
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("pipeline", 2), ("zero2", 2)])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
-    name: str, ranks: int, beams: int, tmp_path: Path
+    name: str, ranks: int, beams: int, tmp_path: Path, alone: Alone
 ) -> None:
     if name not in plugins.names("strategies") or (name in ("pipeline", "zero2") and beams > 1):
         pytest.skip("decodes greedily only, see below")
@@ -133,8 +150,7 @@ def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
     stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
     run = teach(tmp_path, name, f"task.beams={beams}", *stages)
     found = run_on(ranks, gathered, run, run=run)
-    alone = teach(tmp_path, "single", f"task.beams={beams}")
-    (scores, said), *_ = run_on(1, gathered, alone, run=alone)
+    scores, said = alone(beams)
     assert all(result[0] == found[0][0] for result in found)
     assert found[0][0]["bleu"] == scores["bleu"]
     assert found[0][0]["chrf"] == scores["chrf"]
