@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from lockstep.config.run import RunError
+from lockstep.strategies.engines import layers
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.models import models
 
@@ -70,8 +71,8 @@ def test_what_is_known_to_have_other_bits_is_refused(
     model.config = PretrainedConfig()
     model.config.model_type = family
     with pytest.raises(RunError, match=rf"{family} does not have the bits of one process.*strategy\.exact=false"):
-        models.check_bits(model, tiny(f"strategy.name={name}"), ranks)
-    models.check_bits(model, tiny("strategy.name=single"), 1)
+        layers.check_bits(model, tiny(f"strategy.name={name}"), ranks)
+    layers.check_bits(model, tiny("strategy.name=single"), 1)
 
 
 @pytest.mark.parametrize(("family", "value"), [("funnel", 2), ("modernbert-decoder", "two")])

@@ -21,14 +21,24 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, fill, local, whole
 from lockstep.distributed.world import World
-from lockstep.strategies.engines.fsdp import OTHER_LAYERS, ReduceScatter, Shown, Uses, cuts, roomy, summing
+from lockstep.strategies.engines import layers
+from lockstep.strategies.engines.fsdp import (
+    OTHER_LAYERS,
+    ReduceScatter,
+    Shown,
+    Uses,
+    cuts,
+    leaves_layers_out,
+    roomy,
+    summing,
+)
 from lockstep.strategies.engines.fsdp_gate import gate
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.strategy import Share, Strategy, made
-from lockstep.tasks.models import decoding, models
+from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
@@ -80,7 +90,7 @@ class FSDP2(Strategy):
         if not isinstance(offload, bool):
             raise RunError(f"strategy.options.cpu_offload: {offload!r} is not true or false")
         if tensor > 1:
-            models.tensor_plan(run, tensor)
+            layers.tensor_plan(run, tensor)
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
@@ -118,13 +128,12 @@ class FSDP2(Strategy):
         source = made(task) if self.world.is_main else None  # the only whole copy of the model, gone when build ends
         self.model = roomy(made(task, empty=True))
         # Ranks gather a block together: one that some of them leave out cannot be gathered by itself.
-        skips = models.leaves_out_layers(getattr(self.model, "config", None))
-        self.blocks = models.blocks(self.model) if skips is None else []
+        skips = layers.leaves_out_layers(getattr(self.model, "config", None))
+        self.blocks = layers.blocks(self.model) if skips is None else []
         shown = [Shown(module) for module in [*self.blocks, self.model]]
         self.apply_shards(exempt=optim.undecayed(self.model))
-        if skips is not None:  # transformers runs, and uses, the layers it drew to leave out where it sees FSDP
-            for module in self.model.modules():
-                module._is_fsdp_managed_module = False  # type: ignore[assignment]
+        if skips is not None:
+            leaves_layers_out(self.model)
         for outputs in shown:
             outputs.hide()
         for block in self.blocks if self.in_tree_order else ():
@@ -165,7 +174,7 @@ class FSDP2(Strategy):
             from torch.distributed.tensor.parallel import parallelize_module
 
             prefix = f"{self.model.base_model_prefix}."
-            parallelize_module(self.model, self.mesh["tensor"], models.tensor_plan(self.run, self.tensor, prefix))
+            parallelize_module(self.model, self.mesh["tensor"], layers.tensor_plan(self.run, self.tensor, prefix))
         names = tuple(n for n in ("replicate", "shard") if n in (self.mesh.mesh_dim_names or ()))
         param, reduce = (_DTYPES.get(str(options.get(k))) for k in ("param_dtype", "reduce_dtype"))
         arguments: dict[str, Any] = {

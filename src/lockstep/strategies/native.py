@@ -14,13 +14,14 @@ from torch import Tensor
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
+from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Node, ReductionTree
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics, buffers_kept
 from lockstep.strategies.strategy import Strategy, made
-from lockstep.tasks.models import decoding, models
+from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
@@ -57,7 +58,7 @@ class Native(Strategy):
         self.uses = [0] * len(self.parameters)
         if self.fresh_casts is None:
             with buffers_kept(self.model):
-                self.fresh_casts = models.most_uses(self.model, batch.micro_batches[0].blank().inputs) > 2
+                self.fresh_casts = layers.most_uses(self.model, batch.micro_batches[0].blank().inputs) > 2
         losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
         self.statistics.start(batch.leaves)
         with self.autocast():  # around the whole step: weights are cast to bf16 once, not once a piece

@@ -19,8 +19,8 @@ from lockstep.checkpoint.export import try_export
 from lockstep.config.exit_status import BAD
 from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.place import PLACE
+from lockstep.strategies.engines import layers
 from lockstep.strategies.strategy import NotFinite
-from lockstep.tasks.models import models
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.track.console import error
 from lockstep.training.loop import TrainingFailed, evaluated_at_once, explained, samples, scored
@@ -35,7 +35,7 @@ def rehearse(session: Session, then: Callable[[], None] = lambda: None) -> None:
     model that is known to have other bits."""
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
     if strategy.gives_bits(run):
-        models.check_bits(strategy.model, run, world.size)
+        layers.check_bits(strategy.model, run, world.size)
     keep_freed_memory()  # not before: building a model frees what no step asks for again
     batch = feed.longest().to(world.device)
     try:

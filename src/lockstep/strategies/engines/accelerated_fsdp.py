@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 
 from lockstep.config.run import Run, RunError
+from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.accelerated import accelerator, only, prepared, release
 from lockstep.strategies.fsdp2 import FSDP2
-from lockstep.tasks.models import models
 
 
 class AcceleratedFSDP2(FSDP2):
@@ -24,7 +24,7 @@ class AcceleratedFSDP2(FSDP2):
         key = "strategy.options.fsdp"
         section = only(run, "fsdp")
         cls.require(key)
-        models.check_layers(run, "FSDP2 through Accelerate")
+        layers.check_layers(run, "FSDP2 through Accelerate")
         from accelerate import FullyShardedDataParallelPlugin
 
         known = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}

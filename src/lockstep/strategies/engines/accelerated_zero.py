@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import zero_config
+from lockstep.strategies.engines import layers, zero_config
 from lockstep.strategies.engines.accelerated import accelerator, only, release
 from lockstep.strategies.engines.zero import Sharded
-from lockstep.tasks.models import models
 
 
 class AcceleratedZero(Sharded):
@@ -30,7 +29,7 @@ class AcceleratedZero(Sharded):
         key = "strategy.options.deepspeed"
         section = only(run, "deepspeed")
         cls.require(key)
-        models.check_layers(run, "DeepSpeed")
+        layers.check_layers(run, "DeepSpeed")
         if section.get("zero_stage") not in (1, 2, 3):
             raise RunError(f"{key}.zero_stage: 1, 2 or 3 is needed, it is {section.get('zero_stage')!r}")
         options = {k: v for k, v in section.items() if k != "zero_stage"}

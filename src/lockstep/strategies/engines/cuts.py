@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import RunError
+from lockstep.strategies.engines.layers import leaves_out_layers
 from lockstep.strategies.exact.reduction import share
-from lockstep.tasks.models.models import leaves_out_layers
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,13 @@ def roomy(model: nn.Module) -> nn.Module:
     return model
 
 
+def leaves_layers_out(model: nn.Module) -> None:
+    """A sharded model of transformers that leaves out layers does so: where it sees FSDP it runs them all the same, and
+    uses what they give."""
+    for module in model.modules():
+        module._is_fsdp_managed_module = False  # type: ignore[assignment]
+
+
 class Shown:
     """Shows FSDP the tensors that a module returns inside of an object of the user's own.
 

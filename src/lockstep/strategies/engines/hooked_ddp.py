@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.strategies.engines import layers
 from lockstep.strategies.exact.reduction import Exchange, Node, ReductionTree, buckets
 from lockstep.strategies.exact.statistics import buffers_kept
 from lockstep.strategies.native import Native
-from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
 
 
@@ -62,7 +62,7 @@ class Hooked(Native):
             cap_bytes = self.ddp.bucket_bytes_cap
             self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], cap_bytes)]
             self.ddp.register_comm_hook(None, self.on_bucket)
-            if models.leaves_out_layers(getattr(self.model, "config", None)) is not None:
+            if layers.leaves_out_layers(getattr(self.model, "config", None)) is not None:
                 self.leave_ddp()
 
     @property

@@ -20,12 +20,11 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
-from lockstep.strategies.engines import zero_config
+from lockstep.strategies.engines import layers, zero_config
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.strategy import Strategy, made
-from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
 
 _STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD, each shaped as its parameter
@@ -373,7 +372,7 @@ class Zero(Sharded):
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         cls.require(f"strategy.name: zero{cls.stage}")
-        models.check_layers(run, "DeepSpeed")
+        layers.check_layers(run, "DeepSpeed")
         zero_config.check(run, processes, cls.stage, run.strategy.options)
 
     def options(self) -> Mapping[str, Any]:

@@ -1,0 +1,127 @@
+"""What engines have to know of the inside of a model of transformers: which layers it has, and how it runs them.
+
+In: a model, or its config. Out: the blocks that are sharded together, a plan for tensor parallelism, or a refusal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import Run, RunError
+from lockstep.tasks.models.models import load_config
+
+# Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
+# which FSDP gathers a layer's weights.
+_PAST_HOOKS = {"squeezebert", "reformer"}
+# Families that run a layer several times in a forward: its gradient is reduced once, as a part of the whole model.
+_RUN_AGAIN = {"albert", "hrm_text"}
+# Families seen with other bits than one process, for a cause not yet found: see docs/families.md.
+_OTHER_BITS: dict[str, str | None] = {}  # under that strategy; None: under every one
+
+
+def most_uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """How often one forward uses the weight that it uses most (tied weights, layers that are shared)."""
+    uses: dict[int, int] = {}
+
+    def count(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+
+    hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
+    training = model.training
+    model.eval()  # none of the layers is left out at random
+    try:
+        with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
+            model(**inputs)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return max(uses.values(), default=0)
+
+
+LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out
+
+
+def leaves_out_layers(config: Any) -> str | None:
+    """The entry of a config by which training leaves out layers at random, piece by piece; None: it does not."""
+    return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
+
+
+def check_layers(run: Run, engine: str) -> None:
+    """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones. Errors:
+    `RunError`."""
+    if (entry := leaves_out_layers(load_config(run))) is not None:
+        raise RunError(
+            f"model.config.{entry}: {engine} needs every rank to run the same layers, and this leaves some out at "
+            "random; set it to 0, or use strategy.name=ddp or fsdp2"
+        )
+
+
+def check_bits(model: nn.Module, run: Run, ranks: int) -> None:
+    """Errors: `RunError` for a family that is known not to keep the promise of bits."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    where = _OTHER_BITS.get(kind or "", "none")
+    if where == run.strategy.name or (where is None and ranks > 1):
+        raise RunError(
+            f"strategy.exact: {kind} does not have the bits of one process "
+            f"{f'under {where}' if where else 'at several'}; set strategy.exact=false, which promises rounding only, "
+            "or use strategy.name=single launch.processes=1"
+        )
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: what transformers does not split over devices, else the items of its outermost lists of
+    like modules (an encoder's and a decoder's layers). None is within another, and none holds a weight
+    that is used outside of it, too."""
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+
+    def alone(block: nn.Module) -> bool:
+        own = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
+        return bool(own) and all(uses[key] == count for key, count in own.items())
+
+    if getattr(getattr(model, "config", None), "model_type", None) in _PAST_HOOKS | _RUN_AGAIN:
+        return []
+    found = [block for block in _layers(model) if alone(block)]
+    inner = {id(below) for block in found for below in block.modules() if below is not block}
+    return [block for block in found if id(block) not in inner]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    kept = set(getattr(model, "_no_split_modules", None) or ())
+    found = [m for m in model.modules() if type(m).__name__ in kept]
+    if found:
+        return found
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(item) for item in m}) == 1]
+    lists = [each for each in lists if not isinstance(each[0], nn.ModuleList)]  # Funnel's blocks of layers
+    inner = {id(below) for outer in lists for item in outer for below in item.modules()}
+    return [item for each in lists if id(each) not in inner for item in each]
+
+
+def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
+    """The plan that transformers gives for the model's family, in torch's terms; `prefix` is where the base model lies.
+
+    Errors: `RunError` when there is none, or when attention heads cannot be shared by so many ranks.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    config = load_config(run)
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan or set(plan.values()) - set(styles):
+        raise RunError(
+            f"strategy.options.tensor_parallel: transformers has no plan for {config.model_type} that can be used here "
+            "(llama, qwen2, mistral and their like have one); leave the option out"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (getattr(config, name, None) or ranks) % ranks:
+            raise RunError(
+                f"strategy.options.tensor_parallel: {ranks} ranks cannot share the model's {getattr(config, name)} "
+                f"{name}"
+            )
+    return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}
