@@ -40,8 +40,9 @@ _OFFSET_POSITIONS = {
 _PAST_HOOKS = {"squeezebert", "reformer"}
 # Families that run a layer several times in a forward: its gradient is reduced once, as a part of the whole model.
 _RUN_AGAIN = {"albert", "hrm_text"}
-# Families seen with other bits than one process, for a cause not yet found: see docs/families.md.
-_OTHER_BITS: dict[str, str | None] = {}  # under that strategy; None: under every one
+# Families seen with other bits than one process: see docs/families.md. These look up a large embedding twice in one
+# forward. By row (rows.py) all its tokens are added up in a row, in the dense gradient each look-up first.
+_OTHER_BITS: dict[str, str | None] = {"lilt": "fsdp2", "layoutlmv3": "fsdp2"}  # None: under every strategy
 
 # What a task asks for -> the Auto class of transformers, the families it has, and what messages call it.
 HEADS = {
