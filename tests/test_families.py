@@ -62,11 +62,11 @@ def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
     assert (found["digest"], found["norm"]) == (single["digest"], single["norm"])
 
 
-@pytest.mark.parametrize(("family", "name", "ranks"), [("everywhere", "ddp", 2), ("sharded", "fsdp2", 1)])
+@pytest.mark.parametrize(("family", "name", "ranks"), [("everywhere", "ddp", 2), ("lilt", "fsdp2", 1)])
 def test_what_is_known_to_have_other_bits_is_refused(
     family: str, name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "_OTHER_BITS", {"everywhere": None, "sharded": "fsdp2"})
+    monkeypatch.setitem(models._OTHER_BITS, "everywhere", None)
     model = nn.Linear(1, 1)
     model.config = PretrainedConfig()
     model.config.model_type = family

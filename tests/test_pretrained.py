@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from harness import lockstep_environment, tiny
+from harness import TINY, digest, lockstep_environment, run_on, tiny
+from harness import build as built
+from task_runs import TASKS, make
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForSequenceClassification,
@@ -23,7 +26,12 @@ from transformers import (
 )
 
 from lockstep.data import builtin
+from lockstep.config.run import Run, load
+from lockstep.data.prepare import prepare
+from lockstep.distributed.world import World
 from lockstep.tasks.models.models import build
+from lockstep.tasks.translation import Translation
+from lockstep.training.feed import Feed
 
 
 def saved(folder: Path, kind: str) -> None:
@@ -116,6 +124,42 @@ def test_what_a_family_freezes_stays_frozen_when_it_is_pretrained(tmp_path: Path
         for empty in (False, True)
     ]
     assert frozen == [{"model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"}] * 2
+
+
+def steps_of(world: World, run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The norms of three steps, and what they made of weights and moments (on rank 0 all of it)."""
+    task, strategy = built(run, world)
+    feed = Feed(run, task, strategy.leaves(), world.device)
+    norms = [float(strategy.train_step(feed.make(step), 1e-2).grad_norm) for step in range(3)]
+    state = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    strategy.close()
+    return norms, state
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_pretrained_marian_has_the_same_bits_at_two_processes(tmp_path: Path) -> None:
+    """And its positions, which are computed, are what they were; ZeRO-3 to rounding."""
+    first = Translation(scratch := make(tmp_path, "translation"), prepare(scratch, Translation))
+    first.model().save_pretrained(tmp_path / "model")
+    first.tokenizer.save_pretrained(tmp_path / "model")
+    values = {k: v for k, v in TINY.items() if k != "tokenizer"} | TASKS["translation"]
+    values |= {"data": {"source": str(tmp_path / "translation"), "max_length": 32}}
+    values |= {"model": {"source": str(tmp_path / "model")}, "micro_batches": 2}
+    found = {}
+    names = ["single", "allreduce", "ddp", "hf_accelerate", "hf_trainer", "fsdp2", "zero3"]
+    for name in names if find_spec("deepspeed") else names[:-1]:
+        run = load(None, [f"strategy.name={name}"], values)
+        found[name] = run_on(1 if name == "single" else 2, steps_of, run, run=run)[0]
+    norms, state = found.pop("single")
+    for place in ("encoder", "decoder"):
+        entry = f"model.model.{place}.embed_positions.weight"
+        assert torch.equal(state[entry], first.model().state_dict()[entry.removeprefix("model.")])
+    for name, (theirs, other) in found.items():
+        if name == "zero3":
+            assert theirs == pytest.approx(norms, rel=1e-4)
+        else:
+            assert (theirs, digest(other)) == (norms, digest(state)), name
 
 
 @pytest.mark.parametrize("head", ["classification", "token_classification", "causal"])
