@@ -5,6 +5,7 @@ HOW: `pickle` (it would make the folder MARKER), `malformed` (half of a JSON tex
 under the seal that anybody can make; `beats` (signs of life of the ranks, under that seal, over theirs for a while).
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -59,11 +60,12 @@ def beat(how: str, marker: str, rank: str) -> bytes:
 def main(host: str, port: str, how: str, marker: str) -> None:
     store: Any = stores.connected(host, int(port), 10, 10)
     if beats := [key for key in store.list_keys() if "lockstep-watch/" in key]:
-        for _ in range(50):  # the ranks write their own every second
-            for key in beats:
-                store.set(key, beat(how, marker, key.rpartition("/")[2]))
-            time.sleep(0.1)
-        print(len(beats), *store.list_keys())
+        print(len(beats), *beats)
+        with contextlib.suppress(RuntimeError):  # the job ends, and the store with it
+            for _ in range(50):  # the ranks write their own every second
+                for key in beats:
+                    store.set(key, beat(how, marker, key.rpartition("/")[2]))
+                time.sleep(0.1)
         return
     found = [key for key in store.list_keys() if not key.startswith(("lockstep-job", "init/"))]
     name = next((store.get(key)[-32:].decode() for key in found if key.startswith("lockstep-name-")), "none")

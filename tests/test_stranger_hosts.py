@@ -1,6 +1,7 @@
 """A stranger on the network of a job: from a host of its own it writes into every store that it reaches. Nothing that
 it writes runs, and the job ends with one message; a local job is open to nobody."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from host_jobs import HELD, HERE, PORT, hold, release, until, until_step, write
 from hosts import Hosts, Job
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(900)]
+PATH = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
 KEY = "0123456789abcdef0123456789abcdef"
 WITH = {"LOCKSTEP_SECRET": KEY}
 
@@ -39,7 +41,7 @@ def listening(made: Hosts, host: int) -> dict[int, str]:
 def stranger(made: Hosts, port: int, how: str, marker: Path) -> str:
     """What it did on host 0 from host 2."""
     script = str(Path(HERE) / "stranger.py")
-    job = made.start(2, [sys.executable, script, made.address(0), str(port), how, str(marker)])
+    job = made.start(2, [sys.executable, script, made.address(0), str(port), how, str(marker)], PYTHONPATH=PATH)
     assert job.ended() == 0, job.err
     assert int(job.out.split()[0]) >= 2
     return job.out
@@ -62,7 +64,7 @@ def test_what_is_written_where_machines_meet(three: Hosts, how: str, given: bool
     write(three.folder(0))
     words = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", "launch.machines=2", "launch.join_s=20"]
     words += [f"launch.rendezvous={three.address(0)}:{PORT}"]
-    job = three.start(0, words, PYTHONPATH=HERE, **(WITH if given else {}))
+    job = three.start(0, words, PYTHONPATH=PATH, **(WITH if given else {}))
     until(lambda: PORT in listening(three, 0), job)
     assert listening(three, 0)[PORT] == three.address(0)
     job.says("meeting at")
@@ -75,7 +77,7 @@ def test_a_local_job_is_open_to_nobody_else(three: Hosts) -> None:
     write(three.folder(0))
     hold(4, three.folder(0))
     words = [*LOCKSTEP, "train", "run.yaml", "launch.processes=2", HELD]
-    job = three.start(0, words, PYTHONPATH=HERE)
+    job = three.start(0, words, PYTHONPATH=PATH)
     until_step(three.folder(0), 4, job)
     open_ports = listening(three, 0)
     assert len(open_ports) >= 3  # the launcher's store, rank 0's, and gloo's
@@ -95,7 +97,7 @@ def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path
     port = int((folders[0] / "port").read_text())
     assert listening(three, 0)[port] == three.address(0)
     keys = stranger(three, port, how, marker := tmp_path / "ran")
-    assert "lockstep-watch/1" in keys
+    assert "lockstep-watch/0" in keys
     one_message(jobs[0], "cannot read what the others say")
     assert jobs[1].ended() == 1, jobs[1].err
     assert "Traceback" not in jobs[1].err
@@ -114,4 +116,4 @@ def test_a_listener_that_says_nothing_where_machines_meet(three: Hosts) -> None:
 def start(made: Hosts, host: int, words: list[str]) -> Job:
     """`torchrun` with the job's secret."""
     words = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", "launch.machines=2", *words]
-    return made.start(host, [*words, f"launch.rendezvous={made.address(0)}:{PORT}"], PYTHONPATH=HERE, **WITH)
+    return made.start(host, [*words, f"launch.rendezvous={made.address(0)}:{PORT}"], PYTHONPATH=PATH, **WITH)
