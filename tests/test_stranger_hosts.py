@@ -47,9 +47,9 @@ def stranger(made: Hosts, port: int, how: str, marker: Path) -> str:
     return job.out
 
 
-def one_message(job: Job, words: str) -> None:
+def one_message(job: Job, words: str, status: int = 1) -> None:
     """It ended with a message, once, and nothing that only a programmer can read."""
-    assert job.ended() == 1, job.out + job.err
+    assert job.ended() == status, job.out + job.err
     assert job.err.count(words) == 1, job.err
     for noise in ("Traceback", "AttributeError", "Exception in thread", "Error:"):
         assert noise not in job.err
@@ -110,7 +110,7 @@ def test_a_listener_that_says_nothing_where_machines_meet(three: Hosts) -> None:
     silent = "import socket, sys, time; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); time.sleep(600)"
     mute = three.start(0, [sys.executable, "-c", silent, three.address(0), str(PORT)])
     until(lambda: PORT in listening(three, 0), mute)
-    one_message(start(three, 1, ["launch.join_s=5"]), f"{three.address(0)}:{PORT}")
+    one_message(start(three, 1, ["launch.join_s=5"]), f"{three.address(0)}:{PORT} and has said nothing for 5 s", 2)
 
 
 def start(made: Hosts, host: int, words: list[str]) -> Job:
