@@ -212,7 +212,9 @@ class Job:
         return f"torn {path.name}"
 
     def _spoil_checkpoint(self) -> str | None:
-        """The newest one, where there is another."""
+        """The newest one, where there is another; that of a finished run, which nobody reads, stays as it is."""
+        if (self.out / "export").is_dir():
+            return None
         found = sorted((self.out / "checkpoints").glob("step-??????"))
         if len(found) < 2 or not (files := sorted(path for path in found[-1].iterdir() if path.is_file())):
             return None

@@ -2,13 +2,15 @@
 there, under every key that is there and under those that torch and lockstep read. Prints how many keys.
 
 HOW: `pickle` (it would make the folder MARKER), `malformed` (half of a JSON text), `forged` (well-formed); the last two
-under the seal that anybody can make.
+under the seal that anybody can make; `beats` (signs of life of the ranks, under that seal, over theirs for a while).
 """
 
+import contextlib
 import json
 import os
 import pickle
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -50,8 +52,21 @@ def values(how: str, marker: str, key: str) -> bytes:
     return secret.sealed("", f"{room}/{key.rpartition('/')[2]}", text.encode())
 
 
+def beat(how: str, marker: str, rank: str) -> bytes:
+    """What to write for a rank: as if it had come to its end, and the others had not to wait for it."""
+    return pickle.dumps(Code(marker)) if how == "pickle" else secret.sealed("", f"watch/{rank}", b'{"over": true}')
+
+
 def main(host: str, port: str, how: str, marker: str) -> None:
     store: Any = stores.connected(host, int(port), 10, 10)
+    if beats := [key for key in store.list_keys() if "lockstep-watch/" in key]:
+        print(len(beats), *beats)
+        with contextlib.suppress(RuntimeError):  # the job ends, and the store with it
+            for _ in range(50):  # the ranks write their own every second
+                for key in beats:
+                    store.set(key, beat(how, marker, key.rpartition("/")[2]))
+                time.sleep(0.1)
+        return
     found = [key for key in store.list_keys() if not key.startswith(("lockstep-job", "init/"))]
     name = next((store.get(key)[-32:].decode() for key in found if key.startswith("lockstep-name-")), "none")
     own = [f"torch.rendezvous.{name}", f"torch.rendezvous.{name}.0/torchelastic/role_info/0", "c10d/state"]
