@@ -25,8 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lockstep.data import builtin
 from lockstep.config.run import Run, load
+from lockstep.data import builtin
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.models.models import build

@@ -240,7 +240,7 @@ def densely(world: World, run: Run) -> dict[str, Any]:
     """The same steps with every gradient dense."""
     from lockstep.strategies import native
 
-    native.row_sparse = lambda model, device: set()
+    native.row_sparse = lambda model, device, uses: set()
     return steps_of(world, run)
 
 

@@ -35,7 +35,7 @@ def settle(aside: Path, output: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
     with suppress(FileNotFoundError):
         os.rename(final, before)
-    os.replace(record, output / FILE)  # first: an export without its hashes would be taken for one of an older version
+    os.replace(record, output / FILE)  # first: an export without its hashes counts as damaged
     os.rename(aside, final)
     _sync(output)
     shutil.rmtree(before, ignore_errors=True)
@@ -43,14 +43,14 @@ def settle(aside: Path, output: Path) -> None:
 
 def damage(output: Path) -> str | None:
     """What is wrong with the export of an output folder, or None; reads its weights. A person may have edited its card
-    and its JSON files, which must be there and be JSON. One of an older version has no hashes: it is only there."""
+    and its JSON files, which must be there and be JSON."""
     export = output / "export"
     if not (export / "config.json").is_file():
         return "config.json is missing"
     try:
         hashes: dict[str, str] = json.loads((output / FILE).read_bytes())
     except FileNotFoundError:
-        return None
+        return f"{FILE} is missing"
     except (OSError, ValueError):
         return f"{FILE} cannot be read"
     for name, known in hashes.items():

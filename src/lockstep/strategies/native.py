@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Node, ReductionTree
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
-from lockstep.strategies.exact.statistics import Statistics, buffers_kept
+from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.strategy import Strategy, made
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
@@ -42,13 +43,14 @@ class Native(Strategy):
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
         self.uses = [0] * len(self.parameters)  # how many of this rank's pieces gave each a gradient, in this step
-        sparse = row_sparse(self.model, self.world.device) if self.run.strategy.exact else set()
+        exact = self.run.strategy.exact
+        uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
+        sparse = row_sparse(self.model, self.world.device, uses) if exact else set()
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
         self.optimizer = optim.build(self.run.optim, self.model)
         # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
         # saw its bf16 copy being made: then it is made anew for every piece, and the order is the same for all.
-        exact_bf16 = self.run.strategy.exact and self.run.precision == "bf16"
-        self.fresh_casts: bool | None = None if exact_bf16 else False
+        self.fresh_casts = exact and self.run.precision == "bf16" and max(uses.values(), default=0) > 2
         self.statistics = Statistics(self.model)
         self.model.train()
         self.wrapped = self.model
@@ -56,9 +58,6 @@ class Native(Strategy):
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.tree = ReductionTree(batch.leaves)
         self.uses = [0] * len(self.parameters)
-        if self.fresh_casts is None:
-            with buffers_kept(self.model):
-                self.fresh_casts = layers.most_uses(self.model, batch.micro_batches[0].blank().inputs) > 2
         losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
         self.statistics.start(batch.leaves)
         with self.autocast():  # around the whole step: weights are cast to bf16 once, not once a piece
@@ -142,3 +141,9 @@ class Native(Strategy):
 
     def close(self) -> None:
         del self.model, self.wrapped, self.optimizer, self.parameters, self.named
+
+
+def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:
+    """Two examples, as the model takes them."""
+    columns = task.splits["train"]
+    return task.collate(columns, np.arange(min(2, len(columns))), 0).to(device).inputs

@@ -19,7 +19,6 @@ from lockstep.checkpoint.export import try_export
 from lockstep.config.exit_status import BAD
 from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.place import PLACE
-from lockstep.strategies.engines import layers
 from lockstep.strategies.strategy import NotFinite
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.track.console import error
@@ -31,11 +30,8 @@ EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before
 
 def rehearse(session: Session, then: Callable[[], None] = lambda: None) -> None:
     """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
-    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number, `RunError` for a
-    model that is known to have other bits."""
+    where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number."""
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
-    if strategy.gives_bits(run):
-        layers.check_bits(strategy.model, run, world.size)
     keep_freed_memory()  # not before: building a model frees what no step asks for again
     batch = feed.longest().to(world.device)
     try:

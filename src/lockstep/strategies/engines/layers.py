@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
+from lockstep.strategies.exact.statistics import buffers_kept
 from lockstep.tasks.models.models import load_config
 
 # Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
@@ -20,29 +21,28 @@ from lockstep.tasks.models.models import load_config
 _PAST_HOOKS = {"squeezebert", "reformer"}
 # Families that run a layer several times in a forward: its gradient is reduced once, as a part of the whole model.
 _RUN_AGAIN = {"albert", "hrm_text"}
-# Families seen with other bits than one process, for a cause not yet found: see docs/families.md.
-_OTHER_BITS: dict[str, str | None] = {}  # under that strategy; None: under every one
 
 
-def most_uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """How often one forward uses the weight that it uses most (tied weights, layers that are shared)."""
-    uses: dict[int, int] = {}
+def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
+    """How often one forward uses each weight (more than once: tied weights, layers that are shared, embeddings that are
+    looked up again), by the weight's id. Buffers are afterwards what they were."""
+    found: dict[int, int] = {}
 
     def count(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+            found[id(parameter)] = found.get(id(parameter), 0) + 1
 
     hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
     training = model.training
     model.eval()  # none of the layers is left out at random
     try:
-        with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
+        with buffers_kept(model), torch.no_grad():
             model(**inputs)
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return max(uses.values(), default=0)
+    return found
 
 
 LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out
@@ -60,18 +60,6 @@ def check_layers(run: Run, engine: str) -> None:
         raise RunError(
             f"model.config.{entry}: {engine} needs every rank to run the same layers, and this leaves some out at "
             "random; set it to 0, or use strategy.name=ddp or fsdp2"
-        )
-
-
-def check_bits(model: nn.Module, run: Run, ranks: int) -> None:
-    """Errors: `RunError` for a family that is known not to keep the promise of bits."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    where = _OTHER_BITS.get(kind or "", "none")
-    if where == run.strategy.name or (where is None and ranks > 1):
-        raise RunError(
-            f"strategy.exact: {kind} does not have the bits of one process "
-            f"{f'under {where}' if where else 'at several'}; set strategy.exact=false, which promises rounding only, "
-            "or use strategy.name=single launch.processes=1"
         )
 
 

@@ -6,6 +6,8 @@ the memory traffic: every row's sum goes over the same tree, and adding the zero
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,21 +18,25 @@ from lockstep.strategies.exact.reduction import Node, ReductionTree, partial_nod
 SMALL = 256  # an embedding of this few rows is not worth the bookkeeping
 
 
-def row_sparse(model: nn.Module, device: torch.device) -> set[str]:
-    """Let the embeddings of a model that can give row-sparse gradients do so; the names of their weights.
+def row_sparse(model: nn.Module, device: torch.device, uses: Mapping[int, int]) -> set[str]:
+    """Let the embeddings of a model that can give row-sparse gradients do so; the names of their weights. `uses`: id of
+    a weight -> how often a forward uses it.
 
-    Tied weights cannot (their other use is dense). On CUDA the dense kernels are the deterministic ones, and cheap.
+    Tied weights cannot (their other use is dense), and weights that are looked up twice: a dense gradient is that of
+    each look-up, added up, and by row all tokens are added one after the other. On CUDA the dense kernels are the
+    deterministic ones, and cheap.
     """
     if device.type != "cpu":
         return set()
-    uses: dict[int, int] = {}
+    names: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        names[id(parameter)] = names.get(id(parameter), 0) + 1
     found = set()
     for name, module in model.named_modules():
-        if type(module) is not nn.Embedding or uses[id(module.weight)] > 1 or not module.weight.requires_grad:
+        if type(module) is not nn.Embedding or names[id(module.weight)] > 1 or not module.weight.requires_grad:
             continue
-        if module.max_norm is None and not module.scale_grad_by_freq and module.num_embeddings > SMALL:
+        once = uses.get(id(module.weight)) == 1
+        if once and module.max_norm is None and not module.scale_grad_by_freq and module.num_embeddings > SMALL:
             module.sparse = True
             found.add(f"{name}.weight")
     return found
