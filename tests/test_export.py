@@ -81,7 +81,7 @@ def test_files_are_on_the_disk_before_they_have_their_name(trained: Job, monkeyp
     assert f"sync {trained.run.folder.name}" in events[place:]
 
 
-@pytest.mark.parametrize("what", ["flipped", "cut", "missing", "zeros in JSON", "no hashes", "tokenizer", "no hashes"])
+@pytest.mark.parametrize("what", ["flipped", "cut", "missing", "zeros in JSON", "no hashes", "tokenizer", "no record"])
 def test_a_damaged_export_is_not_finished(what: str, trained: Job) -> None:
     export = write(trained)
     assert is_finished(trained)
@@ -96,7 +96,7 @@ def test_a_damaged_export_is_not_finished(what: str, trained: Job) -> None:
         weights.unlink()
     elif what == "zeros in JSON":
         (export / "config.json").write_bytes(bytes(200))
-    elif what == "no hashes":
+    elif what == "no record":
         (export.parent / exported.FILE).unlink()
     elif what == "tokenizer":
         (export / "tokenizer.json").unlink()
