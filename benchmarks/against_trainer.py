@@ -56,7 +56,7 @@ class Ours:
         self.task: Task = task_class(run, prepare(run, task_class))
         self.strategy: Strategy = of(run)(run, world)
         self.strategy.build(self.task)
-        self.feed = Feed(run, self.task, self.strategy.leaves(), world.device)
+        self.feed = Feed(run, self.task, self.strategy.own_micro_batches(), world.device)
 
     @property
     def model(self) -> Any:

@@ -183,7 +183,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     task_class = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     strategy.rehearse(feed.longest())
     results = [strategy.train_step(feed.make(step), 1e-3) for step in range(run.steps or 0)]
     scores = evaluate(run, world, task, strategy, task.splits["validation"])

@@ -99,7 +99,7 @@ def main() -> None:
             task = task_class(run, prepare(run, task_class))
             strategy = plugins.find("strategies", "single")(run, world)
             strategy.build(task)
-            feed = Feed(run, task, strategy.leaves(), world.device)
+            feed = Feed(run, task, strategy.own_micro_batches(), world.device)
             batches = [feed.make(t) for t in range(args.steps + 2)]
             weights = matrix_weights(strategy.model)
             rate = optim.learning_rate(run.optim, 10, 100)

@@ -48,7 +48,7 @@ class Waits(Strategy):
     parameter_count = 0
     check = classmethod(lambda cls, run, processes: None)
 
-    def leaves(self) -> range:
+    def own_micro_batches(self) -> range:
         return share(self.run.micro_batches, self.world.rank, self.world.size)
 
     def build(self, task: Task) -> None: ...

@@ -12,7 +12,7 @@ from lockstep.strategies.allreduce import AllReduce
 
 
 class MeanOfMeans(AllReduce):
-    """Each piece's loss is divided by its own targets, and the means are averaged."""
+    """Each micro-batch's loss is divided by its own targets, and the means are averaged."""
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         return super().backward(micro, len(micro.targets) * self.run.micro_batches, last)
@@ -40,12 +40,12 @@ class SeedsByRank(AllReduce):
     """Dropout draws from the rank's own random numbers."""
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
-        seed_everything(self.run.seed, self.world.rank, micro.leaf)
+        seed_everything(self.run.seed, self.world.rank, micro.index)
         return super().backward(micro, targets, last)
 
 
 class LastDropped(AllReduce):
-    """The last piece of the last rank is left out."""
+    """The last micro-batch of the last rank is left out."""
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         if self.world.rank == self.world.size - 1:

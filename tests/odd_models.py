@@ -1,5 +1,5 @@
-"""Models that engines have trouble with, as somebody's own task has them: weights that only some pieces use, or some
-steps, or nobody; a transposed weight; an output of a class that no engine knows."""
+"""Models that engines have trouble with, as somebody's own task has them: weights that only some micro-batches use, or
+some steps, or nobody; a transposed weight; an output of a class that no engine knows."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ class Detached(Task):
 
 
 class Either(Odd):
-    """Every piece runs one of two layers of the same size."""
+    """Every micro-batch runs one of two layers of the same size."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Answer:
         x = self.layers[int(torch.rand([]) * 2)](self.embed(input_ids))

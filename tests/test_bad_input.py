@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
     "strategy that cannot be imported": (nothing, {}, ["strategy.name=no.such.One"], ["strategy.name", "no.such.One"]),
     "launcher that cannot be imported": (nothing, {}, ["launch.name=no.such.One"], ["launch.name", "no.such.One"]),
     "tracker that cannot be imported": (nothing, {}, ["track.to=[no.such.One]"], ["track.to", "no.such.One"]),
-    "more processes than pieces": (nothing, {}, ["launch.processes=9"], ["launch.processes", "9", "8 micro-batches"]),
+    "too many processes": (nothing, {}, ["launch.processes=9"], ["launch.processes", "9", "8 micro-batches"]),
     "single with two": (nothing, {}, ["strategy.name=single", "launch.processes=2"], ["strategy.name", "single", "2"]),
     "unknown option of ddp": (nothing, {}, ["strategy.options.bucket=1"], ["strategy.options", "bucket_cap_mb"]),
     "unknown option of allreduce": (

@@ -34,7 +34,7 @@ def opened(run: Run) -> tuple[Checkpoints, Strategy, Feed]:
     return (
         Checkpoints(run, world, task.prepared, 6),
         strategy,
-        Feed(run, task, strategy.leaves(), world.device),
+        Feed(run, task, strategy.own_micro_batches(), world.device),
     )
 
 

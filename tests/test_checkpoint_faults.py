@@ -133,7 +133,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, int | None]:
     """A checkpoint, another one with the disk full, and one after it has been cleared."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     said: list[str] = []
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
     ballast, left = run.folder.parent / "ballast", ""
@@ -237,7 +237,7 @@ def test_a_folder_that_vanishes(what: str, tmp_path: Path, gate: Gate, monkeypat
 
 def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str | None, list[str], int]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     said: list[str] = []
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
     real, error, step = storage.write, None, 0

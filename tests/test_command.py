@@ -179,11 +179,11 @@ from lockstep.tasks.classification import Classification
 class Failing(Classification):
     calls = 0
 
-    def collate(self, columns, rows, leaf):
+    def collate(self, columns, rows, index):
         self.calls += 1
         if os.environ.get("RANK") == "1" and self.calls > 30:
             raise RuntimeError("the data went away")
-        return super().collate(columns, rows, leaf)
+        return super().collate(columns, rows, index)
 """
 
 

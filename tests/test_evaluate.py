@@ -25,9 +25,9 @@ def metrics_of(world: World, run: Run) -> dict[str, Any]:
     collated = []
     whole = task.collate
 
-    def collate(columns: Any, rows: np.ndarray, leaf: int) -> Any:
+    def collate(columns: Any, rows: np.ndarray, index: int) -> Any:
         collated.extend(rows.tolist())
-        return whole(columns, rows, leaf)
+        return whole(columns, rows, index)
 
     task.collate = collate  # type: ignore[method-assign]
     found = evaluate(run, world, task, strategy, task.splits["validation"])
@@ -116,6 +116,6 @@ def test_a_missing_example_is_noticed() -> None:
     world = World(run)
     task, strategy = build(run, world)
     whole = task.collate
-    task.collate = lambda columns, rows, leaf: whole(columns, rows[1:], leaf)  # type: ignore[method-assign]
+    task.collate = lambda columns, rows, index: whole(columns, rows[1:], index)  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="of 100 examples were evaluated"):
         evaluate(run, world, task, strategy, task.splits["validation"])

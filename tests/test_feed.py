@@ -53,7 +53,7 @@ def test_all_ranks_together_hold_the_step_s_examples_once(ranks: int, group: int
         rows = feeds[0].order.step(step)
         assert len(rows) == (22 if step < 4 else 12)
         assert sorted(row for part in parts for row in rows_in(part)) == sorted(wanted_rows(feeds[0], rows))
-        assert sorted(m.leaf for p in parts for m in p.micro_batches) == list(range(8))
+        assert sorted(m.index for p in parts for m in p.micro_batches) == list(range(8))
         for part in parts:
             assert part.ids.tolist() == rows.tolist()
             assert (part.examples, part.targets, part.leaves, part.step) == (len(rows), len(rows), 8, step)
@@ -91,7 +91,7 @@ def test_the_stream_is_what_make_makes_from_any_step(after: int) -> None:
         again = feed.make(batch.step)
         assert batch.ids.tolist() == again.ids.tolist()
         for one, other in zip(batch.micro_batches, again.micro_batches, strict=True):
-            assert one.leaf == other.leaf
+            assert one.index == other.index
             assert torch.equal(one.targets, other.targets)
             assert all(torch.equal(one.inputs[k], other.inputs[k]) for k in other.inputs)
 
@@ -108,10 +108,10 @@ def test_an_error_is_raised_where_the_batch_is_wanted_and_no_thread_stays() -> N
 
     third = feed.make(3).ids
 
-    def collate(columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+    def collate(columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         if np.isin(rows, third).any():
             raise RuntimeError("the data went away")
-        return whole(columns, rows, leaf)
+        return whole(columns, rows, index)
 
     feed.task.collate = collate  # type: ignore[method-assign]
     stream = feed.steps(after=0)

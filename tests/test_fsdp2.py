@@ -29,7 +29,7 @@ LLAMA = {
 
 def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
     found = {
         "digest": digest(strategy.state_dict()),
@@ -106,7 +106,7 @@ def order_of(world: World, run: Run) -> list[str]:
     scattered = _TreeScatter.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_TreeScatter, "__call__", lambda *a, **k: (events.append("out"), scattered(*a, **k))[1])
-        strategy.train_step(Feed(run, task, strategy.leaves(), world.device).make(0), 1e-3)
+        strategy.train_step(Feed(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-3)
     strategy.close()
     return events
 
@@ -120,7 +120,7 @@ def test_a_block_s_gradients_leave_before_those_of_the_block_before_are_computed
 
 @pytest.mark.processes
 def test_replicas_of_unequal_shares_keep_the_bits() -> None:
-    """Six shards' ranks over nine pieces: replicas of four and five pieces, with blank turns."""
+    """Six shards' ranks over nine micro-batches: replicas of four and five micro-batches, with blank turns."""
     nine = ("micro_batches=9", "batch_size=18")
     found = of(4, "strategy.name=fsdp2", "strategy.options.replicate=2", *nine)
     assert found["digest"] == of(1, "strategy.name=single", *nine)["digest"]

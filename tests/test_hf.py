@@ -22,7 +22,7 @@ CONSTANT = ("optim.schedule=constant", "optim.warmup_steps=0", "steps=4", "batch
 
 def by_lockstep(world: World, run: Run) -> dict[str, torch.Tensor]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     for step in range(4):
         strategy.train_step(feed.make(step), optim.learning_rate(run.optim, step, feed.total))
     weights = {k: v.clone() for k, v in (strategy.export() or {}).items()}
@@ -36,15 +36,15 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
 
     task = build(tiny("strategy.name=single", *CALM, *CONSTANT), world)[0]
     feed = Feed(run, task, range(run.micro_batches), world.device)
-    pieces = [micro for step in range(4) for micro in feed.make(step).micro_batches]
+    micro_batches = [micro for step in range(4) for micro in feed.make(step).micro_batches]
     model = task.model()
 
     class Pieces(torch.utils.data.Dataset):
         def __len__(self) -> int:
-            return len(pieces)
+            return len(micro_batches)
 
         def __getitem__(self, place: int) -> dict[str, Any]:
-            return {**pieces[place].inputs, "labels": pieces[place].targets}
+            return {**micro_batches[place].inputs, "labels": micro_batches[place].targets}
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *_: Any) -> Any:

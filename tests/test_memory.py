@@ -28,8 +28,8 @@ def settled(before: int, most: float, patience_s: float = 20) -> int:
     """Bytes of tensors when gloo's threads have let go: at most `most`, or what is left when patience ends.
 
     A thread that is not given the processor lets go of its last tensor long after the sum is known. DeepSpeed gives
-    gloo a view of a weight's gradient and then moves that gradient into the piece's flat one: the view's base keeps all
-    of the flat one alive. While we wait here nothing else runs, so what a rank itself holds does not go away.
+    gloo a view of a weight's gradient and then moves that gradient into the micro-batch's flat one: the view's base
+    keeps all of the flat one alive. While we wait here nothing else runs, so what a rank itself holds does not go away.
     """
     until = time.monotonic() + patience_s
     while (found := tensor_bytes() - before) > most and time.monotonic() < until:
@@ -41,7 +41,7 @@ def held(world: World, run: Run, between_pieces: float | None = None) -> dict[st
     """Bytes on this rank; `between_pieces`: bytes a parameter that it is to hold then."""
     before = tensor_bytes()
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     strategy.train_step(feed.make(0), 1e-3)
     between = [0]
 

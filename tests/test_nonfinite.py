@@ -24,10 +24,10 @@ BAD_STEP = 7
 
 
 class Exploding(AllReduce):
-    """The loss of one piece is infinite in step 7."""
+    """The loss of one micro-batch is infinite in step 7."""
 
     def backward(self, micro: Any, targets: int, last: bool) -> Any:
-        if self.step == BAD_STEP and micro.leaf == 5:
+        if self.step == BAD_STEP and micro.index == 5:
             loss = super().backward(micro, targets, last)
             return loss * float("inf")
         return super().backward(micro, targets, last)
@@ -100,7 +100,7 @@ def rehearsed(world: World, run: Run) -> tuple[str, str]:
     digests = []
     for rehearse in (True, False):
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.leaves(), world.device)
+        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
         if rehearse:
             longest = feed.longest()
             assert longest.tokens >= max(feed.make(t).tokens for t in range(4))
@@ -131,19 +131,20 @@ def test_a_rehearsal_leaves_no_trace(name: str, options: str) -> None:
 
 
 def poisoned(world: World, run: Run) -> tuple[int, list[int] | None]:
-    """The last loss of the last rank (in a pipeline only it has any) is poisoned: its piece, and those found bad."""
+    """The last loss of the last rank (in a pipeline only it has any) is poisoned: its micro-batch, and those found
+    bad."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     batch = feed.make(0)
-    real, piece = task.loss_sum, batch.micro_batches[-1]
+    real, micro_batch = task.loss_sum, batch.micro_batches[-1]
     left = iter(range(len(batch.micro_batches))[::-1])
     if world.rank == world.size - 1:
         task.loss_sum = lambda *given: real(*given) * (1.0 if next(left) else float("nan"))  # type: ignore[method-assign]
     try:
         strategy.train_step(batch, 1e-3)
     except NotFinite as caught:
-        return piece.leaf, caught.pieces
-    return piece.leaf, None
+        return micro_batch.index, caught.micro_batches
+    return micro_batch.index, None
 
 
 @pytest.mark.processes
@@ -152,14 +153,14 @@ def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
     run = tiny(f"strategy.name={name}")
     found = run_on(1 if name == "single" else 2, poisoned, run, run=run)
     bad = found[-1][0]
-    assert [pieces for _, pieces in found] == [[bad]] * len(found)
+    assert [micro_batches for _, micro_batches in found] == [[bad]] * len(found)
 
 
 def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[bool]]:
     """Digests after each step, and whether each was used; the losses of step 1 are no numbers."""
     task, strategy = build(run, World(run))
     strategy.asks_late = late  # as on CUDA
-    feed = Feed(run, task, strategy.leaves(), torch.device("cpu"))
+    feed = Feed(run, task, strategy.own_micro_batches(), torch.device("cpu"))
     real, digests, used = task.loss_sum, [], []
     for t in range(steps):
         task.loss_sum = lambda outputs, targets, t=t: real(outputs, targets) * (float("nan") if t == 1 else 1.0)

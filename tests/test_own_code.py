@@ -39,12 +39,12 @@ class Noisy(nn.Module):
 class Drawing(Classification):
     """Collates and computes with random numbers, in training and in evaluation."""
 
-    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
-        micro = super().collate(columns, rows, leaf)
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        micro = super().collate(columns, rows, index)
         ids = micro.inputs["input_ids"].clone()
         ids[:, random.randrange(ids.shape[1])] = int(np.random.randint(5, 300))
         ids[:, int(torch.randint(ids.shape[1], ()))] = 7
-        return MicroBatch(leaf, {**micro.inputs, "input_ids": ids}, micro.targets)
+        return MicroBatch(index, {**micro.inputs, "input_ids": ids}, micro.targets)
 
     def model(self, empty: bool = False) -> nn.Module:
         model = super().model(empty)
@@ -80,7 +80,7 @@ class Holding(Drawing):
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Six steps as training makes them: the rehearsal, then the feed's steps; then an evaluation and the export."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     before = digest(dict(strategy.model.named_buffers()))
     strategy.rehearse(feed.longest())
     untouched = before == digest(dict(strategy.model.named_buffers()))
@@ -140,7 +140,8 @@ def test_zero_has_one_set_of_statistics() -> None:
 
 
 def test_a_step_counts_as_one_batch() -> None:
-    """The mean of what pieces of unequal size make of the statistics, weighted by examples; blank ones left out."""
+    """The mean of what micro-batches of unequal size make of the statistics, weighted by examples; blank ones left
+    out."""
     from lockstep.data.batch import IGNORED
     from lockstep.strategies.exact.statistics import Statistics
 
@@ -148,13 +149,13 @@ def test_a_step_counts_as_one_batch() -> None:
     model[0].running_mean.fill_(1.0)
     statistics = Statistics(model)
     statistics.start(3)
-    for leaf, (count, value) in enumerate([(3, 4.0), (2, 100.0), (1, 8.0)]):
+    for index, (count, value) in enumerate([(3, 4.0), (2, 100.0), (1, 8.0)]):
         if count > 1:
             model(torch.full((count, 2), value))
         else:
             model[0].running_mean.mul_(0.5).add_(value * 0.5)
         targets = torch.full((count,), IGNORED if value == 100.0 else 1)
-        statistics.take(MicroBatch(leaf, {}, targets))
+        statistics.take(MicroBatch(index, {}, targets))
         assert model[0].running_mean.tolist() == [1.0, 1.0]
     statistics.finish(lambda made: made)
     assert model[0].running_mean.tolist() == [(2.5 * 3 + 4.5) / 4] * 2

@@ -141,7 +141,7 @@ def test_no_number_from_the_first_batch_on_names_micro_batches_and_rows(here: Pa
         run_on(2, works, run, run=run, joined=False)
     said = str(caught.value)
     assert "TrainingFailed: before step 0, tried with the longest examples of the training split: the loss is" in said
-    assert all(f"\n  micro-batch {piece}: rows " in said for piece in range(run.micro_batches))
+    assert all(f"\n  micro-batch {micro_batch}: rows " in said for micro_batch in range(run.micro_batches))
 
 
 def test_an_export_of_another_format_has_a_hash_of_its_weights(here: Path) -> None:

@@ -123,7 +123,7 @@ def test_on_cuda_phases_lie_between_events_and_only_taking_them_waits(monkeypatc
 
 def a_step(world: World, run: Run) -> tuple[dict[str, float], tuple[str, ...]]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     strategy.phases.take()
     strategy.train_step(feed.make(0), 1e-3)
     found = told(strategy.phases.take())

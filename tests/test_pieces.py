@@ -12,19 +12,19 @@ lengths = st.lists(st.integers(1, 120), min_size=1, max_size=60).map(np.array)
 
 
 @given(lengths, st.integers(1, 12))
-def test_every_example_is_in_one_piece(lengths: np.ndarray, pieces: int) -> None:
-    groups = cut(lengths, pieces)
-    assert len(groups) == pieces
+def test_every_example_is_in_one_piece(lengths: np.ndarray, micro_batches: int) -> None:
+    groups = cut(lengths, micro_batches)
+    assert len(groups) == micro_batches
     assert sorted(np.concatenate(groups)) == list(range(len(lengths)))
-    assert sum(len(g) == 0 for g in groups) == max(0, pieces - len(lengths))
+    assert sum(len(g) == 0 for g in groups) == max(0, micro_batches - len(lengths))
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9).map(np.array), st.integers(1, 4))
-def test_the_dearest_piece_is_as_cheap_as_any_contiguous_cut_makes_it(lengths: np.ndarray, pieces: int) -> None:
-    dearest = max(len(g) * lengths[g].max() for g in cut(lengths, pieces) if len(g))
+def test_the_dearest_piece_is_as_cheap_as_any_contiguous_cut_makes_it(lengths: np.ndarray, micro_batches: int) -> None:
+    dearest = max(len(g) * lengths[g].max() for g in cut(lengths, micro_batches) if len(g))
     ordered = np.sort(lengths)[::-1]
     best = None
-    for bounds in itertools.combinations_with_replacement(range(len(ordered) + 1), pieces - 1):
+    for bounds in itertools.combinations_with_replacement(range(len(ordered) + 1), micro_batches - 1):
         parts = [ordered[a:b] for a, b in itertools.pairwise([0, *bounds, len(ordered)])]
         cost = max(len(p) * p.max() for p in parts if len(p))
         best = cost if best is None else min(best, cost)

@@ -30,7 +30,7 @@ NAMES = ((1, "single"), (2, "pipeline"))
 def steps_of(world: World, run: Run, steps: int = 3) -> dict[str, Any]:
     """Train a few steps; what must be equal everywhere."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6)) for t in range(steps)]
     state, export = strategy.state_dict(), strategy.export()
     found = {
@@ -125,11 +125,11 @@ class Language(Classification):
         with torch.device("meta" if empty else "cpu"):
             return kind.from_config(config)
 
-    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
-        micro = super().collate(columns, rows, leaf)
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        micro = super().collate(columns, rows, index)
         targets = micro.inputs["input_ids"].roll(-1, 1).masked_fill(micro.inputs["attention_mask"] == 0, IGNORED)
         targets[:, -1] = IGNORED
-        return MicroBatch(leaf, micro.inputs, torch.full_like(targets, IGNORED) if len(rows) == 0 else targets)
+        return MicroBatch(index, micro.inputs, torch.full_like(targets, IGNORED) if len(rows) == 0 else targets)
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return int(columns.lengths[rows].sum())
@@ -146,11 +146,11 @@ class Bart(Language):
 
         return self.made(AutoModelForSeq2SeqLM, BartConfig(**self.run.model.config), empty)
 
-    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
-        micro = super().collate(columns, rows, leaf)
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        micro = super().collate(columns, rows, index)
         half = micro.targets.shape[1] // 2 + 1
         inputs = {**micro.inputs, "decoder_input_ids": micro.inputs["input_ids"][:, :half].contiguous()}
-        return MicroBatch(leaf, inputs, micro.targets[:, :half].contiguous())
+        return MicroBatch(index, inputs, micro.targets[:, :half].contiguous())
 
 
 class Marian(Bart):
@@ -201,7 +201,8 @@ def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int)
     ("kind", "tied"), [("Marian", "true"), slow("Marian", "false"), slow("Bart", "true"), slow("Bart", "false")]
 )
 def test_encoder_and_decoder_in_bf16(kind: str, tied: str) -> None:
-    """Tied weights are used three times: each piece casts them anew, so that their gradients' terms have one order."""
+    """Tied weights are used three times: each micro-batch casts them anew, so that their gradients' terms have one
+    order."""
     words = (*HALVES, f"model.config.tie_word_embeddings={tied}", f"task.name=test_pipeline.{kind}", "precision=bf16")
     one = of(1, *words, "strategy.name=single")
     same(of(2, *words, "strategy.name=pipeline"), one)
@@ -212,7 +213,7 @@ def test_encoder_and_decoder_in_bf16(kind: str, tied: str) -> None:
 def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """Train on from a state, or from the start; the state after two steps, and its digest after one more."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     if kept:
         strategy.load_state_dict(kept)
     else:
@@ -242,7 +243,7 @@ def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tenso
     task, strategy = build(run, world)
     heard: dict[str, Tensor] = {}
     strategy.observe = lambda gradients: heard.update({k: v.clone() for k, v in gradients.items()})
-    strategy.train_step(Feed(run, task, strategy.leaves(), world.device).make(0), 1e-2)
+    strategy.train_step(Feed(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-2)
     found = evaluate(run, world, task, strategy, task.splits["validation"])
     strategy.close()
     return found, heard
@@ -290,7 +291,7 @@ def test_autograd_s_own_sums_are_equal_to_rounding(task: str) -> None:
         (3, (), "strategy.options.stages: 3 stages are more than the model's 2 layers"),
         (4, (), "strategy.options.stages: 4 stages are more than the model's 2 layers"),
         (2, ("strategy.options.schedule=interleaved",), "2 ranks with 2 stages each are 4 stages, more than"),
-        (2, ("micro_batches=1",), "micro_batches: 1 pieces on 1 pipeline(s) are 1 each, but 1f1b needs as many"),
+        (2, ("micro_batches=1",), "micro_batches: 1 on 1 pipeline(s) are 1 each, but 1f1b needs as many"),
         (4, ("micro_batches=1", "strategy.options.stages=2"), "are 0 each, but every pipeline needs one"),
         (2, (FOUR, "micro_batches=5", "strategy.options.schedule=interleaved"), "interleaved runs 2 rounds on 2 ranks"),
         (2, ("model.type=t5", "model.config={}"), "strategy.name: pipeline cannot cut a model of the type 't5'"),

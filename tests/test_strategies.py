@@ -27,7 +27,7 @@ EXACT = [name for name in NAMES if plugins.find("strategies", name).exact]
 def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     """Train a few steps; what must be equal everywhere."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
     parameters = list(strategy.model.parameters())
     found = {
@@ -113,7 +113,7 @@ def test_the_control_an_ordinary_all_reduce_has_other_bits(single: dict) -> None
 
 
 class MeanOfMeans(Native):
-    """The classic mistake, for the control below: each piece divided by its own targets."""
+    """The classic mistake, for the control below: each micro-batch divided by its own targets."""
 
     check = classmethod(lambda cls, run, processes: None)
 
@@ -128,7 +128,7 @@ def mean_of_means(world: World, run: Run) -> list[float]:
     task, _ = build(run, world)
     strategy = MeanOfMeans(run, world)
     strategy.build(task)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     return [float(strategy.train_step(feed.make(t), 1e-3).grad_norm) for t in range(2)]
 
 
@@ -142,7 +142,7 @@ def test_the_control_a_mean_of_means_is_seen_in_the_norm() -> None:
 def whole_gradient(world: World, run: Run) -> tuple[float, float]:
     """The gradient of the whole batch in one backward, in the plainest way, against the strategy's norm and loss."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     batch: StepBatch = feed.make(0)
     strategy.model.zero_grad()
     everything = task.collate(feed.columns, batch.ids, 0)
@@ -184,7 +184,7 @@ def test_more_pieces_than_examples_leave_blank_ones(single: dict) -> None:
 
 def restored(world: World, run: Run) -> tuple[str, str]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
     kept = world.broadcast({k: v.clone() for k, v in strategy.state_dict().items()})
@@ -209,7 +209,7 @@ def test_state_holds_all_that_matters(name: str) -> None:
 def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
     """Scores and the export after two steps."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     for t in range(2):
         strategy.train_step(feed.make(t), 1e-3)
     scores = evaluate(run, world, task, strategy, task.splits["validation"])

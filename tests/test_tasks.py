@@ -27,7 +27,7 @@ KINDS = sorted(TASKS)
 def trained(world: World, run: Run) -> dict[str, Any]:
     """A few steps, scores and samples."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     batches = [feed.make(t) for t in range(STEPS)]
     results = [strategy.train_step(batch, 5e-3) for batch in batches]
     counts = [[int((m.targets >= 0).sum()) for m in b.micro_batches] for b in batches]
@@ -86,7 +86,7 @@ def test_targets_are_counted_without_looking_at_the_micro_batches(kind: str, alo
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_is_reported_as_it_is(kind: str, alone: dict) -> None:
-    full = slice(0, 3)  # the first epoch's last step has blank pieces, which are not reported
+    full = slice(0, 3)  # the first epoch's last step has blank micro-batches, which are not reported
     assert alone[kind]["padded"][full] == [padded for _, padded in alone[kind]["lengths"]][full]
 
 
@@ -112,7 +112,7 @@ def test_every_strategy_trains_every_task(kind: str, name: str, folder: Path, al
 
 
 class MeanOfMeans(Native):
-    """The classic mistake: every piece divided by its own targets, and the mean taken of those."""
+    """The classic mistake: every micro-batch divided by its own targets, and the mean taken of those."""
 
     check = classmethod(lambda cls, run, processes: None)
 
@@ -127,7 +127,7 @@ def mean_of_means(world: World, run: Run) -> float:
     task, _ = build(run, world)
     strategy = MeanOfMeans(run, world)
     strategy.build(task)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     return float(strategy.train_step(feed.make(0), 5e-3).grad_norm)
 
 

@@ -44,7 +44,7 @@ def task_of(run: Run) -> TokenClassification:
 
 
 def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:
-    task = task_of(make(tmp_path, "token_classification", "tokenizer.vocab_size=290"))  # words fall into pieces
+    task = task_of(make(tmp_path, "token_classification", "tokenizer.vocab_size=290"))  # words fall into micro-batches
     columns = task.splits["train"]
     lines = (tmp_path / "token_classification" / "train.jsonl").read_text().splitlines()
     for i, line in enumerate(lines[:20]):

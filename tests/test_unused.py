@@ -1,4 +1,5 @@
-"""Weights that not every piece uses, not every step, or nobody: the bits of one process, and what nobody used stays."""
+"""Weights that not every micro-batch uses, not every step, or nobody: the bits of one process, and what nobody used
+stays."""
 
 from itertools import pairwise
 from typing import Any
@@ -31,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def steps_of(world: World, run: Run) -> dict[str, Any]:
     """Five steps: their norms, the names of what would be saved after each, and all weights and moments."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     found: dict[str, Any] = {"norms": [], "names": set(), "weights": []}
     for step in range(5):
         odd_models.step = step
@@ -145,7 +146,7 @@ def test_weights_of_another_precision_are_refused() -> None:
 
 @pytest.mark.processes
 def test_weights_that_some_pieces_use_are_an_error_of_zero() -> None:
-    assert "DeepSpeed needs every piece to use the same weights" in failed("zero1", 2, "Task")
+    assert "DeepSpeed needs every micro-batch to use the same weights" in failed("zero1", 2, "Task")
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "pipeline"])

@@ -68,7 +68,7 @@ class Run(Section):
     )
     batch_size: Positive = Field(128, description="examples per optimizer step over the whole job")
     micro_batches: Positive = Field(
-        8, description="pieces a step is cut into; defines the arithmetic, whatever the number of processes"
+        8, description="micro-batches a step is cut into; defines the arithmetic, whatever the number of processes"
     )
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights and moments stay fp32")
     optim: OptimSection = Field(default_factory=OptimSection)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ class Run(Section):
         if self.micro_batches > self.batch_size:
             raise ValueError(
                 f"micro_batches ({self.micro_batches}) must not be more than batch_size ({self.batch_size}): "
-                "every piece of a step needs an example"
+                "every micro-batch of a step needs an example"
             )
         return self
 

@@ -3,11 +3,11 @@
 Glossary (one word an idea, used everywhere):
   step          one optimizer update, numbered from 0; a step's result is the weights "after step t+1"
   global batch  the examples of one step over the whole job
-  piece / leaf  one of the `micro_batches` parts a global batch is cut into; leaf k of the reduction tree is its
-  gradient micro-batch   a piece, collated: what goes through the model in one forward and backward
+  micro-batch   one of the `micro_batches` parts a global batch is cut into, collated: what goes through the model in
+                one forward and backward; its gradient is a leaf of the reduction tree, the one with its index
   target        a label the loss is summed over (-100 marks a position that is none)
   tokens        real tokens; padded: tokens including padding
-Letters in shape comments: B examples of a micro-batch, T padded length, C classes, M pieces of a step, W ranks.
+Letters in shape comments: B examples of a micro-batch, T padded length, C classes, M micro-batches of a step, W ranks.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ Sums = dict[str, Tensor]  # name -> float64 sum over examples, of any shape; met
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One piece, collated."""
+    """One micro-batch, collated."""
 
-    leaf: int  # its place in the reduction tree, 0..M-1
+    index: int  # among the step's, 0..M-1: its gradient's place in the reduction tree
     inputs: Mapping[str, Tensor]  # keyword arguments of the model, each [B, T]
     targets: Tensor  # int64 [B] or [B, T]; IGNORED where there is none
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`; the copy may still be under way (pinned memory)."""
         inputs = {k: v.to(device, non_blocking=True) for k, v in self.inputs.items()}
-        return MicroBatch(self.leaf, inputs, self.targets.to(device, non_blocking=True))
+        return MicroBatch(self.index, inputs, self.targets.to(device, non_blocking=True))
 
     def pinned(self) -> MicroBatch:
         """The same in page-locked memory, from which a GPU copies while the host goes on."""
-        return MicroBatch(self.leaf, {k: v.pin_memory() for k, v in self.inputs.items()}, self.targets.pin_memory())
+        return MicroBatch(self.index, {k: v.pin_memory() for k, v in self.inputs.items()}, self.targets.pin_memory())
 
     def blank(self) -> MicroBatch:
-        """A piece of one example whose every target is ignored: its gradient is zero."""
+        """A micro-batch of one example whose every target is ignored: its gradient is zero."""
         inputs = {k: v[:1] for k, v in self.inputs.items()}
-        return MicroBatch(self.leaf, inputs, torch.full_like(self.targets[:1], IGNORED))
+        return MicroBatch(self.index, inputs, torch.full_like(self.targets[:1], IGNORED))
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class StepBatch:
     """This rank's part of one step, and the counts of the whole step (equal on every rank, without communication)."""
 
     step: int
-    micro_batches: list[MicroBatch]  # this rank's, in leaf order
-    leaves: int  # M, over all ranks
+    micro_batches: list[MicroBatch]  # this rank's, by index
+    count: int  # M, over all ranks
     examples: int  # of the whole step
     targets: int  # of the whole step: the one divisor of the loss
     tokens: int  # of the whole step, without padding

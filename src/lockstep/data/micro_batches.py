@@ -1,6 +1,6 @@
 """Cut a global batch into micro-batches of equal padded cost: a pure function of the lengths.
 
-In: the length of each example of a step. Out: M groups of positions; group k becomes leaf k.
+In: the length of each example of a step. Out: M groups of positions; group k becomes micro-batch k.
 The gradient of a step is the same sum however its examples are grouped, so grouping by length inside a step is free:
 no change of sampling, as grouping by length over the data set would be.
 """
@@ -10,18 +10,19 @@ from __future__ import annotations
 import numpy as np
 
 
-def cut(lengths: np.ndarray, pieces: int) -> list[np.ndarray]:
-    """`pieces` groups of positions into `lengths`, whose costs (examples x longest) are as equal as contiguous
+def cut(lengths: np.ndarray, micro_batches: int) -> list[np.ndarray]:
+    """`micro_batches` groups of positions into `lengths`, whose costs (examples x longest) are as equal as contiguous
     cuts allow.
 
     The examples are sorted by length (stably) and cut where the largest cost is smallest. A group is empty only
-    when there are fewer examples than pieces. The longest examples come first.
+    when there are fewer examples than micro-batches. The longest examples come first.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
     count = len(order)
-    filled = min(pieces, count)
-    # Bisect the cost that the dearest piece may have; pieces are filled greedily from the longest example on.
+    filled = min(micro_batches, count)
+    # Bisect the cost that the dearest micro-batch may have; micro-batches are filled greedily from the longest example
+    # on.
     low, high = int(descending[0]), int(descending[0]) * count
     while low < high:
         middle = (low + high) // 2
@@ -36,14 +37,15 @@ def cut(lengths: np.ndarray, pieces: int) -> list[np.ndarray]:
         largest = max(range(len(groups)), key=lambda i: len(groups[i]))
         group = groups[largest]
         groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
-    return groups + [order[:0]] * (pieces - filled)
+    return groups + [order[:0]] * (micro_batches - filled)
 
 
-def _bounds(descending: np.ndarray, budget: int, pieces: int) -> list[int]:
-    """Ends of the greedy pieces of at most `budget` padded tokens each; stops once more than `pieces` are needed."""
+def _bounds(descending: np.ndarray, budget: int, micro_batches: int) -> list[int]:
+    """Ends of the greedy micro-batches of at most `budget` padded tokens each; stops once more than `micro_batches` are
+    needed."""
     ends: list[int] = []
     at = 0
-    while at < len(descending) and len(ends) <= pieces:
+    while at < len(descending) and len(ends) <= micro_batches:
         at = min(len(descending), at + max(1, budget // int(descending[at])))
         ends.append(at)
     return ends
@@ -54,6 +56,7 @@ def padded_cost(lengths: np.ndarray, groups: list[np.ndarray]) -> int:
     return int(sum(len(g) * lengths[g].max() for g in groups if len(g)))
 
 
-def random_cost(lengths: np.ndarray, pieces: int) -> int:
-    """The same for pieces of equal counts in the order the examples came: what random cutting costs, for comparison."""
-    return padded_cost(lengths, [g for g in np.array_split(np.arange(len(lengths)), pieces) if len(g)])
+def random_cost(lengths: np.ndarray, micro_batches: int) -> int:
+    """The same for micro-batches of equal counts in the order the examples came: what random cutting costs, for
+    comparison."""
+    return padded_cost(lengths, [g for g in np.array_split(np.arange(len(lengths)), micro_batches) if len(g)])

@@ -25,8 +25,8 @@ _DEPTH = 4  # objects within objects that are looked into
 def seed_everything(seed: int, *place: int) -> None:
     """Seed Python's, numpy's and torch's own generators (on every device) from `(seed, *place)`.
 
-    Piece k of step t goes through the model with `place = (t, k)`, and is collated, where a task's `collate` may draw,
-    with `(t, k, 1)`; batch b of an evaluation has `(-1, b)`, and what is written for people `(-2,)`.
+    Micro-batch k of step t goes through the model with `place = (t, k)`, and is collated, where a task's `collate` may
+    draw, with `(t, k, 1)`; batch b of an evaluation has `(-1, b)`, and what is written for people `(-2,)`.
     """
     number = mix(seed, *place)
     random.seed(number)

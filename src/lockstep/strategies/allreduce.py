@@ -1,4 +1,4 @@
-"""All-reduce by hand: every rank computes its share of the pieces, then all ranks sum their gradients.
+"""All-reduce by hand: every rank computes its share of the micro-batches, then all ranks sum their gradients.
 
 In: this rank's micro-batches. Out: the same update on every rank. The difference from `single.py` is `reduce`,
 nothing else.

@@ -42,7 +42,7 @@ class DDP(Hooked):
         self.primed = not options.get("static_graph")
         return DistributedDataParallel(self.model, **options)
 
-    def run_piece(self, micro: MicroBatch, divisor: float) -> Tensor:
+    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         with self.phases("forward"):
             loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):

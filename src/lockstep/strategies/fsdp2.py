@@ -111,7 +111,7 @@ class FSDP2(Strategy):
         self.replica, within = divmod(world.rank, self.shards * self.tensor)
         self.shard = within // self.tensor
 
-    def leaves(self) -> Iterable[int]:
+    def own_micro_batches(self) -> Iterable[int]:
         """A replica's leaves are contiguous; its shards take them in turns, so that each reduction is of neighbours."""
         block = share(self.run.micro_batches, self.replica, self.replicas)
         return range(block.start + self.shard, block.stop, self.shards)
@@ -210,26 +210,26 @@ class FSDP2(Strategy):
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
-        rounds = max(-(-len(share(batch.leaves, r, self.replicas)) // self.shards) for r in range(self.replicas))
+        losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        rounds = max(-(-len(share(batch.count, r, self.replicas)) // self.shards) for r in range(self.replicas))
         blanks = [batch.micro_batches[0].blank()] * (rounds - len(batch.micro_batches))  # all ranks take equal turns
-        self.tree = ReductionTree(batch.leaves)
+        self.tree = ReductionTree(batch.count)
         self.uses.clear()
         for scatter in self.scatters:
-            scatter.start(batch.leaves)
-        self.statistics.start(batch.leaves)
+            scatter.start(batch.count)
+        self.statistics.start(batch.count)
         for turn, micro in enumerate([*batch.micro_batches, *blanks]):
             self.turn, self.last, self.uses.counting = turn, turn == rounds - 1, turn < len(batch.micro_batches)
             self.root.set_requires_all_reduce(self.last)
-            seed_everything(self.run.seed, batch.step, micro.leaf)
+            seed_everything(self.run.seed, batch.step, micro.index)
             with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
                 loss = self.task.loss_sum(self.model(**micro.inputs), micro.targets)
             with self.phases("backward"):
                 (loss / batch.targets).backward()
                 self.uses.check_reduced()
-                self.collect(micro.leaf)
+                self.collect(micro.index)
             if turn < len(batch.micro_batches):
-                losses[micro.leaf] = loss.detach()
+                losses[micro.index] = loss.detach()
                 self.statistics.take(micro)
             else:
                 self.statistics.reset()
@@ -256,7 +256,7 @@ class FSDP2(Strategy):
                 parameter.grad = None
         elif self.shards == 1:
             for parameter, gradient in zip(self.parameters, self.tree.root, strict=True):
-                if parameter.grad is None:  # of a block that the last piece did not run
+                if parameter.grad is None:  # of a block that the last micro-batch did not run
                     parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(gradient)
             self.tree = ReductionTree(0)  # lets go of its sums
@@ -349,7 +349,7 @@ class _TreeScatter(ReduceScatter):
         output_tensor.zero_()
         if not ours.last:
             return
-        if self.calls != ours.turn + 1:  # a piece did not run this block
+        if self.calls != ours.turn + 1:  # a micro-batch did not run this block
             raise RunError(OTHER_LAYERS)
         if ours.replicas > 1:
             exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, ours.mesh.get_group("replicate"))

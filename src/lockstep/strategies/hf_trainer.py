@@ -1,4 +1,4 @@
-"""transformers' Trainer as the engine of a step: its `training_step` runs every piece.
+"""transformers' Trainer as the engine of a step: its `training_step` runs every micro-batch.
 
 In: this rank's micro-batches. Out: the same update on every rank, equal to what `Trainer.train()` does on the same
 micro-batches. The difference from `hf_accelerate.py` is that Trainer wraps and calls both forward and backward; the
@@ -100,7 +100,7 @@ class HFTrainer(Hooked):
         with self.autocast(False):
             return loss / num_items_in_batch
 
-    def run_piece(self, micro: MicroBatch, divisor: float) -> Tensor:
+    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         inputs = {**micro.inputs, "labels": micro.targets}
         phase = self.phases("overlapped" if self.travelling else "forward+backward")
         with phase, self.autocast(False):  # Trainer has its own around forward; backward runs outside of it

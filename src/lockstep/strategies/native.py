@@ -42,30 +42,31 @@ class Native(Strategy):
         self.model = made(task).to(self.world.device)
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
-        self.uses = [0] * len(self.parameters)  # how many of this rank's pieces gave each a gradient, in this step
+        self.uses = [0] * len(self.parameters)  # of this step: how many of its micro-batches here gave each a gradient
         exact = self.run.strategy.exact
         uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
         sparse = row_sparse(self.model, self.world.device, uses) if exact else set()
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
         self.optimizer = optim.build(self.run.optim, self.model)
         # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
-        # saw its bf16 copy being made: then it is made anew for every piece, and the order is the same for all.
+        # saw its bf16 copy being made: then it is made anew for every micro-batch, and the order is the same for all.
         self.fresh_casts = exact and self.run.precision == "bf16" and max(uses.values(), default=0) > 2
         self.statistics = Statistics(self.model)
         self.model.train()
         self.wrapped = self.model
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        self.tree = ReductionTree(batch.leaves)
+        self.tree = ReductionTree(batch.count)
         self.uses = [0] * len(self.parameters)
-        losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
-        self.statistics.start(batch.leaves)
-        with self.autocast():  # around the whole step: weights are cast to bf16 once, not once a piece
+        losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        self.statistics.start(batch.count)
+        with self.autocast():  # around the whole step: weights are cast to bf16 once, not once a micro-batch
             for micro in batch.micro_batches:
                 if self.fresh_casts:
                     torch.clear_autocast_cache()
-                seed_everything(self.run.seed, batch.step, micro.leaf)  # dropout depends on the piece, not on the rank
-                losses[micro.leaf] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
+                # dropout depends on the micro-batch, not on the rank
+                seed_everything(self.run.seed, batch.step, micro.index)
+                losses[micro.index] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
                 self.statistics.take(micro)
         with self.phases("reduction"):
             gradients = self.reduce()
@@ -77,23 +78,24 @@ class Native(Strategy):
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
-        """One piece, forward and backward; its gradient goes into the tree. Returns the piece's loss sum."""
+        """One micro-batch, forward and backward; its gradient goes into the tree. Returns the micro-batch's loss
+        sum."""
         with self.phases("forward"):
             loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
         with self.phases("backward"):
             with self.autocast(False):
                 (loss / targets).backward()
             if self.run.strategy.exact:
-                self.tree.add(micro.leaf, self.take_gradients())
-        return loss.detach()  # without `exact`, autograd has added the gradient to those of the pieces before
+                self.tree.add(micro.index, self.take_gradients())
+        return loss.detach()  # without `exact`, autograd has added the gradient to those of the micro-batches before
 
     @abstractmethod
     def reduce(self) -> list[Tensor]:
         """The sum of all leaves of all ranks, in the order of `self.parameters`."""
 
     def take_gradients(self) -> list[Tensor]:
-        """This piece's gradients, in the order of `self.parameters`, zero where it has none; the parameters hold none
-        afterwards."""
+        """This micro-batch's gradients, in the order of `self.parameters`, zero where it has none; the parameters hold
+        none afterwards."""
         self.uses = [uses + (p.grad is not None) for uses, p in zip(self.uses, self.parameters, strict=True)]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
         for i in self.rows:

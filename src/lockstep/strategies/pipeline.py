@@ -1,11 +1,11 @@
 """Pipeline parallelism with torch.distributed.pipelining: each rank holds some of the layers, hidden states travel.
 
 In: the micro-batches of this rank's pipeline, on every stage of it, so that shapes and masks are known without asking.
-Out: the same update as `single.py`. The differences: a piece's forward and backward happen stage by stage, in the order
-of the engine's schedule; each stage puts its own part of a leaf into its own tree. Several pipelines side by side share
-the pieces out and sum their trees as `allreduce.py` does.
+Out: the same update as `single.py`. The differences: a micro-batch's forward and backward happen stage by stage, in the
+order of the engine's schedule; each stage puts its own part of a leaf into its own tree. Several pipelines side by side
+share the micro-batches out and sum their trees as `allreduce.py` does.
 
-How a model is cut is in `cuts.py`, what one stage does with a piece in `strategies/engines/pipelining.py`.
+How a model is cut is in `cuts.py`, what one stage does with a micro-batch in `strategies/engines/pipelining.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lockstep.strategies.engines.fsdp import summing
 from lockstep.strategies.engines.pipelining import (
     Held,
     Links,
-    Piece,
     Stage,
+    StageModule,
     random_state,
     run_schedule,
     skip_negotiation,
@@ -82,12 +82,12 @@ class Pipeline(Strategy):
             )
             raise RunError(f"strategy.options.stages: {stages} more than the model's {layers} layers; lower it")
         pipelines = processes // ranks
-        for pieces in {len(share(run.micro_batches, i, pipelines)) for i in range(pipelines)}:
-            fault = _too_few(pieces, ranks, schedule)
+        for each_has in {len(share(run.micro_batches, i, pipelines)) for i in range(pipelines)}:
+            fault = _too_few(each_has, ranks, schedule)
             if fault is not None:
                 raise RunError(
-                    f"micro_batches: {run.micro_batches} pieces on {pipelines} pipeline(s) are {pieces} each, but "
-                    f"{fault}; change micro_batches, strategy.options.stages or strategy.options.schedule"
+                    f"micro_batches: {run.micro_batches} on {pipelines} pipeline(s) are {each_has} each, but {fault}; "
+                    f"change micro_batches, strategy.options.stages or strategy.options.schedule"
                 )
 
     def __init__(self, run: Run, world: World) -> None:
@@ -121,13 +121,13 @@ class Pipeline(Strategy):
         self.optimizer = optim.build(self.run.optim, self.model)
         bytes_of_state = random_state(self.world.device).numel()
         self.engine = [
-            Stage(Piece(held.part, self.loss, self.begin), held, bytes_of_state, self.world.device, self.pipe)
+            Stage(StageModule(held.part, self.loss, self.begin), held, bytes_of_state, self.world.device, self.pipe)
             for held in self.held
         ]
-        pieces = len(share(self.run.micro_batches, self.pipeline, self.pipelines))
+        micro_batches = len(share(self.run.micro_batches, self.pipeline, self.pipelines))
         kind: Any = SCHEDULES[self.schedule_name]
         stages = self.engine if self.schedule_name == "interleaved" else self.engine[0]
-        self.schedule = kind(stages, pieces, loss_fn=lambda loss, target: loss, scale_grads=False)
+        self.schedule = kind(stages, micro_batches, loss_fn=lambda loss, target: loss, scale_grads=False)
         skip_negotiation(self.schedule, several=self.schedule_name == "interleaved")
 
     def make_groups(self) -> None:
@@ -159,12 +159,12 @@ class Pipeline(Strategy):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.batch = batch
-        self.losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others'
-        pieces = batch.micro_batches
+        self.losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others'
+        micro_batches = batch.micro_batches
         for stage in self.engine:
-            stage.expect(pieces, batch.leaves, self.run.strategy.exact)
+            stage.expect(micro_batches, batch.count, self.run.strategy.exact)
         with self.phases("forward+backward"), self.autocast():
-            run_schedule(self.schedule, pieces)
+            run_schedule(self.schedule, micro_batches)
         with self.phases("reduction"):
             gradients = self.reduce()
             own = [sum(held.uses.get(name, 0) for held in self.held) for name in self.order]
@@ -174,20 +174,20 @@ class Pipeline(Strategy):
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     def begin(self, micro: MicroBatch) -> None:
-        """Starts the piece's random numbers, as a single process does; later stages then go on with torch's."""
-        seed_everything(self.run.seed, self.batch.step, micro.leaf)
+        """Starts the micro-batch's random numbers, as a single process does; later stages then go on with torch's."""
+        seed_everything(self.run.seed, self.batch.step, micro.index)
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """What the last stage calls backward on."""
         loss = self.task.loss_sum(outputs, micro.targets)
-        self.losses[micro.leaf] = loss.detach()
+        self.losses[micro.index] = loss.detach()
         with self.autocast(False):
             return loss / self.batch.targets
 
     def reduce(self) -> list[dict[str, Tensor]]:
-        """The gradients of this rank's parts, summed over all pieces of all pipelines, by name. Collective."""
+        """The gradients of this rank's parts, summed over all micro-batches of all pipelines, by name. Collective."""
         if not self.run.strategy.exact:
-            for held in reversed(self.held):  # autograd has added up the pieces
+            for held in reversed(self.held):  # autograd has added up the micro-batches
                 for parameter, gradient in held.receive_tied():
                     gradient += 0 if parameter.grad is None else parameter.grad
                     parameter.grad = gradient
@@ -202,7 +202,7 @@ class Pipeline(Strategy):
             return [held.tree.root for held in self.held]
         groups = [buckets(list(held.owned.values()), BUCKET_BYTES) for held in self.held]
         if self.run.strategy.exact:
-            exchange = Exchange(self.batch.leaves, self.pipeline, self.pipelines, self.across)
+            exchange = Exchange(self.batch.count, self.pipeline, self.pipelines, self.across)
             for held, positions in ((h, p) for h, group in zip(self.held, groups, strict=True) for p in group):
                 exchange.submit({node: [tensors[i] for i in positions] for node, tensors in held.tree.nodes.items()})
             done = iter(exchange.finish())
@@ -309,13 +309,13 @@ def _shape(run: Run, processes: int) -> tuple[int, str, int]:
     return numbers["stages"], schedule, numbers["stages_per_rank"] if schedule == "interleaved" else 1
 
 
-def _too_few(pieces: int, ranks: int, schedule: str) -> str | None:
-    """Why a schedule cannot run this many pieces, or None."""
-    rounds = max(1, pieces // ranks)
-    if pieces < 1:
+def _too_few(micro_batches: int, ranks: int, schedule: str) -> str | None:
+    """Why a schedule cannot run this many micro-batches, or None."""
+    rounds = max(1, micro_batches // ranks)
+    if micro_batches < 1:
         return "every pipeline needs one"
-    if schedule == "1f1b" and pieces < ranks:
+    if schedule == "1f1b" and micro_batches < ranks:
         return f"1f1b needs as many as it has stages, {ranks}"
-    if schedule == "interleaved" and pieces % rounds:
+    if schedule == "interleaved" and micro_batches % rounds:
         return f"interleaved runs {rounds} rounds on {ranks} ranks and needs a multiple of that"
     return None

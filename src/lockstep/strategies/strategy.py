@@ -35,9 +35,9 @@ from lockstep.tasks.task import Task
 class NotFinite(ArithmeticError):
     """A loss or a gradient that is no finite number, under `on_nonfinite: stop`; nothing was updated."""
 
-    def __init__(self, step: int, pieces: list[int], norm: float) -> None:
-        super().__init__(f"step {step}: micro-batches {pieces}, gradient norm {norm}")
-        self.step, self.pieces, self.norm = step, pieces, norm  # micro-batches whose loss is not finite
+    def __init__(self, step: int, micro_batches: list[int], norm: float) -> None:
+        super().__init__(f"step {step}: micro-batches {micro_batches}, gradient norm {norm}")
+        self.step, self.micro_batches, self.norm = step, micro_batches, norm  # micro-batches whose loss is not finite
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Strategy(ABC):
     def parameter_count(self) -> int:
         """Parameters of the whole model."""
 
-    def leaves(self) -> Iterable[int]:
-        """The pieces of a step that this rank runs, ascending."""
+    def own_micro_batches(self) -> Iterable[int]:
+        """The micro-batches of a step that this rank runs, ascending."""
         return share(self.run.micro_batches, self.share.rank, self.share.size)
 
     def autocast(self, enabled: bool = True) -> torch.autocast:
@@ -152,9 +152,9 @@ class Strategy(ABC):
         return norm.to(self.world.device), used
 
     def usable(self, step: int, losses: Tensor, norm: Tensor) -> bool:
-        """Whether an update may be made of a gradient with this norm and these losses of the step's pieces (summed over
-        ranks: [M]): the same on every rank. The host waits for the device here. Errors: `NotFinite`, unless the run
-        says to skip such steps."""
+        """Whether an update may be made of a gradient with this norm and these losses of the step's micro-batches
+        (summed over ranks: [M]): the same on every rank. The host waits for the device here. Errors: `NotFinite`,
+        unless the run says to skip such steps."""
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         if not bad and bool(torch.isfinite(norm)):
             return True
@@ -176,8 +176,9 @@ class Strategy(ABC):
             self.usable(*doubt)
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Sums over ranks: the losses of the step's pieces [M], and for each trainable parameter how many pieces gave
-        it a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every rank."""
+        """Sums over ranks: the losses of the step's micro-batches [M], and for each trainable parameter how many
+        micro-batches gave it a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every
+        rank."""
         losses, found = self.sums_of_step(losses, uses)
         if not any(found):
             raise RunError(

@@ -116,7 +116,7 @@ class Classification(Task):
 
         return models.sequence_classifier(self.run, self.tokenizer, self.labels, empty)
 
-    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         import torch
 
         from lockstep.data.batch import IGNORED, MicroBatch
@@ -129,7 +129,7 @@ class Classification(Task):
         if self.token_types:
             inputs["token_type_ids"] = torch.from_numpy(columns.ragged("token_type_ids").padded(rows, 0)[0])
         targets = torch.from_numpy(columns.flat("label")[rows].astype(np.int64))  # [B]
-        return MicroBatch(leaf, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+        return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)

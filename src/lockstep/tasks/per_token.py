@@ -25,7 +25,7 @@ class PerToken(Task):
 
     tokenizer: Any
 
-    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         import torch
 
         from lockstep.data.batch import IGNORED, MicroBatch
@@ -35,7 +35,7 @@ class PerToken(Task):
         ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, T]
         targets = torch.from_numpy(columns.ragged("targets").padded(rows, IGNORED)[0])  # [B, T]
         inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        return MicroBatch(leaf, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+        return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return int(columns.flat("count")[rows].sum())

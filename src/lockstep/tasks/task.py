@@ -73,7 +73,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         """The examples at `rows`, padded to the longest; for no rows, one example whose every target is ignored.
 
         What it draws from Python's, numpy's and torch's own generators is the same at any number of processes."""

@@ -91,7 +91,7 @@ class Translation(Task):
 
         return models.build(self.run, "seq2seq", self.tokenizer, empty, **self.entries)
 
-    def collate(self, columns: Columns, rows: np.ndarray, leaf: int) -> MicroBatch:
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         """Teacher forcing: the decoder reads its start token and then the targets, one behind."""
         import torch
 
@@ -106,7 +106,7 @@ class Translation(Task):
         targets = torch.from_numpy(np.where(real == 1, wanted, IGNORED))
         inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": read}
         return MicroBatch(
-            leaf,
+            index,
             {name: torch.from_numpy(values) for name, values in inputs.items()},
             torch.full_like(targets, IGNORED) if blank else targets,
         )

@@ -193,8 +193,8 @@ def promise(recording: Recording) -> str:
     """What was expected, and why."""
     if recording.bits:
         return (
-            f"expected: the same bits. {recording.strategy} adds the pieces of a step over one fixed tree, whatever "
-            "the number of processes"
+            f"expected: the same bits. {recording.strategy} adds the micro-batches of a step over one fixed tree, "
+            "whatever the number of processes"
         )
     return (
         f"expected: equal to rounding, within {recording.rounding:.0e}. Here {recording.strategy} adds in an order of "

@@ -1,6 +1,6 @@
 """This rank's StepBatches, made ahead of time by a thread where the task allows it; the position is the step number.
 
-In: a task, the order and this rank's leaves. Out: one `StepBatch` a step, on the device, with the counts of the
+In: a task, the order and this rank's indices. Out: one `StepBatch` a step, on the device, with the counts of the
 whole step.
 """
 
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from lockstep.config.run import Run
-from lockstep.data import micro_batches as pieces
+from lockstep.data import micro_batches as micro_batches
 from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.data.micro_batches import cut, padded_cost, random_cost
 from lockstep.data.order import ByLength, Order
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.task import Task
@@ -34,8 +35,8 @@ class Failure:
 class Feed:
     """The training batches of one rank."""
 
-    def __init__(self, run: Run, task: Task, leaves: Iterable[int], device: torch.device) -> None:
-        self.task, self.leaves, self.device = task, list(leaves), device
+    def __init__(self, run: Run, task: Task, indices: Iterable[int], device: torch.device) -> None:
+        self.task, self.indices, self.device = task, list(indices), device
         self.columns = task.splits["train"]
         self.order = Order(len(self.columns), run.batch_size, run.seed)
         if run.data.group_by_length > 1:
@@ -44,7 +45,7 @@ class Feed:
         self.total = run.steps or max(1, round(float(run.epochs or 0) * self.order.steps_per_epoch))
 
     def make(self, step: int) -> StepBatch:
-        """One step's batch: every rank cuts the same pieces and collates its own."""
+        """One step's batch: every rank cuts the same micro-batches and collates its own."""
         return self._batch(step, self.order.step(step))
 
     def longest(self) -> StepBatch:
@@ -53,26 +54,26 @@ class Feed:
 
     def _batch(self, step: int, rows: np.ndarray) -> StepBatch:
         lengths = self.columns.lengths[rows]
-        groups = pieces.cut(lengths, self.micro_batches)
-        micro_batches = [self._collated(step, rows[groups[k]], k) for k in self.leaves]
+        groups = cut(lengths, self.micro_batches)
+        micro_batches = [self._collated(step, rows[groups[k]], k) for k in self.indices]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
         return StepBatch(
             step=step,
             micro_batches=micro_batches,
-            leaves=self.micro_batches,
+            count=self.micro_batches,
             examples=len(rows),
             targets=self.task.count_targets(self.columns, rows),
             tokens=int(lengths.sum()),
-            padded=sum(pieces.padded_cost(side[rows], groups) for side in self.columns.sides),
-            padded_by_chance=sum(pieces.random_cost(side[rows], self.micro_batches) for side in self.columns.sides),
+            padded=sum(padded_cost(side[rows], groups) for side in self.columns.sides),
+            padded_by_chance=sum(random_cost(side[rows], self.micro_batches) for side in self.columns.sides),
             ids=rows,
         )
 
-    def _collated(self, step: int, rows: np.ndarray, leaf: int) -> MicroBatch:
+    def _collated(self, step: int, rows: np.ndarray, index: int) -> MicroBatch:
         if not self.task.ahead():  # it may draw; in a thread it does not, and what is seeded here is the model's
-            seed_everything(self.seed, step, leaf, 1)
-        return self.task.collate(self.columns, rows, leaf)
+            seed_everything(self.seed, step, index, 1)
+        return self.task.collate(self.columns, rows, index)
 
     def steps(self, after: int) -> Iterator[StepBatch]:
         """The batches of steps `after`, `after + 1`, ... to the run's last."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.run import Run
-from lockstep.data import micro_batches as pieces
 from lockstep.data.batch import StepBatch, StepResult, Sums
+from lockstep.data.micro_batches import cut
 from lockstep.data.tokens import Columns
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.profiling import Profiler
@@ -124,15 +124,15 @@ class TrainingFailed(Exception):
 
 def explained(caught: NotFinite, feed: Feed, rows: np.ndarray, when: str = "") -> str:
     """Which step (or `when`), micro-batches and examples; `rows` are those of the step."""
-    groups = pieces.cut(feed.columns.lengths[rows], feed.micro_batches)
+    groups = cut(feed.columns.lengths[rows], feed.micro_batches)
     lines = []
-    for piece in caught.pieces:
-        ids = ", ".join(map(str, rows[groups[piece]][:20]))
-        more = len(groups[piece]) - 20
+    for micro_batch in caught.micro_batches:
+        ids = ", ".join(map(str, rows[groups[micro_batch]][:20]))
+        more = len(groups[micro_batch]) - 20
         lines.append(
-            f"  micro-batch {piece}: rows {ids}{f' and {more} more' if more > 0 else ''} of the training split"
+            f"  micro-batch {micro_batch}: rows {ids}{f' and {more} more' if more > 0 else ''} of the training split"
         )
-    what = "the loss" if caught.pieces else f"the gradient (norm {caught.norm}), though no loss,"
+    what = "the loss" if caught.micro_batches else f"the gradient (norm {caught.norm}), though no loss,"
     return (
         f"{when or f'step {caught.step}'}: {what} is not a finite number; nothing was updated. Look at these examples, "
         "or lower optim.learning_rate or optim.clip; on_nonfinite=skip leaves such steps out"

@@ -79,5 +79,5 @@ def built(run: Run, world: World, prepared: Prepared, say: Callable[[str], None]
     task: Task = task_class(run, prepared)
     seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
     strategy.build(task)
-    feed = Feed(run, task, strategy.leaves(), world.device)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     return Session(run, world, task, strategy, feed, Checkpoints(run, world, prepared, feed.total, say), before)

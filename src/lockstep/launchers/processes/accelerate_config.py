@@ -126,9 +126,9 @@ def _deepspeed(run: Run, details: Mapping[str, Any]) -> Iterator[tuple[str, str]
     clip = str(details.get("gradient_clipping", "")).lower()
     if clip not in _UNUSED and float(clip) != (run.optim.clip or 0.0):
         yield f"gradient_clipping {clip}", f"optim.clip={clip}"
-    pieces = str(details.get("gradient_accumulation_steps", "")).lower()
-    if pieces not in (*_UNUSED, "1") and run.micro_batches % int(pieces):
-        yield f"gradient_accumulation_steps {pieces}", f"micro_batches: {pieces} for each process"
+    micro_batches = str(details.get("gradient_accumulation_steps", "")).lower()
+    if micro_batches not in (*_UNUSED, "1") and run.micro_batches % int(micro_batches):
+        yield f"gradient_accumulation_steps {micro_batches}", f"micro_batches: {micro_batches} for each process"
     section = engine.get("zero_optimization", {})
     for key in ("offload_optimizer", "offload_param"):
         device = str(details.get(f"{key}_device", "none")).lower()

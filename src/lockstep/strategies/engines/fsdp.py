@@ -1,4 +1,4 @@
-"""What FSDP has to be helped with: outputs that it does not look into, and weights that a piece does not use.
+"""What FSDP has to be helped with: outputs that it does not look into, and weights that a micro-batch does not use.
 
 In: a model before and after `fully_shard`. Out: the same model, every gradient of which is reduced, by all ranks in the
 same order; and which weights had one.
@@ -22,7 +22,7 @@ from lockstep.config.run import RunError
 
 OTHER_LAYERS = (
     "strategy.name: fsdp2 needs all ranks to run the same layers in the same order, and this model ran others for some "
-    "pieces (it leaves layers out by itself); nothing was updated. Use strategy.name=ddp"
+    "micro-batches (it leaves layers out by itself); nothing was updated. Use strategy.name=ddp"
 )
 
 
@@ -91,11 +91,11 @@ def _names(slots: Any) -> Sequence[str]:
 
 
 class Uses:
-    """Counts the pieces that gave each parameter a gradient, and gives zero to those that got none: all ranks reduce
-    the same parameters of a block, whatever their pieces used."""
+    """Counts the micro-batches that gave each parameter a gradient, and gives zero to those that got none: all ranks
+    reduce the same parameters of a block, whatever their micro-batches used."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        self.counting = True  # off for blank pieces that only level the ranks
+        self.counting = True  # off for blank micro-batches that only level the ranks
         self._position = {id(p): i for i, p in enumerate(parameters)}
         self._groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _groups_of(m)]
         for place, group in enumerate(self._groups):

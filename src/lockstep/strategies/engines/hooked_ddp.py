@@ -1,13 +1,14 @@
 """A DistributedDataParallel model whose gradients travel while backward is computing, whoever wrapped it.
 
 In: this rank's micro-batches. Out: the same update on every rank. The difference from `allreduce.py` is *when*
-gradients travel: all pieces but the last run in `no_sync`, and the last one's backward hands over each bucket as soon
-as its gradients are there. `ddp.py`, `hf_accelerate.py` and `hf_trainer.py` differ in who wraps and who runs a piece.
+gradients travel: all micro-batches but the last run in `no_sync`, and the last one's backward hands over each bucket as
+soon as its gradients are there. `ddp.py`, `hf_accelerate.py` and `hf_trainer.py` differ in who wraps and who runs a
+micro-batch.
 
-DDP waits for a gradient of every weight, and a piece need not give one (layers that are left out at random, experts,
-weights that are never used). So what travels does not depend on DDP: it goes in buckets of our own, in an order that is
-the same on every rank, early where DDP hands gradients over and else after backward. DDP is only told to reduce once a
-whole step has given every weight a gradient of every piece, and no more after a step that did not.
+DDP waits for a gradient of every weight, and a micro-batch need not give one (layers that are left out at random,
+experts, weights that are never used). So what travels does not depend on DDP: it goes in buckets of our own, in an
+order that is the same on every rank, early where DDP hands gradients over and else after backward. DDP is only told to
+reduce once a whole step has given every weight a gradient of every micro-batch, and no more after a step that did not.
 """
 
 # No `from __future__ import annotations` here: DDP reads a communication hook's annotations.
@@ -35,9 +36,9 @@ from lockstep.tasks.task import Task
 class Hooked(Native):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
-    travelling = False  # whether gradients leave during this piece's backward: it then waits for other ranks, too
+    travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
     primed = True  # False while DDP has still to see a backward outside `no_sync`
-    steady: bool | None = None  # whether every piece of all steps so far used every weight; None: no step was seen
+    steady: bool | None = None  # whether every micro-batch so far used every weight; None: no step was seen
 
     @abstractmethod
     def wrap(self) -> nn.Module:
@@ -45,9 +46,9 @@ class Hooked(Native):
         `self.optimizer` by the engine's."""
 
     @abstractmethod
-    def run_piece(self, micro: MicroBatch, divisor: float) -> Tensor:
-        """Forward and backward of one piece on `self.wrapped`, the gradient being that of loss sum / divisor. Returns
-        the loss sum, detached."""
+    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
+        """Forward and backward of one micro-batch on `self.wrapped`, the gradient being that of loss sum / divisor.
+        Returns the loss sum, detached."""
 
     def build(self, task: Task) -> None:
         super().build(task)
@@ -80,23 +81,23 @@ class Hooked(Native):
             self.prime(batch.micro_batches[0])
         self.arrived: dict[int, Tensor] = {}  # what DDP handed over of the last leaf
         self.sent = 0  # buckets
-        self.exchange = Exchange(batch.leaves, self.world.rank, self.world.size)
+        self.exchange = Exchange(batch.count, self.world.rank, self.world.size)
         return super().train_step(batch, learning_rate)
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
-        self.last_leaf = micro.leaf
+        self.last_leaf = micro.index
         self.travelling = self.ddp is not None and last and bool(self.steady)
         with self.ddp.no_sync() if self.ddp is not None and not self.travelling else contextlib.nullcontext():
             # DDP's own reduction averages over ranks: multiply back
-            loss = self.run_piece(micro, targets if self.in_tree else targets / self.world.size)
+            loss = self.run_micro_batch(micro, targets if self.in_tree else targets / self.world.size)
         if self.in_tree and (self.ddp is None or not last):
             with self.phases("backward"):
-                self.tree.add(micro.leaf, self.take_gradients())
+                self.tree.add(micro.index, self.take_gradients())
         return loss
 
     def on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Called in backward of the last piece with gradients that are there: send off what is complete. What DDP gets
-        back is not used in exact runs: `reduce` reads the exchange."""
+        """Called in backward of the last micro-batch with gradients that are there: send off what is complete. What DDP
+        gets back is not used in exact runs: `reduce` reads the exchange."""
         if self.primed:
             self.arrived |= {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
             if not self.run.strategy.exact:
@@ -139,7 +140,8 @@ class Hooked(Native):
             lacking = next(name for i, name in enumerate(self.named) if i not in self.arrived)
             raise RunError(
                 f"strategy.exact: without it DDP has to reduce by itself, and waits for a gradient of {lacking}, which "
-                "this step's last piece did not use; set strategy.exact=true, or DDP's option find_unused_parameters"
+                "this step's last micro-batch did not use; set strategy.exact=true, or DDP's option "
+                "find_unused_parameters"
             )
         return gradients
 

@@ -49,7 +49,8 @@ LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries o
 
 
 def leaves_out_layers(config: Any) -> str | None:
-    """The entry of a config by which training leaves out layers at random, piece by piece; None: it does not."""
+    """The entry of a config by which training leaves out layers at random, micro-batch by micro-batch; None: it does
+    not."""
     return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
 
 

@@ -1,7 +1,7 @@
-"""One stage of a pipeline: what it does with a piece, and where the piece's gradients go.
+"""One stage of a pipeline: what it does with a micro-batch, and where the micro-batch's gradients go.
 
 In: hidden states and the random state from the stage before, gradients from the stage after; a `Part` of a model.
-Out: the same towards the other side, and each leaf's gradients in this stage's own tree.
+Out: the same towards the other side, and each micro-batch's gradients in this stage's own tree.
 
 `Stage` is the engine's `PipelineStage`, changed where the engine takes every micro-batch to have the same shape.
 """
@@ -53,7 +53,7 @@ def run_schedule(schedule: Any, micro_batches: list[MicroBatch]) -> None:
     )
 
 
-class Piece(nn.Module):
+class StageModule(nn.Module):
     """What a stage runs of a micro-batch. The random state travels with the hidden states, so that dropout draws what
     it draws in a single process."""
 
@@ -77,15 +77,15 @@ class Piece(nn.Module):
 
 
 class Stage(PipelineStage):
-    """The engine's stage for pieces of any shape, whose gradients are collected piece by piece."""
+    """The engine's stage for micro-batches of any shape, whose gradients are collected micro-batch by micro-batch."""
 
     def __init__(
-        self, piece: Piece, held: Held, bytes_of_state: int, device: torch.device, group: dist.ProcessGroup
+        self, micro_batch: StageModule, held: Held, bytes_of_state: int, device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        part = piece.part
-        super().__init__(piece, part.stage, part.cut.stages, device, group=group)
+        part = micro_batch.part
+        super().__init__(micro_batch, part.stage, part.cut.stages, device, group=group)
         self.part, self.held, self._bytes_of_state = part, held, bytes_of_state
-        self._runtime_validate = False  # it compares every piece's shapes with the first one's
+        self._runtime_validate = False  # it compares every micro-batch's shapes with the first one's
         self.has_backward = True
         self._tied: list[tuple[Tensor, Tensor]] = []  # weights of this stage, and their gradients from later ones
         tensors = part.sends + 1  # the random state is the last one
@@ -96,7 +96,7 @@ class Stage(PipelineStage):
         self._stage_meta.inputs = self._stage_meta.input_grads = metas
 
     def expect(self, micro_batches: list[MicroBatch], leaves: int, exact: bool) -> None:
-        """The pieces of the step that comes; unless `exact`, autograd adds them up."""
+        """The micro-batches of the step that comes; unless `exact`, autograd adds them up."""
         self.clear_runtime_states()
         self.micro_batches, self.chunks, self.exact = micro_batches, len(micro_batches), exact
         self.held.tree, self.held.uses = ReductionTree(leaves if exact else 1), {}
@@ -143,7 +143,7 @@ class Stage(PipelineStage):
         self.args_recv_info.pop(bwd_chunk_id, None)
         self.grad_recv_info.pop(bwd_chunk_id, None)
         if self.exact:
-            self.held.collect(self.micro_batches[bwd_chunk_id].leaf)
+            self.held.collect(self.micro_batches[bwd_chunk_id].index)
 
 
 def _meta(shape: tuple[int, ...]) -> _TensorMeta:
@@ -155,8 +155,8 @@ class Links:
     """Where stages are, and the way that the gradients of tied weights take between them.
 
     Autograd adds up the uses of a weight in the order backward meets them: the last use first. So does a chain of
-    stages: the last one hands its share to the next lower one that uses the weight, piece by piece, and the lowest
-    (its owner) puts the sum into its tree. After the step's reduction the owner gives the total to the others.
+    stages: the last one hands its share to the next lower one that uses the weight, micro-batch by micro-batch, and the
+    lowest (its owner) puts the sum into its tree. After the step's reduction the owner gives the total to the others.
     """
 
     def __init__(self, cut: Cut, ranks: int, pipelines: int, pipeline: int, group: dist.ProcessGroup) -> None:
@@ -206,7 +206,7 @@ class Held:
     """The trainable weights of one part, and the tree of their gradients."""
 
     tree: ReductionTree
-    uses: dict[str, int]  # how many pieces gave each weight a gradient, in this step; a tied one is used by the head
+    uses: dict[str, int]  # how many of the step's micro-batches gave each weight a gradient; a tied one: of the head's
 
     def __init__(self, part: Part, order: list[str], links: Links) -> None:
         self.part, self._links = part, links
@@ -216,7 +216,7 @@ class Held:
         self.owned = {n: p for n, p in self.parameters.items() if links.holders[n][0] == part.stage}
 
     def receive_tied(self) -> list[tuple[Tensor, Tensor]]:
-        """The weights that a later stage uses too, each with the gradient of a piece that comes from there."""
+        """The weights that a later stage uses too, each with the gradient of a micro-batch that comes from there."""
         found = []
         for name, parameter in self.parameters.items():
             later = [stage for stage in self._links.holders[name] if stage > self.part.stage]
@@ -224,7 +224,7 @@ class Held:
                 found.append((parameter, self._links.receive(name, parameter, later[0], self.part.stage)))
         return found
 
-    def collect(self, leaf: int) -> None:
+    def collect(self, index: int) -> None:
         """Move the gradients that backward left into the tree, or on to an earlier stage that uses the weight too."""
         gradients = []
         for name, parameter in self.parameters.items():
@@ -236,4 +236,4 @@ class Held:
                 self._links.send(name, gradient.contiguous(), self.part.stage, earlier[-1])
             else:
                 gradients.append(gradient)
-        self.tree.add(leaf, gradients)
+        self.tree.add(index, gradients)

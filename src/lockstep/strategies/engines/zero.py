@@ -74,7 +74,7 @@ class Sharded(Strategy):
             cast = torch.autocast(self.world.device.type, torch.bfloat16, cache_enabled=self.stage < 3)
             self.model.forward = cast(self.model.forward)
         self.named = dict(self.model.named_parameters())
-        self.uses = {n: 0 for n, _ in self._trained()}  # how many of this rank's pieces gave each a gradient
+        self.uses = {n: 0 for n, _ in self._trained()}  # how many of this rank's micro-batches gave each a gradient
         for name, parameter in self._trained():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._count(name))
         self.optimizer = optim.build(self.run.optim, self.model)
@@ -124,20 +124,20 @@ class Sharded(Strategy):
     # -- one update --------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        losses = torch.zeros(batch.leaves, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
-        pieces = self._levelled(batch)
+        losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
+        micro_batches = self._levelled(batch)
         self.uses = dict.fromkeys(self.uses, 0)
-        self.statistics.start(batch.leaves)
-        for i, micro in enumerate(pieces):
-            self.counting = i < len(batch.micro_batches)  # blank pieces are nobody's
-            seed_everything(self.run.seed, batch.step, micro.leaf)
-            self.engine.set_gradient_accumulation_boundary(i == len(pieces) - 1)
+        self.statistics.start(batch.count)
+        for i, micro in enumerate(micro_batches):
+            self.counting = i < len(batch.micro_batches)  # blank micro-batches are nobody's
+            seed_everything(self.run.seed, batch.step, micro.index)
+            self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
             with self.phases("forward"), self.autocast(not self.low_precision):
                 loss = self.task.loss_sum(self._run(micro.inputs), micro.targets)
             # DeepSpeed averages over ranks: multiply back
             with self.phases("backward"):
                 self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
-            losses[micro.leaf] += loss.detach()
+            losses[micro.index] += loss.detach()
             if i < len(batch.micro_batches):
                 self.statistics.take(micro)
             else:
@@ -145,7 +145,7 @@ class Sharded(Strategy):
         with self.phases("reduction"):
             losses, uses = self.agree(losses, list(self.uses.values()))
             self.usable(batch.step, losses, losses.sum())
-        unused = self._unused(uses, batch.leaves)
+        unused = self._unused(uses, batch.count)
         if self.observe is not None:
             self.observe(self._whole_gradient())
         optim.set_rate(self.optimizer, learning_rate)
@@ -164,15 +164,15 @@ class Sharded(Strategy):
     def _count(self, name: str) -> None:
         self.uses[name] += self.counting
 
-    def _unused(self, uses: list[int], pieces: int) -> list[nn.Parameter]:
-        """The parameters that no piece gave a gradient. Errors: `RunError`, on every rank, when some pieces gave one
-        and others not: what the ranks reduced together was not the same then."""
+    def _unused(self, uses: list[int], micro_batches: int) -> list[nn.Parameter]:
+        """The parameters that no micro-batch gave a gradient. Errors: `RunError`, on every rank, when some
+        micro-batches gave one and others not: what the ranks reduced together was not the same then."""
         counts = dict(zip(self.uses, uses, strict=True))
-        name = next((name for name, count in counts.items() if 0 < count < pieces), None)
+        name = next((name for name, count in counts.items() if 0 < count < micro_batches), None)
         if name is not None and self.world.size > 1:
             raise RunError(
-                f"strategy.name: DeepSpeed needs every piece to use the same weights, and {counts[name]} of {pieces} "
-                f"used {name}; nothing was updated. Use strategy.name=ddp or fsdp2"
+                f"strategy.name: DeepSpeed needs every micro-batch to use the same weights, and {counts[name]} of "
+                f"{micro_batches} used {name}; nothing was updated. Use strategy.name=ddp or fsdp2"
             )
         return [parameter for name, parameter in self._trained() if not counts[name]]
 
@@ -182,8 +182,9 @@ class Sharded(Strategy):
             self.engine.optimizer._hp_optimizer_states_linked = False  # to the state that was
 
     def _levelled(self, batch: StepBatch) -> list[MicroBatch]:
-        """This rank's pieces, and blank ones where others have more: gradients travel after every piece."""
-        most = -(-batch.leaves // self.world.size)
+        """This rank's micro-batches, and blank ones where others have more: gradients travel after every
+        micro-batch."""
+        most = -(-batch.count // self.world.size)
         blank = batch.micro_batches[-1].blank()
         return batch.micro_batches + [blank] * (most - len(batch.micro_batches))
 

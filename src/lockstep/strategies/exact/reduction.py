@@ -1,8 +1,8 @@
 """The reduction tree: sums that do not depend on the number of ranks.
 
-In: the gradient of each piece (a leaf), each computed alone. Out: their sum, bracketed by one fixed binary tree over
-the leaves, `((0+1)+(2+3))+((4+5)+(6+7))`, whichever rank ran which leaf. Floating-point addition commutes but does not
-associate: fix the bracket and the bits are fixed.
+In: the gradient of each micro-batch (a leaf), each computed alone. Out: their sum, bracketed by one fixed binary tree
+over the leaves, `((0+1)+(2+3))+((4+5)+(6+7))`, whichever rank ran which leaf. Floating-point addition commutes but does
+not associate: fix the bracket and the bits are fixed.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def by_row(gradient: Tensor) -> Tensor:
     A row's entries are added in the order of the tokens, as the dense kernel adds them; torch's own `coalesce` takes
     another order, and so gives other bits.
     """
-    if not gradient.is_sparse:  # an embedding that this piece did not use
+    if not gradient.is_sparse:  # an embedding that this micro-batch did not use
         return gradient.to_sparse(1).coalesce()
     rows, place = torch.unique(rows_of(gradient), return_inverse=True)
     values = values_of(gradient)

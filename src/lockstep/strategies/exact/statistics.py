@@ -1,9 +1,10 @@
 """Buffers that change in training, such as BatchNorm's running statistics: the same bits at any number of processes.
 
-In: the pieces of a step, wherever they run. Out: one update of the statistics for the step.
+In: the micro-batches of a step, wherever they run. Out: one update of the statistics for the step.
 
-Each piece starts from the statistics before the step, so that it does not matter where it runs. After the step they
-are the mean of what the pieces made of them, weighted by examples: a step counts as one batch, whatever it is cut into.
+Each micro-batch starts from the statistics before the step, so that it does not matter where it runs. After the step
+they are the mean of what the micro-batches made of them, weighted by examples: a step counts as one batch, whatever it
+is cut into.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _OTHERS = {"QuantAct"}  # of I-BERT: running minima and maxima of activations
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers whose mean over pieces is what a step makes of them, by name."""
+    """The buffers whose mean over micro-batches is what a step makes of them, by name."""
     modules = {
         name
         for name, m in model.named_modules()
@@ -37,18 +38,18 @@ class Statistics:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.names = model, list(averaged(model))
 
-    def start(self, leaves: int) -> None:
-        """Before the pieces of a step."""
+    def start(self, count: int) -> None:
+        """Before the micro-batches of a step; `count`: of all ranks."""
         if self.names:
             self._before = self._now()  # [N]
-            self._made = self._before.new_zeros(leaves, len(self._before) + 1)  # [M, N + 1]: and the piece's examples
+            self._made = self._before.new_zeros(count, len(self._before) + 1)  # [M, N + 1]: and its examples
 
     def take(self, micro: MicroBatch) -> None:
-        """What a piece made of the statistics, after its backward; they are then as before the step again. Not for
-        blank pieces that only level ranks."""
+        """What a micro-batch made of the statistics, after its backward; they are then as before the step again. Not
+        for blank micro-batches that only level ranks."""
         if self.names:
-            examples = len(micro.targets) * (micro.targets != IGNORED).any()  # a blank piece has none
-            self._made[micro.leaf] = torch.cat([self._now(), examples.double()[None]])
+            examples = len(micro.targets) * (micro.targets != IGNORED).any()  # a blank micro-batch has none
+            self._made[micro.index] = torch.cat([self._now(), examples.double()[None]])
             self.reset()
 
     def reset(self) -> None:
@@ -57,8 +58,8 @@ class Statistics:
             self._set(self._before)
 
     def finish(self, sum_over_ranks: Callable[[Tensor], Tensor], used: Tensor | bool = True) -> None:
-        """After the pieces; `used`: whether an update was made. Every rank has zeros for others' pieces, and adding
-        zeros is exact. Collective."""
+        """After the micro-batches; `used`: whether an update was made. Every rank has zeros for others' micro-batches,
+        and adding zeros is exact. Collective."""
         if self.names:
             made = sum_over_ranks(self._made)
             examples = made[:, -1:]  # [M, 1]

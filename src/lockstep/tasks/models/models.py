@@ -225,7 +225,7 @@ def freeze_as_from_config(model: Any, auto: Any) -> None:
 
 def seeds_from_torch(model: nn.Module) -> None:
     """Reformer seeds torch's generator anew in every layer, from the operating system, so that its backward can draw
-    the same dropout again. Here those seeds are drawn from torch's generator, which is seeded for every piece."""
+    the same dropout again. Here those seeds are drawn from torch's generator, which is seeded for every micro-batch."""
 
     def draw(layer: Any, name: str) -> None:
         seed = int(torch.randint(2**62, ()))

@@ -65,8 +65,8 @@ def rows_of(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaul
             mine: grid.Overrides = {**keys, "launch.processes": count}
             if asked.weak:
                 batch = keys.get("batch_size", asked.base.batch_size)
-                pieces = keys.get("micro_batches", asked.base.micro_batches)
-                mine |= {"batch_size": batch * count, "micro_batches": pieces * count}
+                micro_batches = keys.get("micro_batches", asked.base.micro_batches)
+                mine |= {"batch_size": batch * count, "micro_batches": micro_batches * count}
             row = Row(count, series(asked, keys), mine)
             found.append(row)
             try:
