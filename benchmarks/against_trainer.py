@@ -38,7 +38,7 @@ from lockstep.data import source
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
-from lockstep.strategies.strategy import Strategy, of
+from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.models.models import load_config
 from lockstep.tasks.task import Task
 from lockstep.training.feed import Feed
@@ -54,7 +54,7 @@ class Ours:
         self.run, self.world = run, world
         task_class: Any = plugins.find("tasks", run.task.name)
         self.task: Task = task_class(run, prepare(run, task_class))
-        self.strategy: Strategy = of(run)(run, world)
+        self.strategy: Strategy = strategy_class(run)(run, world)
         self.strategy.build(self.task)
         self.feed = Feed(run, self.task, self.strategy.own_micro_batches(), world.device)
 

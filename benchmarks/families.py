@@ -30,7 +30,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import checked
+from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.feed import Feed
 from lockstep.training.loop import evaluate
 
@@ -179,12 +179,12 @@ def run_of(head: str, family: str, folder: Path, strategy: str) -> Run:
 
 def trained(world: World, run: Run) -> dict[str, Any]:
     """What two steps and an evaluation come to, on rank 0 and elsewhere."""
-    strategy = checked(run, world.size)(run, world)
+    strategy = checked_strategy(run, world.size)(run, world)
     task_class = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)
-    strategy.rehearse(feed.longest())
+    strategy.dry_run(feed.longest())
     results = [strategy.train_step(feed.make(step), 1e-3) for step in range(run.steps or 0)]
     scores = evaluate(run, world, task, strategy, task.splits["validation"])
     seen = hashlib.sha256()

@@ -36,7 +36,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.trackers import Trackers
 from lockstep.training.loop import train
-from lockstep.training.session import Sinks, built
+from lockstep.training.session import Sinks, build_session
 
 SLEEP_S = 0.02
 
@@ -95,7 +95,7 @@ class Numbers(Sinks):
 def overhead_ms(world: World, run: Run) -> float:
     """Milliseconds a step outside the step."""
     prepared = prepare(run, find("tasks", run.task.name))
-    session = built(run, world, prepared)
+    session = build_session(run, world, prepared)
     assert isinstance(session.strategy, Waits)
     with tempfile.TemporaryDirectory() as folder:
         trackers = Trackers(run.model_copy(update={"output": folder}), 0, {}, print, print, world.is_main)

@@ -52,7 +52,7 @@ def stages(folder: Path, began: float, seconds: float) -> dict[str, float]:
     ready = [event["time"] for event in events if event["event"] == "start"][-1]
     return {
         "launcher: Python, imports, checks, tokens from the cache": started - began,
-        "ranks: fork, meeting, model, rehearsal, loading the checkpoint": ready - started,
+        "ranks: fork, rendezvous, model, dry run, loading the checkpoint": ready - started,
         "first step": began + seconds - ready,
     }
 

@@ -22,7 +22,7 @@ from run import processor
 from lockstep.config import plugins
 from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import Run, RunError, keep, load
-from lockstep.strategies.strategy import of
+from lockstep.strategies.strategy import strategy_class
 from lockstep.tools.verify import RECORD, Compared, compare, findings, record_alone
 from lockstep.training.recording import Recording, read
 
@@ -131,7 +131,7 @@ def main() -> None:
                     continue
                 mine = job(run, name, options, processes, folder / f"{len(kept)}")
                 try:
-                    of(mine).check(mine, processes)
+                    strategy_class(mine).check(mine, processes)
                 except RunError as refused:
                     print(f"{label} at {processes}: refused: {refused}", flush=True)
                     continue

@@ -25,7 +25,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import Strategy, of
+from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
 
 _context = multiprocessing.get_context("forkserver")
@@ -56,7 +56,7 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     """The task and the built strategy of a run."""
     task_class = find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
-    strategy = of(run)(run, world)
+    strategy = strategy_class(run)(run, world)
     strategy.build(task)
     return task, strategy
 

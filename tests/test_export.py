@@ -132,10 +132,10 @@ def full(*_: Any) -> None:
     raise MemoryError("cannot allocate 3 GiB")
 
 
-def test_the_rehearsal_takes_the_buffer_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_the_dry_run_takes_the_buffer_and_leaves_no_trace(tmp_path: Path) -> None:
     job, untouched = Job(run_in(tmp_path / "a")), Job(run_in(tmp_path / "b"))
     before = digest(job.strategy.state_dict())
-    job.strategy.rehearse(job.feed.longest(), lambda: job.checkpoints.rehearse(job.strategy))
+    job.strategy.dry_run(job.feed.longest(), lambda: job.checkpoints.dry_run(job.strategy))
     assert digest(job.strategy.state_dict()) == before
     shard = job.checkpoints._shard
     assert shard is not None
@@ -153,11 +153,11 @@ def test_without_memory_for_it_on_failure_says_what_happens(
     monkeypatch.setattr(storage, "Shard", full)
     if then == "stop":
         with pytest.raises(RunError, match=r"no checkpoint can be written: rank 0 on .*cannot allocate 3 GiB"):
-            job.checkpoints.rehearse(job.strategy)
+            job.checkpoints.dry_run(job.strategy)
         with pytest.raises(CheckpointError, match="cannot allocate 3 GiB"):
             job.save()
         return
-    job.checkpoints.rehearse(job.strategy)
+    job.checkpoints.dry_run(job.strategy)
     job.save()
     assert [text.partition(":")[0] for text in job.said] == [
         "no checkpoint can be written",
@@ -169,7 +169,7 @@ def test_without_memory_for_it_on_failure_says_what_happens(
 
 
 def test_a_moment_that_comes_later_is_saved_too(tmp_path: Path) -> None:
-    """Of a weight that the rehearsal, or the first save, did not use."""
+    """Of a weight that the dry run, or the first save, did not use."""
     job = Job(run_in(tmp_path / "out"))
     job.step()
     parts = job.strategy.sharded_state_dict()

@@ -12,7 +12,7 @@ from harness import build, digest, run_on, tiny
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
-from lockstep.strategies.strategy import of as class_of
+from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.feed import Feed
 
 # Trainer draws dropout from one stream for a whole run; without dropout both see the same network.

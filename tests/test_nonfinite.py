@@ -15,7 +15,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
-from lockstep.strategies.strategy import NotFinite, of
+from lockstep.strategies.strategy import NotFinite, strategy_class
 from lockstep.training.feed import Feed
 from lockstep.training.loop import Spikes
 
@@ -40,10 +40,10 @@ class Exploding(AllReduce):
 class Hungry(AllReduce):
     """No memory for the longest examples, on the last rank."""
 
-    def rehearse(self, batch: Any, *then: Any) -> None:
+    def dry_run(self, batch: Any, *then: Any) -> None:
         if self.world.rank == self.world.size - 1:
             raise torch.OutOfMemoryError("wanted 3 GiB more")
-        super().rehearse(batch, *then)
+        super().dry_run(batch, *then)
 
 
 @pytest.mark.processes
@@ -95,16 +95,16 @@ def test_memory_that_does_not_suffice_is_told_before_the_first_step(tmp_path: Pa
     assert lines(tmp_path) == []
 
 
-def rehearsed(world: World, run: Run) -> tuple[str, str]:
-    """The state after two steps, with a rehearsal before them and without."""
+def dry_run(world: World, run: Run) -> tuple[str, str]:
+    """The state after two steps, with a dry run before them and without."""
     digests = []
-    for rehearse in (True, False):
+    for tried in (True, False):
         task, strategy = build(run, world)
         feed = Feed(run, task, strategy.own_micro_batches(), world.device)
-        if rehearse:
+        if tried:
             longest = feed.longest()
             assert longest.tokens >= max(feed.make(t).tokens for t in range(4))
-            strategy.rehearse(longest)
+            strategy.dry_run(longest)
         for t in range(2):
             strategy.train_step(feed.make(t), 1e-3)
         digests.append(digest(strategy.state_dict()))
@@ -123,10 +123,10 @@ def rehearsed(world: World, run: Run) -> tuple[str, str]:
         ("zero3", "{bf16: {enabled: true}}"),
     ],
 )
-def test_a_rehearsal_leaves_no_trace(name: str, options: str) -> None:
+def test_a_dry_run_leaves_no_trace(name: str, options: str) -> None:
     precision = "bf16" if "bf16" in options else "fp32"
     run = tiny(f"strategy.name={name}", f"strategy.options={options}", f"precision={precision}")
-    for with_one, without in run_on(1 if name == "single" else 2, rehearsed, run, run=run):
+    for with_one, without in run_on(1 if name == "single" else 2, dry_run, run, run=run):
         assert with_one == without
 
 
@@ -191,7 +191,7 @@ def test_a_bad_step_is_told_in_the_next_one_and_nothing_was_updated() -> None:
 def test_deepspeed_cannot_skip() -> None:
     run = tiny("strategy.name=zero2", "on_nonfinite=skip")
     with pytest.raises(RunError, match="on_nonfinite"):
-        of(run).check(run, 2)
+        strategy_class(run).check(run, 2)
 
 
 def test_a_jump_is_told_from_a_wander() -> None:

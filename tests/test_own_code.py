@@ -78,11 +78,11 @@ class Holding(Drawing):
 
 
 def trained(world: World, run: Run) -> dict[str, Any]:
-    """Six steps as training makes them: the rehearsal, then the feed's steps; then an evaluation and the export."""
+    """Six steps as training makes them: the dry run, then the feed's steps; then an evaluation and the export."""
     task, strategy = build(run, world)
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     before = digest(dict(strategy.model.named_buffers()))
-    strategy.rehearse(feed.longest())
+    strategy.dry_run(feed.longest())
     untouched = before == digest(dict(strategy.model.named_buffers()))
     results = [strategy.train_step(batch, 1e-3) for batch in feed.steps(after=0)]
     scores = evaluate(run, world, task, strategy, task.splits["validation"])
@@ -126,7 +126,7 @@ def test_own_random_numbers_and_statistics_are_the_same_at_any_number(name: str,
 
 
 @pytest.mark.processes
-def test_the_rehearsal_leaves_no_trace_and_the_steps_do(single: dict) -> None:
+def test_the_dry_run_leaves_no_trace_and_the_steps_do(single: dict) -> None:
     assert single["untouched"]
     assert single["mean"].abs().max() > 0
 
@@ -178,7 +178,7 @@ def recorded(world: World, run: Run, own: bool) -> int:
     with pytest.MonkeyPatch.context() as patch:
         if own:  # as if nothing brought them together
             patch.setattr("lockstep.strategies.exact.statistics.averaged", lambda model: {})
-            patch.setattr("lockstep.strategies.strategy.Strategy.rehearse", lambda *_: None)
+            patch.setattr("lockstep.strategies.strategy.Strategy.dry_run", lambda *_: None)
         return recording.record(run, world, "2")
 
 

@@ -14,7 +14,7 @@ from lockstep.config.run import Run
 from lockstep.distributed import phases
 from lockstep.distributed.phases import NAMES, Phases
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import of
+from lockstep.strategies.strategy import strategy_class
 from lockstep.training.feed import Feed
 
 
@@ -137,8 +137,8 @@ def a_step(world: World, run: Run) -> tuple[dict[str, float], tuple[str, ...]]:
 def test_every_strategy_times_its_phases(name: str) -> None:
     """Computing, the wait for gradients and the update each take time; what waits inside of computing says so."""
     run = tiny(f"strategy.name={name}")
-    if of(run).lacking():
-        pytest.skip(f"{name} needs {of(run).lacking()[0]}")
+    if strategy_class(run).lacking():
+        pytest.skip(f"{name} needs {strategy_class(run).lacking()[0]}")
     for found, inside in run_on(1 if name == "single" else 2, a_step, run, run=run):
         assert {"reduction", "optimizer"} <= set(found)
         assert {"forward", "backward"} <= set(found) or "forward+backward" in found

@@ -27,7 +27,7 @@ from lockstep.distributed import network, secret, stores, torch_internals, watch
 from lockstep.distributed.stores import Sealed
 from lockstep.distributed.world import World
 from lockstep.launchers.processes import elastic_state as meeting_state
-from lockstep.launchers.processes.elastic_rendezvous import Limits, Machine, Meeting, _parsed
+from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node, _parsed
 
 KEY = "0123456789abcdef0123456789abcdef"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc")
@@ -43,11 +43,13 @@ class Code:
         return os.mkdir, (str(self.marker),)
 
 
-def meeting(port: int = 0, holds: bool = True, key: str = KEY, join: float = 20) -> Meeting:
-    return Meeting("127.0.0.1", port, 1, 2, Machine("a", "127.0.0.1", 1, holds=holds), Limits(join, 1, 60), key=key)
+def rendezvous(port: int = 0, holds: bool = True, key: str = KEY, join: float = 20) -> ElasticRendezvous:
+    return ElasticRendezvous(
+        "127.0.0.1", port, 1, 2, Node("a", "127.0.0.1", 1, holds=holds), Limits(join, 1, 60), key=key
+    )
 
 
-def everywhere(raw: Any, met: Meeting, value: bytes) -> None:
+def everywhere(raw: Any, met: ElasticRendezvous, value: bytes) -> None:
     """Write under every key that a machine reads before it trains, where torch kept its pickle too."""
     name = met.get_run_id()
     raw.set(f"torch.rendezvous.{name}", value)
@@ -57,7 +59,7 @@ def everywhere(raw: Any, met: Meeting, value: bytes) -> None:
 @pytest.mark.parametrize("key", [KEY, ""])
 @pytest.mark.parametrize("how", [bytes, b64encode])
 def test_a_stranger_s_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -> None:
-    first = meeting(key=key)
+    first = rendezvous(key=key)
     attack = pickle.dumps(Code(tmp_path / "ran"))
     with pytest.raises(FileExistsError):  # the attack works where it is loaded
         (tmp_path / "ran").mkdir() or pickle.loads(attack)
@@ -67,20 +69,20 @@ def test_a_stranger_s_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -
     with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
         first.next_rendezvous()
     with pytest.raises(RendezvousStateError, match="bears no seal of this job"):
-        meeting(first.port, False, key).next_rendezvous()
+        rendezvous(first.port, False, key).next_rendezvous()
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_seal_without_the_secret_opens_nothing_of_a_job_that_has_one() -> None:
-    first = meeting()
+    first = rendezvous()
     with pytest.raises(RendezvousStateError, match="LOCKSTEP_SECRET is not the same on every machine"):
-        meeting(first.port, False, "another secret of a stranger")
+        rendezvous(first.port, False, "another secret of a stranger")
     with pytest.raises(RendezvousStateError, match="another machine has a LOCKSTEP_SECRET and this one has none"):
-        meeting(first.port, False, "")
+        rendezvous(first.port, False, "")
 
 
 def test_a_forged_end_is_one_message() -> None:
-    first = meeting()
+    first = rendezvous()
     raw = stores.connected("127.0.0.1", first.port, 5, 5)
     PrefixStore(f"lockstep-{first.get_run_id()}", raw).set("end", b'{"status": 0, "host": "b"}')
     end = first.ended()
@@ -107,7 +109,7 @@ def state(**values: Any) -> dict[str, Any]:
 )
 def test_a_state_that_cannot_be_is_told(forged: dict[str, Any]) -> None:
     """Without a secret anybody can make the seal: what it holds is looked at, too."""
-    first = meeting(key="")
+    first = rendezvous(key="")
     text = json.dumps(forged).encode()
     key = f"{first.get_run_id()}/state/state"
     raw = stores.connected("127.0.0.1", first.port, 5, 5)
@@ -129,11 +131,11 @@ def test_a_state_that_cannot_be_is_told(forged: dict[str, Any]) -> None:
 )
 def test_a_machine_that_cannot_be_is_told(told: Any) -> None:
     with pytest.raises(RendezvousStateError, match="cannot be read"):
-        _parsed(Machine, json.dumps(told).encode())
+        _parsed(Node, json.dumps(told).encode())
 
 
 def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None:
-    first = meeting(key="")
+    first = rendezvous(key="")
     for wrong in (KeyError("a"), ValueError("b"), AttributeError("c"), TypeError("d"), OverflowError("e")):
         with pytest.raises(RendezvousStateError, match="makes no sense"), first.reading():
             raise wrong
@@ -215,7 +217,7 @@ def test_what_is_no_state_is_told(text: bytes) -> None:
 
 
 def test_a_state_survives_its_text() -> None:
-    first = meeting()
+    first = rendezvous()
     first.next_rendezvous()
     state = first._state()
     again = meeting_state._state(meeting_state._text(state).encode())
@@ -253,7 +255,7 @@ def listening(port: int) -> set[str]:
 
 @linux
 def test_one_machine_s_store_listens_on_the_loopback_alone() -> None:
-    first = Meeting("127.0.0.1", 0, 1, 1, Machine("a", "127.0.0.1", 2, holds=True), Limits(), key=KEY)
+    first = ElasticRendezvous("127.0.0.1", 0, 1, 1, Node("a", "127.0.0.1", 2, holds=True), Limits(), key=KEY)
     assert listening(first.port) == {"0100007F"}
 
 
@@ -270,4 +272,4 @@ def test_several_machines_meet_on_the_address_that_was_given() -> None:
 def test_whoever_says_nothing_is_not_waited_for_for_ever() -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     with silent, pytest.raises(network.NetworkError, match="has said nothing for 1 s"):
-        meeting(silent.getsockname()[1], holds=False, join=1)
+        rendezvous(silent.getsockname()[1], holds=False, join=1)

@@ -14,7 +14,7 @@ from lockstep.distributed.profiling import Profiler
 from lockstep.distributed.world import World
 from lockstep.track.report.report import write_report
 from lockstep.training.loop import train
-from lockstep.training.session import built
+from lockstep.training.session import build_session
 
 
 def steps(world: World, run: Run, first: int, last: int) -> None:
@@ -76,7 +76,7 @@ def test_the_key_is_checked_and_no_part_of_the_arithmetic() -> None:
 
 def weights(world: World, run: Run) -> str:
     """Of a job, trained by the loop itself to its end."""
-    session = built(run, world, prepare(run, find("tasks", run.task.name)))
+    session = build_session(run, world, prepare(run, find("tasks", run.task.name)))
     train(session, 0)
     found = digest(session.strategy.state_dict())
     session.strategy.close()

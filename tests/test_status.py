@@ -20,7 +20,7 @@ from lockstep.distributed import launched
 from lockstep.distributed.launched import TRAIN, Launched, Process, State
 from lockstep.distributed.world import World
 from lockstep.tools.commands.status import advice, run_of
-from lockstep.training.rank import left
+from lockstep.training.rank import note_end
 
 HERE = str(Path(__file__).parent)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -188,7 +188,7 @@ def test_lines_that_come_while_one_reads(tmp_path: Path) -> None:
         if left:
             with open(path, "a") as file:
                 file.write(left.pop(0))
-        return bool(left)
+        return bool(note_end)
 
     assert list(launched.lines_of(path, True, live, every_s=0)) == ["one", "two", "half", "three", "four"]
 
@@ -220,7 +220,7 @@ def test_a_rank_that_will_be_started_again_does_not_say_that_the_run_failed(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     for count, expected in (("0", None), ("1", 1)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        left(run, World(run), TRAIN, 1)
+        note_end(run, World(run), TRAIN, 1)
         record = launched.read(tmp_path)
         assert record is not None
         assert record.status == expected

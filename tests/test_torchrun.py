@@ -22,7 +22,7 @@ from lockstep.distributed import network
 from lockstep.distributed.agreement import agree, disagreement, facts, fingerprint
 from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
-from lockstep.launchers.processes.elastic_rendezvous import Limits, Machine, Meeting
+from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joined, joining
 from lockstep.launchers.torchrun import Torchrun, machines_of
 
@@ -202,8 +202,8 @@ def test_ranks_that_compute_with_other_threads_do_not_train() -> None:
 
 
 def test_who_comes_first() -> None:
-    plain = Machine("a", "10.0.0.9", 1)
-    later = Machine("b", "10.0.0.10", 1)  # as a text it would come first
+    plain = Node("a", "10.0.0.9", 1)
+    later = Node("b", "10.0.0.10", 1)  # as a text it would come first
     holder = dataclasses.replace(later, holds=True)
     assert sorted([later, plain], key=lambda m: m.precedence) == [plain, later]
     assert sorted([plain, holder], key=lambda m: m.precedence) == [holder, plain]
@@ -213,8 +213,8 @@ def test_who_comes_first() -> None:
     assert sorted([holder, wished, saved], key=lambda m: m.precedence)[0] == saved
 
 
-def met(port: int, holds: bool, host: str = "a", most: int = 1) -> Meeting:
-    return Meeting("127.0.0.1", port, 1, most, Machine(host, "127.0.0.1", 1, holds=holds), Limits(20, 1, 60))
+def met(port: int, holds: bool, host: str = "a", most: int = 1) -> ElasticRendezvous:
+    return ElasticRendezvous("127.0.0.1", port, 1, most, Node(host, "127.0.0.1", 1, holds=holds), Limits(20, 1, 60))
 
 
 def test_one_that_trains_something_else_is_not_let_in() -> None:
@@ -239,10 +239,10 @@ def test_one_that_trains_something_else_is_not_let_in() -> None:
 
 def test_two_machines_meet_in_an_order_and_leave_together() -> None:
     limits = Limits(20, 1, 60)
-    first = Meeting("127.0.0.1", 0, 2, 2, Machine("a", "127.0.0.1", 1, holds=True), limits)
-    second = Meeting("127.0.0.1", first.port, 2, 2, Machine("b", "127.0.0.1", 2, place=0), limits)
+    first = ElasticRendezvous("127.0.0.1", 0, 2, 2, Node("a", "127.0.0.1", 1, holds=True), limits)
+    second = ElasticRendezvous("127.0.0.1", first.port, 2, 2, Node("b", "127.0.0.1", 2, place=0), limits)
     with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(lambda meeting: meeting.next_rendezvous(), (first, second))
+        one, two = pool.map(lambda rendezvous: rendezvous.next_rendezvous(), (first, second))
         assert (one.rank, two.rank) == (1, 0)  # as b wished
         assert (
             [machine.host for machine in first.machines] == [machine.host for machine in second.machines] == ["b", "a"]
@@ -253,7 +253,7 @@ def test_two_machines_meet_in_an_order_and_leave_together() -> None:
         assert not second.grows()
         first.grow()
         assert second.grows()
-        list(pool.map(lambda meeting: meeting.leave_together(), (first, second)))
+        list(pool.map(lambda rendezvous: rendezvous.leave_together(), (first, second)))
     second.end(75, "stopped on request")
     assert second.ended() is None  # its own word
     end = first.ended()

@@ -15,7 +15,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.zero import Zero
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.strategies.strategy import of as class_of
+from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.feed import Feed
 from lockstep.training.loop import evaluate
 
@@ -55,7 +55,7 @@ def trained(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     return found
 
 
-def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
+def strategy_class(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     """The same report on every rank, and everything whole on rank 0 only; rank 0's."""
     run = tiny(f"strategy.name={name}", *overrides)
     first, *others = run_on(ranks, trained, run, run=run)
@@ -69,17 +69,17 @@ def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def single() -> dict[str, Any]:
-    return of("single", 1, *SGD)
+    return strategy_class("single", 1, *SGD)
 
 
 @pytest.fixture(scope="module")
 def single_bf16() -> dict[str, Any]:
-    return of("single", 1, "precision=bf16", *SGD)
+    return strategy_class("single", 1, "precision=bf16", *SGD)
 
 
 @pytest.fixture(scope="module")
 def single_adamw() -> dict[str, Any]:
-    return of("single", 1)
+    return strategy_class("single", 1)
 
 
 def assert_equal_to_rounding(found: dict[str, Any], single: dict[str, Any]) -> None:
@@ -100,12 +100,12 @@ def assert_equal_to_rounding(found: dict[str, Any], single: dict[str, Any]) -> N
 @pytest.mark.parametrize("ranks", [1, 2, 3])  # 8 micro-batches on 3 ranks: one is levelled with a blank micro-batch
 @pytest.mark.parametrize("stage", STAGES)
 def test_equal_to_single_to_rounding(stage: int, ranks: int, single: dict[str, Any]) -> None:
-    assert_equal_to_rounding(of(f"zero{stage}", ranks, *SGD), single)
+    assert_equal_to_rounding(strategy_class(f"zero{stage}", ranks, *SGD), single)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_adamw_has_the_losses_and_norms_of_single(stage: int, single_adamw: dict[str, Any]) -> None:
-    single, found = single_adamw, of(f"zero{stage}", 2)
+    single, found = single_adamw, strategy_class(f"zero{stage}", 2)
     assert found["loss"] == pytest.approx(single["loss"], rel=1e-6)
     assert found["norm"] == pytest.approx(single["norm"], rel=2e-5)
     assert found["state"].keys() == single["state"].keys()
@@ -124,7 +124,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("stage", "option"), OPTIONS)
 def test_options_pass_through(stage: int, option: str, single: dict[str, Any]) -> None:
     given = f"strategy.options={{zero_optimization: {{{option}}}, communication_data_type: fp32}}"
-    found = of(f"zero{stage}", 2, *SGD, given)
+    found = strategy_class(f"zero{stage}", 2, *SGD, given)
     assert_equal_to_rounding(found, single)
 
 
@@ -146,7 +146,7 @@ def test_options_reach_the_engine() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_is_close(stage: int, extra: tuple[str, ...], single: dict[str, Any], single_bf16: dict[str, Any]) -> None:
     bf16 = single_bf16
-    found = of(f"zero{stage}", 2, *extra, *SGD)
+    found = strategy_class(f"zero{stage}", 2, *extra, *SGD)
     exact_at_first = 1e-6 if len(extra) == 1 else 2e-3
     assert found["loss"][0] == pytest.approx(bf16["loss"][0], rel=exact_at_first)
     assert found["loss"] == pytest.approx(bf16["loss"], rel=2e-3)

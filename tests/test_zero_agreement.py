@@ -9,7 +9,7 @@ from harness import tiny
 
 from lockstep.cli import main
 from lockstep.config.run import RunError
-from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, left
+from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, remaining
 
 ORDINARY: dict[str, Any] = {  # as transformers' documentation has it
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
@@ -55,7 +55,7 @@ def refusals(options: Any, *overrides: str) -> list[str]:
 def test_an_ordinary_config_needs_one_change_and_says_so() -> None:
     assert refusals(ORDINARY) == ["steps_per_print"]
     assert refusals(ORDINARY, "track.every=2000") == []
-    assert left(ORDINARY) == {
+    assert remaining(ORDINARY) == {
         "zero_optimization": {
             "allgather_partitions": True,
             "allgather_bucket_size": 2e8,

@@ -17,7 +17,7 @@ from lockstep.config.run import Run, load
 from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.world import World
 from lockstep.training.loop import evaluate, train
-from lockstep.training.session import Sinks, built, met
+from lockstep.training.session import Sinks, build_session, prepare_and_join
 
 
 def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> Run:
@@ -87,9 +87,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = run_of(args, extra, folder)
         world = World(run)
-        prepared = met(run, world)
-        session = built(run, world, prepared)
-        keep_freed_memory()  # as `dry_run.rehearse` does
+        prepared = prepare_and_join(run, world)
+        session = build_session(run, world, prepared)
+        keep_freed_memory()  # as `dry_run.try_a_step` does
         meter = Meter(session.strategy.model, args.skip, args.steps)
         checkpoints = NoCheckpoints(run, world, prepared, session.feed.total)
         Path(folder).mkdir(exist_ok=True)

@@ -108,7 +108,7 @@ class Checkpoints:
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
         self._saving = _Saving(manifest, aside, Background(lambda: _write(shard, aside)))
 
-    def rehearse(self, strategy: Sharded) -> None:
+    def dry_run(self, strategy: Sharded) -> None:
         """Take and fill the buffer of this rank's file, while there is a state of the optimizer: memory that does not
         suffice for it is found before the first step. Collective. Errors: `RunError`, on every rank, if the run is to
         stop at a failure."""

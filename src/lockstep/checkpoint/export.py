@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import card, exported
 from lockstep.config.run import Run, RunError
-from lockstep.data.hub_errors import one_line, status_of, told, transient
+from lockstep.data.hub_errors import explained, one_line, status_of, transient
 from lockstep.tasks.task import Task
 from lockstep.track.console import error as tell
 
@@ -127,8 +127,8 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
         account = HfApi(token=token).whoami()
     except Exception as error:  # whatever the Hub and the network do; only a refusal is the user's to mend
         if status_of(error) in (401, 403):
-            raise RunError(f"hub.push_to: cannot push to {repository}: {told(error)}") from error
-        return [f"hub.push_to: whether HF_TOKEN may push to {repository} could not be checked: {told(error)}"]
+            raise RunError(f"hub.push_to: cannot push to {repository}: {explained(error)}") from error
+        return [f"hub.push_to: whether HF_TOKEN may push to {repository} could not be checked: {explained(error)}"]
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise RunError(f"hub.push_to: HF_TOKEN may only read; pushing to {repository} needs a token that may write")
@@ -198,16 +198,19 @@ def push(
             raise
         except Exception as error:  # whatever the Hub, the network and the libraries between raise
             if not transient(error):
-                raise RunError(f"hub.push_to: pushing {folder} to {repository} was refused: {told(error)}") from error
+                raise RunError(
+                    f"hub.push_to: pushing {folder} to {repository} was refused: {explained(error)}"
+                ) from error
             if attempt == patience.tries:
                 raise PushFailed(
-                    f"pushing {folder} to {repository} failed {attempt} times, at last because {told(error)}\n"
+                    f"pushing {folder} to {repository} failed {attempt} times, at last because {explained(error)}\n"
                     f"The export is there; go on with: lockstep push {output} {repository}"
                     f"{'' if private else ' --public'}"
                 ) from error
             wait = patience.wait_s * 2 ** (attempt - 1)
             say(
-                f"note: pushing to {repository}: {told(error)}; trying again in {wait:g} s ({attempt}/{patience.tries})"
+                f"note: pushing to {repository}: {explained(error)}; trying again in {wait:g} s "
+                f"({attempt}/{patience.tries})"
             )
             time.sleep(wait)
         else:

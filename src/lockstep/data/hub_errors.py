@@ -19,7 +19,7 @@ _STATUS = {
 }
 
 
-def told(error: BaseException, revision: str | None = None) -> str:
+def explained(error: BaseException, revision: str | None = None) -> str:
     """One sentence about a failure. `revision`: what was asked for."""
     from huggingface_hub import constants, errors
 

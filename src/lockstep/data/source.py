@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import readable
+from lockstep.data.hub_errors import explained
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -236,8 +237,6 @@ def _builtin(seed: int) -> Source:
 def _from_hub(data: DataSection) -> Source:
     import datasets
 
-    from lockstep.data.hub_errors import told
-
     assert data.source is not None
     try:
         found = datasets.load_dataset(data.source, data.config, revision=data.revision)
@@ -246,7 +245,7 @@ def _from_hub(data: DataSection) -> Source:
     ) as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend
         raise RunError(
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
-            f"{told(error, data.revision)}"
+            f"{explained(error, data.revision)}"
         ) from error
     splits: dict[str, Dataset] = {}
     for split, usual in _USUAL.items():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.cache import folder_of, kept
+from lockstep.data.hub_errors import explained
 from lockstep.data.tokens import digest
 
 if TYPE_CHECKING:
@@ -116,8 +117,6 @@ def pair(source: Path, target: Path) -> Path:
 def _load_source(run: Run, source: str, **place: str) -> Any:
     from transformers import AutoTokenizer
 
-    from lockstep.data.hub_errors import told
-
     key = "tokenizer.source" if run.tokenizer.source else "model.source"
     source, revision, trusted = _local(source), _revision(run), run.model.trust_remote_code
     try:
@@ -125,7 +124,7 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
     except (
         Exception
     ) as error:  # a missing file, a Hub that cannot be reached, an unknown type: all are the user's to mend
-        raise RunError(f"{key}: cannot load a tokenizer from {source!r}: {told(error, revision)}") from error
+        raise RunError(f"{key}: cannot load a tokenizer from {source!r}: {explained(error, revision)}") from error
 
 
 def _local(source: str) -> str:

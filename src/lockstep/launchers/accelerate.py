@@ -63,7 +63,7 @@ class Accelerate(Launcher):
         command += [f"--num_machines={options.machines}", f"--num_processes={total}"]
         command += ["--multi_gpu"] if total > 1 else []  # also on CPUs: --cpu starts one process, whatever it is asked
         if options.machines > 1:
-            host, port = self.meeting(run)
+            host, port = self.rendezvous(run)
             command += [f"--machine_rank={options.machine_rank}", "--rdzv_backend=static"]
             command += [f"--main_process_ip={host}", f"--main_process_port={port}"]
         elif total > 1:
@@ -79,7 +79,7 @@ class Accelerate(Launcher):
             notes.append(f"start the same command on {options.machines} machines, with launch.machine_rank=0, 1, ...")
         return Plan(total, command, variables, {path: run.dump()}, notes)
 
-    def meeting(self, run: Run) -> tuple[str, int]:
+    def rendezvous(self, run: Run) -> tuple[str, int]:
         """Host and port of machine 0. Errors: `RunError`."""
         options = self.options(run)
         if options.rendezvous is None:
@@ -111,7 +111,7 @@ class Accelerate(Launcher):
         options = self.options(run)
         if options.machines == 1:
             return
-        host, port = self.meeting(run)
+        host, port = self.rendezvous(run)
         try:
             own = network.route_to(host) == network.address_of(host)
             if own != (options.machine_rank == 0):

@@ -56,14 +56,14 @@ class Local(Launcher):
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
         from lockstep.launchers.processes.elastic import run_agent
-        from lockstep.launchers.processes.elastic_rendezvous import Limits, Machine, Meeting
+        from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
         prestart()
-        machine = Machine(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
+        machine = Node(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
         key = secret.given_or_made()
-        meeting = Meeting(LOOPBACK, 0, 1, 1, machine, Limits(), key=key)
+        rendezvous = ElasticRendezvous(LOOPBACK, 0, 1, 1, machine, Limits(), key=key)
         arguments = (str(run.folder / "run.yaml"), tuple(job), {secret.VARIABLE: key})
-        return run_agent(run, plan.processes, meeting, entry, arguments, print)
+        return run_agent(run, plan.processes, rendezvous, entry, arguments, print)
 
 
 def processes_of(run: Run) -> int:

@@ -152,7 +152,9 @@ class Sagemaker(Launcher):
         try:
             client.create_training_job(**request)
         except (BotoCoreError, ClientError) as caught:
-            raise RunError(f"AWS did not accept the training job, nothing was started: {aws.told(caught)}") from None
+            raise RunError(
+                f"AWS did not accept the training job, nothing was started: {aws.explained(caught)}"
+            ) from None
 
     def _ended(self, run: Run, session: Any, name: str) -> int:
         """The exit status of a job that has ended; the model is fetched. Waits for the end."""
@@ -209,5 +211,5 @@ class Sagemaker(Launcher):
         try:
             client.stop_training_job(TrainingJobName=record.job)
         except (BotoCoreError, ClientError) as caught:
-            raise RunError(f"AWS did not stop training job {record.job}: {aws.told(caught)}") from None
+            raise RunError(f"AWS did not stop training job {record.job}: {aws.explained(caught)}") from None
         return f"AWS was asked to stop training job {record.job}; it has 120 s to write its checkpoint"

@@ -256,7 +256,7 @@ def check(run: Run, plan: Plan) -> None:
     from lockstep.tasks.models import attention
 
     attention.check(run, here=not launcher_of(run).submits)
-    strategies.checked(run, plan.processes)
+    strategies.checked_strategy(run, plan.processes)
 
 
 def _find(key: str, kind: str, name: str) -> type:

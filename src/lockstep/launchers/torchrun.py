@@ -125,7 +125,7 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
     from lockstep.data.prepare import prepare
     from lockstep.distributed.agreement import facts
     from lockstep.launchers.processes.elastic import run_agent
-    from lockstep.launchers.processes.elastic_rendezvous import Limits, Machine, Meeting
+    from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
     prestart()
     host, port = network.endpoint(options.rendezvous or "localhost:29400")
@@ -145,15 +145,15 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
         say(f"note: no {secret.VARIABLE}: whoever reaches {host}:{port} can disturb this job (docs/security.md)")
     if not holds:
         network.reach(host, port, options.join_s, say)
-    machine = Machine(socket.gethostname(), address, processes_of(run), options.node_rank, holds)
+    machine = Node(socket.gethostname(), address, processes_of(run), options.node_rank, holds)
     limits = Limits(options.join_s, options.more_s, options.lost_s)
 
     def newest() -> int:
         return next((manifest.step for _, manifest in newest_first(run)), 0)
 
     try:
-        meeting = Meeting(host, port, fewest, most, machine, limits, newest, key)
-        meeting.admit(facts(run, prepare(run, plugins.find("tasks", run.task.name)).key))
+        rendezvous = ElasticRendezvous(host, port, fewest, most, machine, limits, newest, key)
+        rendezvous.admit(facts(run, prepare(run, plugins.find("tasks", run.task.name)).key))
     except RendezvousConnectionError as caught:
         raise RunError(f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}") from None
-    return run_agent(run, processes_of(run), meeting, entry, (run, tuple(job), variables), say)
+    return run_agent(run, processes_of(run), rendezvous, entry, (run, tuple(job), variables), say)

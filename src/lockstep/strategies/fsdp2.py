@@ -37,7 +37,7 @@ from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.strategy import Share, Strategy, made
+from lockstep.strategies.strategy import DataParallel, Strategy, make_model
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
@@ -125,8 +125,10 @@ class FSDP2(Strategy):
     def build(self, task: Task) -> None:
         self.task = task
         self.mesh = self.make_mesh()
-        source = made(task) if self.world.is_main else None  # the only whole copy of the model, gone when build ends
-        self.model = roomy(made(task, empty=True))
+        source = (
+            make_model(task) if self.world.is_main else None
+        )  # the only whole copy of the model, gone when build ends
+        self.model = roomy(make_model(task, empty=True))
         # Ranks gather a block together: one that some of them leave out cannot be gathered by itself.
         skips = layers.leaves_out_layers(getattr(self.model, "config", None))
         self.blocks = layers.blocks(self.model) if skips is None else []
@@ -163,7 +165,9 @@ class FSDP2(Strategy):
                 dist.new_group([r for r in range(self.world.size) if r % self.tensor == t]) for t in range(self.tensor)
             ]
             group = groups[self.world.rank % self.tensor]
-            self.share = Share(self.world.rank // self.tensor, self.world.size // self.tensor, summing(group))
+            self.data_parallel = DataParallel(
+                self.world.rank // self.tensor, self.world.size // self.tensor, summing(group)
+            )
         return mesh
 
     def apply_shards(self, exempt: set[str]) -> None:
@@ -237,7 +241,7 @@ class FSDP2(Strategy):
             losses, uses = self.agree(losses, self.uses.counts)
         with self.phases("optimizer"):
             norm, used = self.update(batch.step, self.whole_gradient(), learning_rate, losses, uses)
-        self.statistics.finish(self.share.sum, used)
+        self.statistics.finish(self.data_parallel.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
     @property
@@ -263,7 +267,7 @@ class FSDP2(Strategy):
 
     def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
         losses, found = super().sums_of_step(losses, [*numbers, *self.uses.signature()])
-        self.uses.compare(found[-2:], self.share.size)
+        self.uses.compare(found[-2:], self.data_parallel.size)
         return losses, found[:-2]
 
     @property

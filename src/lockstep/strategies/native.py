@@ -21,7 +21,7 @@ from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Node, ReductionTree
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.strategy import Strategy, made
+from lockstep.strategies.strategy import Strategy, make_model
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
@@ -39,7 +39,7 @@ class Native(Strategy):
 
     def build(self, task: Task) -> None:
         self.task = task
-        self.model = made(task).to(self.world.device)
+        self.model = make_model(task).to(self.world.device)
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
         self.uses = [0] * len(self.parameters)  # of this step: how many of its micro-batches here gave each a gradient

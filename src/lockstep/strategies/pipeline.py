@@ -38,7 +38,7 @@ from lockstep.strategies.engines.pipelining import (
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, buckets, share
-from lockstep.strategies.strategy import Share, Strategy, made
+from lockstep.strategies.strategy import DataParallel, Strategy, make_model
 from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
 
@@ -96,7 +96,7 @@ class Pipeline(Strategy):
         self.pipelines = world.size // self.ranks
         self.stages = self.ranks * each
         self.stage_rank, self.pipeline = divmod(world.rank, self.pipelines)
-        self.share = Share(self.pipeline, self.pipelines, self.sum_over_pipelines)
+        self.data_parallel = DataParallel(self.pipeline, self.pipelines, self.sum_over_pipelines)
 
     @property
     def parameter_count(self) -> int:
@@ -107,7 +107,7 @@ class Pipeline(Strategy):
     def build(self, task: Task) -> None:
         self.task = task
         self.make_groups()
-        model = made(task, empty=not self.world.is_main)
+        model = make_model(task, empty=not self.world.is_main)
         self.cut = Cut(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)

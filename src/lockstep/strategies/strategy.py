@@ -41,7 +41,7 @@ class NotFinite(ArithmeticError):
 
 
 @dataclass(frozen=True)
-class Share:
+class DataParallel:
     """Which part of the data this rank works on. Ranks with the same `rank` work on the same examples together (the
     stages of a pipeline, the parts of a tensor)."""
 
@@ -63,7 +63,7 @@ class Strategy(ABC):
 
     model: nn.Module  # what this rank holds of the model, under the task's own parameter names
     optimizer: Any  # a torch optimizer, or an engine's around one
-    share: Share
+    data_parallel: DataParallel
     statistics: Statistics | None = None  # the model's running statistics, where the strategy brings them together
     observe: Callable[[dict[str, Tensor]], None] | None = None
     """`lockstep verify` listens here: called in every `train_step`, on every rank, with the whole gradient before
@@ -73,7 +73,7 @@ class Strategy(ABC):
         """Topology only, nothing is built and nothing communicated."""
         self.run, self.world = run, world
         self.phases = Phases(world.device)
-        self.share = Share(world.rank, world.size, world.sum)
+        self.data_parallel = DataParallel(world.rank, world.size, world.sum)
         self.asks_late = world.device.type == "cuda"  # whether a step was usable: while the next one is computed
         self._doubt: tuple[int, Tensor, Tensor] | None = None  # step, losses and norm that nobody has looked at
 
@@ -118,7 +118,7 @@ class Strategy(ABC):
 
     def own_micro_batches(self) -> Iterable[int]:
         """The micro-batches of a step that this rank runs, ascending."""
-        return share(self.run.micro_batches, self.share.rank, self.share.size)
+        return share(self.run.micro_batches, self.data_parallel.rank, self.data_parallel.size)
 
     def autocast(self, enabled: bool = True) -> torch.autocast:
         """bf16 where the run asks for it; weights, gradients and moments stay fp32."""
@@ -198,9 +198,9 @@ class Strategy(ABC):
 
     def sum_of_step(self, tensor: Tensor) -> Tensor:
         """Over the ranks that have losses and gradients of their own, in place. Collective."""
-        return self.share.sum(tensor)
+        return self.data_parallel.sum(tensor)
 
-    def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
+    def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is
         found here. `then`: what is tried while there is a state of the optimizer. Collective. Errors: `RunError` when
         buffers change that each rank would keep for itself."""
@@ -213,8 +213,8 @@ class Strategy(ABC):
             own = set().union(*self.world.all_gather(changed)) - set(self.statistics.names if self.statistics else ())
             if own:
                 raise RunError(
-                    f"strategy.name: training changes {some(sorted(own))} of the model, which are no weights: every "
-                    f"process would make something else of them, and {self.run.strategy.name} can bring together "
+                    f"strategy.name: training changes {first_few(sorted(own))} of the model, which are no weights: "
+                    f"every process would make something else of them, and {self.run.strategy.name} can bring together "
                     "nothing but the running statistics of BatchNorm and its like"
                     f"{'' if self.statistics else ' (this strategy not even those)'}. "
                     "Use one process (launch.processes=1 strategy.name=single), or a model without them"
@@ -227,7 +227,7 @@ class Strategy(ABC):
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         """The tokens that the model writes, int64 [B, N]. Every rank gives inputs of its own. Collective."""
         assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
-        return decoding.by_forward(self.forward, lambda count: self.share.sum(count.float()), inputs, how)
+        return decoding.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
 
     @abstractmethod
     def sharded_state_dict(self) -> dict[str, Tensor]:
@@ -260,7 +260,7 @@ class Strategy(ABC):
         """Give everything back."""
 
 
-def made(task: Task, empty: bool = False) -> nn.Module:
+def make_model(task: Task, empty: bool = False) -> nn.Module:
     """The task's model, its tensors laid out in memory as their shapes say; `empty`: on the meta device.
 
     Sums, slices and fused updates walk through memory: the gradient of a transposed weight would be taken in another
@@ -276,20 +276,20 @@ def made(task: Task, empty: bool = False) -> nn.Module:
     return model
 
 
-def some(names: list[str]) -> str:
+def first_few(names: list[str]) -> str:
     """The first few of many."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def of(run: Run) -> type[Strategy]:
+def strategy_class(run: Run) -> type[Strategy]:
     """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
     found: type[Strategy] = plugins.find("strategies", run.strategy.name)
     return found.variant(run)
 
 
-def checked(run: Run, processes: int) -> type[Strategy]:
+def checked_strategy(run: Run, processes: int) -> type[Strategy]:
     """The same, after it refused what cannot work. Errors: `RunError`."""
-    found = of(run)
+    found = strategy_class(run)
     found.check(run, processes)
     task: type[Task] = plugins.find("tasks", run.task.name)
     if found.generate is Strategy.generate and not task.writes_greedily(run):

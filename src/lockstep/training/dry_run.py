@@ -28,14 +28,14 @@ from lockstep.training.session import Session
 EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
 
 
-def rehearse(session: Session, then: Callable[[], None] = lambda: None) -> None:
+def try_a_step(session: Session, then: Callable[[], None] = lambda: None) -> None:
     """Try the longest examples before the first step, and `then` what else takes memory. Ends the process, with advice,
     where memory does not suffice. Errors: `TrainingFailed` for a loss or gradient that is no number."""
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
     keep_freed_memory()  # not before: building a model frees what no step asks for again
     batch = feed.longest().to(world.device)
     try:
-        strategy.rehearse(batch, then)
+        strategy.dry_run(batch, then)
     except NotFinite as caught:
         when = "before step 0, tried with the longest examples of the training split"
         raise TrainingFailed(explained(caught, feed, batch.ids, when)) from caught
@@ -53,19 +53,19 @@ def rehearse(session: Session, then: Callable[[], None] = lambda: None) -> None:
         os._exit(BAD)  # the others wait in a collective: the launcher ends them
 
 
-def rehearse_the_end(session: Session) -> None:
+def try_the_end(session: Session) -> None:
     """What comes after the first step, before it: a checkpoint's memory, evaluation of the longest examples, samples,
     and an export unless the model is large. A mistake in a task of one's own is found here and not after hours; nothing
     is left behind. Collective."""
-    session.checkpoints.rehearse(session.strategy)
+    session.checkpoints.dry_run(session.strategy)
     try:
-        _try_the_end(session)
+        _tried(session)
     except Exception as caught:
         caught.add_note(f"({PLACE.name}, tried before training: it would have failed after it)")
         raise
 
 
-def _try_the_end(session: Session) -> None:
+def _tried(session: Session) -> None:
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     checkpoints = session.checkpoints
 

@@ -16,7 +16,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.models import adapters
 from lockstep.track.console import Console
 from lockstep.training.loop import evaluate as evaluated
-from lockstep.training.session import built, met
+from lockstep.training.session import build_session, prepare_and_join
 
 
 def finished(output: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:
@@ -54,7 +54,7 @@ def scores(
     run, export = finished(output, overrides)
     alone = of_export(run, export, output)
     world = World(alone)
-    session = built(alone, world, met(alone, world, data=run))
+    session = build_session(alone, world, prepare_and_join(alone, world, data=run))
     task, strategy = session.task, session.strategy
     wanted = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
     if split is not None and split not in task.splits:

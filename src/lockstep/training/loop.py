@@ -305,11 +305,11 @@ def scored(
     order = rows[np.argsort(-columns.lengths[rows], kind="stable")]
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
-    for turn in range(0, len(batches), strategy.share.size):
+    for turn in range(0, len(batches), strategy.data_parallel.size):
         PLACE.at(f"evaluation, batch {turn}")
         if stop():
             raise Interrupted
-        mine = turn + strategy.share.rank
+        mine = turn + strategy.data_parallel.rank
         chosen = batches[mine] if mine < len(batches) else order[:0]
         seed_everything(run.seed, -1, mine)  # what is drawn depends on the batch, not on the rank
         batch = task.collate(columns, chosen, 0).to(world.device)
@@ -319,6 +319,6 @@ def scored(
         for name, value in found.items():
             value = torch.round(value.double() * 2**20) / 2**20
             sums[name] = sums[name] + value if name in sums else value
-    sums = {name: strategy.share.sum(value).cpu() for name, value in sorted(sums.items())}
+    sums = {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}
     assert int(sums["examples"]) == len(rows), f"{int(sums['examples'])} of {len(rows)} examples were evaluated"
     return {**task.metrics(sums), "examples": len(rows)}, task.tables(sums)

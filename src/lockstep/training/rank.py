@@ -45,9 +45,9 @@ from lockstep.track.report.history import told_whole
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
-from lockstep.training.dry_run import rehearse, rehearse_the_end
+from lockstep.training.dry_run import try_a_step, try_the_end
 from lockstep.training.loop import Counts, Interrupted, TrainingFailed, samples, scored, train
-from lockstep.training.session import Session, Sinks, built, met
+from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
 from lockstep.training.summary import closing, digest_of, facts, precisions
 
 
@@ -60,20 +60,20 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
         world = World(run, init_method)
         world.refusal = refusal
         module, _, function = job[0].rpartition(".")
-        return left(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
+        return note_end(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
     except RunError as caught:
         if world is None or world.local_rank == 0:  # on every machine: its person should know, too
             error(str(caught), run.folder / LOG if world is None or world.refusal is None else None)
-        return left(run, world, job, BAD)
+        return note_end(run, world, job, BAD)
     except Exception as caught:
         if world is not None and world.stop.came and lost_contact(caught):
-            left(run, world, job, FAILED)
+            note_end(run, world, job, FAILED)
             end_by_signal()  # another rank did not listen yet when all were asked to stop
         if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
             tell_failure(caught, world, run.folder / LOG)
         elif world is None or world.is_main or (isinstance(caught, Unreached) and world.local_rank == 0):
             error(str(caught), run.folder / LOG)
-        left(run, world, job, FAILED)
+        note_end(run, world, job, FAILED)
         if world is not None and world.size > 1:
             if lost_contact(caught):
                 world.stop.wait(1.0)  # so that the launcher sees the rank that failed by itself first
@@ -85,7 +85,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
             world.close()
 
 
-def left(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
+def note_end(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
     """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if status == FAILED and count < most:
@@ -135,7 +135,7 @@ class Outlets(Sinks):
 
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
-    prepared = met(run, world)
+    prepared = prepare_and_join(run, world)
     console = Console(world.is_main, world.log, run.track.console)
     done = finished_already(run, world, prepared)
     if world.is_main:
@@ -143,7 +143,7 @@ def work(run: Run, world: World) -> int:
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
         return pushed(run, world, console) if world.is_main else DONE
-    session = replace(built(run, world, prepared, console.note), journal=Journal(world, run.folder))
+    session = replace(build_session(run, world, prepared, console.note), journal=Journal(world, run.folder))
     found = through(session, console, resumed(session, console))
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
@@ -160,7 +160,7 @@ def resumed(session: Session, console: Console) -> int:
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
-    rehearse(session, lambda: rehearse_the_end(session))
+    try_a_step(session, lambda: try_the_end(session))
     if world.is_main:
         launched.arrived(run.folder, world.size, session.feed.total)
     step, notes = session.checkpoints.resume(strategy)

@@ -23,9 +23,9 @@ from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import Strategy
-from lockstep.training.dry_run import rehearse
+from lockstep.training.dry_run import try_a_step
 from lockstep.training.loop import evaluate
-from lockstep.training.session import Session, built, met
+from lockstep.training.session import Session, build_session, prepare_and_join
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
 def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     """Run a few steps and write down what they did in OUTPUT; then `timed` more for their speed and memory.
     Collective."""
-    session = built(run, world, met(run, world))
+    session = build_session(run, world, prepare_and_join(run, world))
     task, strategy, feed = session.task, session.strategy, session.feed
     uncovered = own_generators(task, strategy.model)
-    rehearse(session)
+    try_a_step(session)
     numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
     probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
     writer = _Writer(run.folder, world, strategy)
@@ -122,7 +122,7 @@ class _Writer:
 
     def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
         seen = sum(int((m.targets >= 0).sum()) for m in batch.micro_batches)
-        total = int(self.strategy.share.sum(torch.tensor(seen, dtype=torch.float64)))
+        total = int(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
         self.steps.append(Step(number, loss, norm, total, batch.targets))
         self.save(f"step-{place}", self.gradients | self.weights())
 

@@ -58,12 +58,12 @@ class Session:
     sinks: Sinks = field(default_factory=Sinks)
 
 
-def met(run: Run, world: World, data: Run | None = None) -> Prepared:
+def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepared:
     """Check, prepare the data, join the other ranks, and agree with them that all have the same. `data`: the run whose
     data they are, where that is another. Collective. Errors: `RunError`, `Unreached`."""
     attention.check(run, here=True)
     run.check_shared(world.size, f"launch: {world.size} processes")
-    strategies.checked(run, world.size)
+    strategies.checked_strategy(run, world.size)
     prepared = prepare(data or run, plugins.find("tasks", run.task.name))
     world.join()
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
@@ -71,10 +71,12 @@ def met(run: Run, world: World, data: Run | None = None) -> Prepared:
     return prepared
 
 
-def built(run: Run, world: World, prepared: Prepared, say: Callable[[str], None] = lambda text: None) -> Session:
+def build_session(
+    run: Run, world: World, prepared: Prepared, say: Callable[[str], None] = lambda text: None
+) -> Session:
     """Task, model and feed. `say` is told what becomes of checkpoints. Collective. Errors: `RunError`."""
     before = tensor_bytes()
-    strategy = strategies.of(run)(run, world)
+    strategy = strategies.strategy_class(run)(run, world)
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
     seed_libraries(run.seed)  # for a task whose `model` draws weights by itself

@@ -108,7 +108,7 @@ def what_next(run: Run, world: World) -> tuple[str, str]:
     file = str(run.folder / "run.yaml")
     if run.launch.name != "local":  # whose ranks this shell may not be able to start
         return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
-    if not strategies.of(run).gives_bits(run):
+    if not strategies.strategy_class(run).gives_bits(run):
         return shlex.join(["lockstep", "verify", file]), "whether this is the same training as on one process"
     words = ["lockstep", "train", file]
     most = run.micro_batches if world.device.type == "cpu" else torch.cuda.device_count()
@@ -119,7 +119,7 @@ def what_next(run: Run, world: World) -> tuple[str, str]:
         with suppress(RunError):
             if processes == world.size:
                 continue
-            strategies.checked(run, processes)
+            strategies.checked_strategy(run, processes)
             words += [f"launch.processes={processes}", override_of("output", f"{run.folder}-{processes}")]
             # what belongs to this run, and not to one that is compared with it
             words += ["stop_after=null"] if run.stop_after else []

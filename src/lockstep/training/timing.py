@@ -24,9 +24,9 @@ from lockstep.distributed import memory
 from lockstep.distributed.sharded import Sharded
 from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
-from lockstep.training.dry_run import rehearse
+from lockstep.training.dry_run import try_a_step
 from lockstep.training.loop import Counts, train
-from lockstep.training.session import Session, Sinks, built, met
+from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
 
 FILE = "timing.json"
 
@@ -81,12 +81,12 @@ class _Moments(Sinks):
 def measure(run: Run, world: World, steps: str, skip: str) -> int:
     """Train `skip` steps that are not counted and `steps` that are, in the product's own loop, without evaluations and
     checkpoints; then one more to look at memory. Collective. Returns the exit status."""
-    prepared = met(run, world)
-    session = built(run, world, prepared)
+    prepared = prepare_and_join(run, world)
+    session = build_session(run, world, prepared)
     strategy, whole = session.strategy, session.feed.total
     watch = Watch(world, run.launch.hang_s).start()
     try:
-        rehearse(session)
+        try_a_step(session)
         found = _timed(session, prepared, (int(skip), int(skip) + int(steps)))
         ranks = [] if found is None else world.all_gather(_memory(session))
     finally:

@@ -154,11 +154,11 @@ def session(region: str) -> Any:
             )
         made.client("sts").get_caller_identity()
     except (BotoCoreError, ClientError) as caught:
-        raise RunError(f"launch.name: AWS does not accept these credentials: {told(caught)}") from None
+        raise RunError(f"launch.name: AWS does not accept these credentials: {explained(caught)}") from None
     return made
 
 
-def told(caught: Exception) -> str:
+def explained(caught: Exception) -> str:
     """What AWS said, on one line, without request ids."""
     return re.sub(r"\(?RequestID: [^)]*\)?", "", " ".join(str(caught).split())).strip()
 
@@ -185,4 +185,4 @@ def upload(client: Any, prefix: str, contents: Mapping[str, bytes | Path]) -> No
             else:
                 client.put_object(Bucket=bucket, Key=key, Body=content)
         except (BotoCoreError, ClientError, S3UploadFailedError, OSError) as caught:
-            raise RunError(f"launch.s3: cannot write s3://{bucket}/{key}: {told(caught)}") from None
+            raise RunError(f"launch.s3: cannot write s3://{bucket}/{key}: {explained(caught)}") from None

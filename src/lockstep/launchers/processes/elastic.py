@@ -37,7 +37,7 @@ from lockstep.config.run import Run
 from lockstep.distributed import launched
 from lockstep.distributed.failure import MARKER
 from lockstep.distributed.stops import Interrupts, heard
-from lockstep.launchers.processes.elastic_rendezvous import End, Meeting
+from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
 from lockstep.track.console import error
 
 # seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
@@ -47,7 +47,7 @@ GRACE_S, NO_GRACE_S = 30, 2
 def run_agent(
     run: Run,
     processes: int,
-    meeting: Meeting,
+    rendezvous: ElasticRendezvous,
     entry: Callable[..., None],
     arguments: Sequence[Any],
     say: Callable[[str], None],
@@ -60,59 +60,60 @@ def run_agent(
         local_world_size=processes,
         entrypoint=entry,
         args=tuple(arguments),
-        rdzv_handler=meeting,  # type: ignore[arg-type]
+        rdzv_handler=rendezvous,  # type: ignore[arg-type]
         max_restarts=run.launch.max_restarts,
         monitor_interval=0.1,
     )
-    agent = Agent(spec, meeting, int(run.launch.timeout_s), say)
+    agent = Agent(spec, rendezvous, int(run.launch.timeout_s), say)
     # Torch elastic would pass a signal on as it came, look no more at how ranks end, and wait even for those that have
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
     main = threading.current_thread() is threading.main_thread()  # no other may set a handler
     before = {number: signal.signal(number, agent.hear) for number in heard()} if main else {}
     status = FAILED
     try:
-        status = _seen_to_end(run, agent, meeting)
+        status = _seen_to_end(run, agent, rendezvous)
         return status
     finally:
         agent.over = True  # nothing is left to interrupt
-        meeting.end(status)
+        rendezvous.end(status)
         with contextlib.suppress(RendezvousError):
-            meeting.shutdown()
+            rendezvous.shutdown()
         for number, handler in before.items():
             signal.signal(number, handler)
-        for marker in Path(tempfile.gettempdir()).glob(f"{MARKER}{meeting.get_run_id()}-*"):
+        for marker in Path(tempfile.gettempdir()).glob(f"{MARKER}{rendezvous.get_run_id()}-*"):
             marker.unlink(missing_ok=True)
 
 
-def _seen_to_end(run: Run, agent: Agent, meeting: Meeting) -> int:
+def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
     try:
         result = agent.run()
     except SignalException:
         status = _unheard(run)
-        meeting.end(FAILED if status == FAILED else STOPPED, "stopped on request")
-        meeting.leave_together(GRACE_S)
+        rendezvous.end(FAILED if status == FAILED else STOPPED, "stopped on request")
+        rendezvous.leave_together(GRACE_S)
         return status
     except RendezvousTimeoutError:
-        there = ", ".join(meeting.there()) or "none"
+        there = ", ".join(rendezvous.there()) or "none"
         error(
-            f"not enough machines came to {meeting.at}:{meeting.port} within {meeting.limits.join:g} s: wanted are "
-            f"{meeting.fewest}, there were {there}. Start the same command on the others, or lower launch.machines"
+            f"not enough machines came to {rendezvous.at}:{rendezvous.port} within {rendezvous.limits.join:g} s: "
+            f"wanted are {rendezvous.fewest}, there were {there}. Start the same command on the others, or lower "
+            "launch.machines"
         )
         return FAILED
     except RendezvousClosedError:
-        return agent.follow(meeting.ended())
+        return agent.follow(rendezvous.ended())
     except RendezvousConnectionError as caught:
         error(
-            f"{socket.gethostname()} lost the machine at {meeting.at}:{meeting.port}, where the machines of this job "
-            f"meet ({' '.join(str(caught.__cause__ or caught).split())[:120]}). The job ends here; start the same "
+            f"{socket.gethostname()} lost the machine at {rendezvous.at}:{rendezvous.port}, where the machines of this "
+            f"job meet ({' '.join(str(caught.__cause__ or caught).split())[:120]}). The job ends here; start the same "
             f"command again on every machine, and it goes on from its last checkpoint"
         )
         return FAILED
     except RendezvousError as caught:  # forged or damaged: what torch elastic raises for it, and what is raised here
-        error(f"the machines cannot meet at {meeting.at}:{meeting.port}: {caught}")
+        error(f"the machines cannot meet at {rendezvous.at}:{rendezvous.port}: {caught}")
         return FAILED
     if result is None:  # the job ended while this machine was one too many
-        return agent.follow(meeting.ended())
+        return agent.follow(rendezvous.ended())
     if agent.verdict is not None:
         return agent.verdict
     if result.is_failed():
@@ -133,9 +134,11 @@ def _unheard(run: Run) -> int:
 class Agent(LocalElasticAgent):
     """Torch elastic's own, told what our exit statuses mean, saying who died, and looking after the other machines."""
 
-    def __init__(self, spec: WorkerSpec, meeting: Meeting, timeout_s: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, rendezvous: ElasticRendezvous, timeout_s: int, say: Callable[[str], None]
+    ) -> None:
         super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver", shutdown_timeout=timeout_s)
-        self.meeting, self.say = meeting, say
+        self.rendezvous, self.say = rendezvous, say
         self.verdict: int | None = None  # another machine's exit status, once this one follows it
         self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
         self.over = False
@@ -174,7 +177,7 @@ class Agent(LocalElasticAgent):
     def follow(self, end: object) -> int:
         """End as another machine did; says so. Returns the exit status."""
         if not isinstance(end, End):
-            error(f"the job at {self.meeting.at}:{self.meeting.port} has ended without {socket.gethostname()}")
+            error(f"the job at {self.rendezvous.at}:{self.rendezvous.port} has ended without {socket.gethostname()}")
             return FAILED
         if end.status in (FAILED, BAD):
             error(f"the job has ended on {end.host} with status {end.status}{f': {end.text}' if end.text else ''}")
@@ -188,17 +191,17 @@ class Agent(LocalElasticAgent):
         self._meets = True
         if self._asked:
             raise SignalException("asked to stop", sigval=signal.SIGTERM)
-        with self.meeting.reading():
+        with self.rendezvous.reading():
             super()._rendezvous(worker_group)
         self._hopeless = self._meets = False
-        machines = self.meeting.machines
-        if self.meeting.most > 1:
+        machines = self.rendezvous.machines
+        if self.rendezvous.most > 1:
             first, said = 0, []
             for machine in machines:
                 last = first + machine.processes - 1
                 said.append(f"{machine.host} (rank{'s' if last > first else ''} {first}{f'-{last}' * (last > first)})")
                 first = last + 1
-            self.say(f"machines   {len(machines)} at {self.meeting.at}:{self.meeting.port}: {', '.join(said)}")
+            self.say(f"machines   {len(machines)} at {self.rendezvous.at}:{self.rendezvous.port}: {', '.join(said)}")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._asked:
@@ -211,9 +214,9 @@ class Agent(LocalElasticAgent):
             return result
         ranks = [worker.global_rank for worker in worker_group.workers]  # some may be ending still
         statuses = {failure.exitcode for failure in result.failures.values()}
-        alone = self.meeting.most == 1
-        end = None if alone else self.meeting.ended()
-        if not alone and BAD not in statuses and self.meeting.grows():
+        alone = self.rendezvous.most == 1
+        end = None if alone else self.rendezvous.ended()
+        if not alone and BAD not in statuses and self.rendezvous.grows():
             return RunResult(WorkerState.HEALTHY)  # torch elastic sees in a moment who waits, and forms again
         if statuses == {STOPPED}:  # not a failure, and no reason to start again
             self.saved = True
@@ -229,25 +232,25 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         self._tell(result)
         if not self._remaining_restarts:
-            self.meeting.end(BAD if BAD in statuses else FAILED, "see what that machine says")
+            self.rendezvous.end(BAD if BAD in statuses else FAILED, "see what that machine says")
         return result
 
     def _look_around(self, worker_group: WorkerGroup) -> RunResult | None:
         """What has become of the other machines, while this one's ranks are well."""
-        if self.meeting.most == 1:
+        if self.rendezvous.most == 1:
             return None
-        if (end := self.meeting.ended(at_once=False)) is not None:
+        if (end := self.rendezvous.ended(at_once=False)) is not None:
             if end.status == STOPPED:
                 self._asked = True  # ranks agree by themselves; one that starts does not
             elif end.status in (FAILED, BAD):
                 return self._give_up(self.follow(end))
-        if hosts := self.meeting.lost():
+        if hosts := self.rendezvous.lost():
             self._hopeless = True
             left = self._remaining_restarts
             then = f"restarting from the last checkpoint ({left} restart(s) left)" if left else "no restarts left"
-            error(f"no sign of life from {', '.join(hosts)} for {self.meeting.limits.lost:g} s; {then}")
+            error(f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; {then}")
             if not left:
-                self.meeting.end(FAILED, f"{', '.join(hosts)} was lost")
+                self.rendezvous.end(FAILED, f"{', '.join(hosts)} was lost")
             return RunResult(WorkerState.FAILED)
         return None
 
@@ -270,7 +273,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # a machine has come
             self.say("another machine has come: a checkpoint, and the job forms again")
-            self.meeting.grow()
+            self.rendezvous.grow()
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -278,11 +281,11 @@ class Agent(LocalElasticAgent):
         self._shutdown(timeout=self._shutdown_timeout if growing else GRACE_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
-        super()._shutdown(death_sig, NO_GRACE_S if self._hopeless or self.meeting.gone else timeout)
+        super()._shutdown(death_sig, NO_GRACE_S if self._hopeless or self.rendezvous.gone else timeout)
 
     def _exit_barrier(self) -> None:
-        if self.meeting.most > 1:
-            self.meeting.leave_together()
+        if self.rendezvous.most > 1:
+            self.rendezvous.leave_together()
 
 
 def _name_of(number: int) -> str:

@@ -34,7 +34,7 @@ from lockstep.launchers.processes.elastic_state import Backend
 
 
 @dataclass(frozen=True)
-class Machine:
+class Node:
     """What a machine says of itself when the job forms."""
 
     host: str
@@ -69,7 +69,7 @@ class End:
     text: str = ""
 
 
-class Meeting:
+class ElasticRendezvous:
     """A rendezvous handler as torch elastic wants one. Its methods raise `RendezvousError`s where torch's own do."""
 
     use_agent_store = False  # each formation has a store of its own, on the machine of rank 0 (pytorch#135712)
@@ -80,7 +80,7 @@ class Meeting:
         port: int,
         fewest: int,
         most: int,
-        machine: Machine,
+        node: Node,
         limits: Limits,
         newest: Callable[[], int] = lambda: 0,
         key: str | None = None,
@@ -89,14 +89,14 @@ class Meeting:
         machine's newest checkpoint; `key` is the job's secret, by default the one that was given. Errors:
         `NetworkError`, `RendezvousConnectionError`, `RendezvousStateError`."""
         self.at, self.fewest, self.most, self.limits = at, fewest, most, limits
-        self._machine, self._newest = machine, newest
-        self.machines: list[Machine] = []  # of this formation, in the order of their ranks
+        self._machine, self._newest = node, newest
+        self.machines: list[Node] = []  # of this formation, in the order of their ranks
         self.place = 0  # of this machine among them
         self.gone = False  # whether the store is
         self._key = secret.given() if key is None else key
         timeout_s = max(limits.lost, 10)
         try:
-            if machine.holds:
+            if node.holds:
                 self._store: Any = stores.opened(at, port, most > 1, timeout_s)
             else:
                 self._store = stores.connected(at, port, limits.join, timeout_s)
@@ -115,7 +115,7 @@ class Meeting:
             Backend(Sealed(PrefixStore(f"lockstep-state-{name}", self._store), f"{name}/state", self._key)),
             fewest,
             most,
-            machine.address,
+            node.address,
             RendezvousTimeout(_seconds(limits.join), _seconds(limits.more), _seconds(10), _seconds(5)),
             keep_alive_interval=max(1, round(limits.lost / 3)),
             keep_alive_max_attempt=3,
@@ -144,7 +144,7 @@ class Meeting:
         ):
             found = self._call(self._inner.next_rendezvous)  # one was lost just now
         told = self._call(lambda: self._round.multi_get(keys))
-        machines = [_parsed(Machine, text) for text in told]
+        machines = [_parsed(Node, text) for text in told]
         order = sorted(range(len(machines)), key=lambda rank: machines[rank].precedence)
         self.machines, self.place = [machines[rank] for rank in order], order.index(found.rank)
         first: Any = self._round.within("first")
@@ -205,7 +205,7 @@ class Meeting:
         if not missing or now - self._missing[1] < 2.5:
             return []
         addresses = {node.addr for node in missing}
-        return [machine.host for machine in self.machines if machine.address in addresses]
+        return [node.host for node in self.machines if node.address in addresses]
 
     def grow(self) -> None:
         """Tell the other machines that ranks which end with 75 now do so because the job forms again. When this

@@ -24,7 +24,7 @@ from lockstep.strategies.engines import layers, zero_config
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.strategy import Strategy, made
+from lockstep.strategies.strategy import Strategy, make_model
 from lockstep.tasks.task import Task
 
 _STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD, each shaped as its parameter
@@ -60,7 +60,7 @@ class Sharded(Strategy):
         os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # DeepSpeed insists, in a job of one too
         self._join()
         receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
-        self.model = made(task, empty=receives)
+        self.model = make_model(task, empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         self.low_precision = keeps_bf16_weights(self.options())
         self.config = zero_config.config(self.run, self.stage, self.parameter_count, self.options())
@@ -98,16 +98,16 @@ class Sharded(Strategy):
         """Partition the model module by module: rank 0 gives, the others never hold more than one module whole."""
         from deepspeed import zero
 
-        made: dict[int, nn.Parameter] = {}  # tied weights stay tied
+        make_model: dict[int, nn.Parameter] = {}  # tied weights stay tied
         device = self.world.device
         dtype = torch.bfloat16 if self.low_precision else torch.float32
         for module in reversed(list(self.model.modules())):  # inner modules before those that hold them
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.is_meta:
-                    if id(parameter) not in made:
+                    if id(parameter) not in make_model:
                         real = torch.empty(parameter.shape, dtype=dtype, device=device)
-                        made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
-                    module._parameters[name] = made[id(parameter)]
+                        make_model[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
+                    module._parameters[name] = make_model[id(parameter)]
                 elif not hasattr(parameter, "ds_id"):
                     parameter.data = parameter.data.to(dtype)
             for name, buffer in module.named_buffers(recurse=False):
@@ -158,7 +158,7 @@ class Sharded(Strategy):
                 self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         self.usable(batch.step, losses, norm)
-        self.statistics.finish(self.share.sum)
+        self.statistics.finish(self.data_parallel.sum)
         return StepResult(losses.sum() / batch.targets, norm)
 
     def _count(self, name: str) -> None:
@@ -176,8 +176,8 @@ class Sharded(Strategy):
             )
         return [parameter for name, parameter in self._trained() if not counts[name]]
 
-    def rehearse(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
-        super().rehearse(batch, then)
+    def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
+        super().dry_run(batch, then)
         if self.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False  # to the state that was
 
@@ -308,10 +308,10 @@ class Sharded(Strategy):
         """What the optimizer would have made in its first step, to be filled in."""
         self.optimizer.state.clear()
         for flat in self._flat() if keys else ():
-            made = self.optimizer.state[flat]
+            make_model = self.optimizer.state[flat]
             if step is not None:
-                made["step"] = torch.tensor(step, device=flat.device if flat.is_cuda else "cpu")
-            made |= {key: torch.zeros_like(flat) for key in keys}
+                make_model["step"] = torch.tensor(step, device=flat.device if flat.is_cuda else "cpu")
+            make_model |= {key: torch.zeros_like(flat) for key in keys}
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:

@@ -35,12 +35,12 @@ def keeps_bf16_weights(options: Mapping[str, Any]) -> bool:
     return isinstance(section, Mapping) and section.get("enabled") not in (AUTO, None, False)
 
 
-def left(options: Mapping[str, Any]) -> dict[str, Any]:
+def remaining(options: Mapping[str, Any]) -> dict[str, Any]:
     """What DeepSpeed is to read: without what the run file says, and without "auto", which leaves it to lockstep."""
     found = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
-            value = {k: v for k, v in left(value).items() if not (name == "zero_optimization" and k == "stage")}
+            value = {k: v for k, v in remaining(value).items() if not (name == "zero_optimization" and k == "stage")}
             if not value and options[name]:
                 continue
         if value != AUTO and name not in OURS:

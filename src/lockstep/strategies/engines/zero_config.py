@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.run import Run, RunError
-from lockstep.strategies.engines.zero_agreement import OURS, differing, left, refuse
+from lockstep.strategies.engines.zero_agreement import OURS, differing, refuse, remaining
 
 
 def prepare_import(device_type: str) -> None:
@@ -58,7 +58,7 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
         "zero_allow_untested_optimizer": True,  # SGD: tested here
         "zero_force_ds_cpu_optimizer": False,  # with `offload_optimizer` too the optimizer is ours
     }
-    theirs = left(options)
+    theirs = remaining(options)
     section = zero | theirs.pop("zero_optimization", {})
     return ours | theirs | {"zero_optimization": section}
 
@@ -73,7 +73,7 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
         import torch
 
         prepare_import("cuda" if run.launch.device != "cpu" and torch.cuda.is_available() else "cpu")
-        rest = left(options)
+        rest = remaining(options)
         rows += _ask_deepspeed(config(run, stage, 1_000_000, rest), rest, key)
     refuse(rows, key)
 

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
-from lockstep.data.hub_errors import told
+from lockstep.data.hub_errors import explained
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters
 
@@ -115,7 +115,7 @@ def load_config(run: Run) -> Any:
                 source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
             )
         except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
-            said = told(error, run.model.revision)
+            said = explained(error, run.model.revision)
             raise RunError(f"model.source: cannot load a model from {source!r}: {said}") from error
     for key, value in run.model.config.items():
         if entry(config, key, missing := object()) is missing:
