@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.decoding import Decoding
 
-
 MOST_CLASSES = 100  # of which a table of true against predicted labels is counted
 
 
