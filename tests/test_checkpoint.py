@@ -282,6 +282,7 @@ def test_finished_needs_the_last_step_and_the_export(folder: Path, tmp_path: Pat
     train(run, 5)
     (folder / "export").mkdir()
     (folder / "export" / "config.json").write_text("{}")
+    (folder / "export.json").write_text('{"config.json": ""}')
     assert not finished(run, check_resumable(run, prepared))
     train(run, 6)
     assert finished(run, check_resumable(run, prepared))

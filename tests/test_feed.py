@@ -56,7 +56,7 @@ def test_all_ranks_together_hold_the_step_s_examples_once(ranks: int, group: int
         assert sorted(m.index for p in parts for m in p.micro_batches) == list(range(8))
         for part in parts:
             assert part.ids.tolist() == rows.tolist()
-            assert (part.examples, part.targets, part.leaves, part.step) == (len(rows), len(rows), 8, step)
+            assert (part.examples, part.targets, part.count, part.step) == (len(rows), len(rows), 8, step)
             assert part.tokens == feeds[0].columns.lengths[rows].sum()
             assert part.tokens <= part.padded
 

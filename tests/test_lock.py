@@ -251,13 +251,13 @@ def test_a_project_is_not_written_into(
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "mine.csv").write_text("years of work")
     (tmp_path / "run.yaml").write_text(json.dumps(TINY | {"output": "."}))
-    (tmp_path / "loop.py").touch()
+    (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert main(["train", "run.yaml"]) == 2
     said = capsys.readouterr().err
     assert "is not empty" in said
-    assert "export, run.yaml, loop.py" in said
+    assert "export, run.yaml, train.py" in said
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

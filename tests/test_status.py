@@ -188,7 +188,7 @@ def test_lines_that_come_while_one_reads(tmp_path: Path) -> None:
         if left:
             with open(path, "a") as file:
                 file.write(left.pop(0))
-        return bool(note_end)
+        return bool(left)
 
     assert list(launched.lines_of(path, True, live, every_s=0)) == ["one", "two", "half", "three", "four"]
 

@@ -30,14 +30,13 @@ from lockstep.strategies.engines.fsdp import (
     cuts,
     leaves_layers_out,
     roomy,
-    summing,
 )
 from lockstep.strategies.engines.fsdp_gate import gate
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.strategy import DataParallel, Strategy, make_model
+from lockstep.strategies.strategy import DataParallel, Strategy, make_model, summing
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task

@@ -25,7 +25,6 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.cuts import Cut, layer_count
-from lockstep.strategies.engines.fsdp import summing
 from lockstep.strategies.engines.pipelining import (
     Held,
     Links,
@@ -38,7 +37,7 @@ from lockstep.strategies.engines.pipelining import (
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, buckets, share
-from lockstep.strategies.strategy import DataParallel, Strategy, make_model
+from lockstep.strategies.strategy import DataParallel, Strategy, make_model, summing
 from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
 

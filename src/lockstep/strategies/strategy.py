@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config import plugins
@@ -48,6 +49,16 @@ class DataParallel:
     rank: int
     size: int
     sum: Callable[[Tensor], Tensor]  # over the ranks that work on different examples, in place; collective
+
+
+def summing(group: dist.ProcessGroup) -> Any:
+    """A sum over the ranks of a group, in place."""
+
+    def add(tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    return add
 
 
 class Strategy(ABC):

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
@@ -163,13 +162,3 @@ def cuts(tensor: Tensor) -> int:
     assert isinstance(tensor, DTensor)
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
-
-
-def summing(group: dist.ProcessGroup) -> Any:
-    """A sum over the ranks of a group, in place."""
-
-    def add(tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=group)
-        return tensor
-
-    return add

@@ -98,16 +98,16 @@ class Sharded(Strategy):
         """Partition the model module by module: rank 0 gives, the others never hold more than one module whole."""
         from deepspeed import zero
 
-        make_model: dict[int, nn.Parameter] = {}  # tied weights stay tied
+        made: dict[int, nn.Parameter] = {}  # tied weights stay tied
         device = self.world.device
         dtype = torch.bfloat16 if self.low_precision else torch.float32
         for module in reversed(list(self.model.modules())):  # inner modules before those that hold them
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.is_meta:
-                    if id(parameter) not in make_model:
+                    if id(parameter) not in made:
                         real = torch.empty(parameter.shape, dtype=dtype, device=device)
-                        make_model[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
-                    module._parameters[name] = make_model[id(parameter)]
+                        made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
+                    module._parameters[name] = made[id(parameter)]
                 elif not hasattr(parameter, "ds_id"):
                     parameter.data = parameter.data.to(dtype)
             for name, buffer in module.named_buffers(recurse=False):
@@ -308,10 +308,10 @@ class Sharded(Strategy):
         """What the optimizer would have made in its first step, to be filled in."""
         self.optimizer.state.clear()
         for flat in self._flat() if keys else ():
-            make_model = self.optimizer.state[flat]
+            made = self.optimizer.state[flat]
             if step is not None:
-                make_model["step"] = torch.tensor(step, device=flat.device if flat.is_cuda else "cpu")
-            make_model |= {key: torch.zeros_like(flat) for key in keys}
+                made["step"] = torch.tensor(step, device=flat.device if flat.is_cuda else "cpu")
+            made |= {key: torch.zeros_like(flat) for key in keys}
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:
