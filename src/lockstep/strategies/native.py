@@ -44,7 +44,8 @@ class Native(Strategy):
         self.parameters = list(self.named.values())
         self.uses = [0] * len(self.parameters)  # of this step: how many of its micro-batches here gave each a gradient
         exact = self.run.strategy.exact
-        uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
+        with self.autocast():  # attention of some kinds takes bf16 only
+            uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
         sparse = row_sparse(self.model, self.world.device, uses) if exact else set()
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
         self.optimizer = optim.build(self.run.optim, self.model)
