@@ -31,7 +31,8 @@ _started: list[str] = []  # processes that the test at hand has started
 def _counted(start: Callable[..., Any]) -> Callable[..., Any]:
     def started(*arguments: Any, **named: Any) -> Any:
         command = arguments[1] if arguments[1:] else named.get("args", arguments[0])
-        if not (isinstance(command, list) and command[:1] == ["git"]):  # which commit this is: milliseconds
+        # Which commit this is, and `platform.processor()`: milliseconds
+        if not (isinstance(command, (list, tuple)) and command[0] in ("git", "uname")):
             _started.append(str(command))
         return start(*arguments, **named)
 

@@ -100,16 +100,17 @@ class Job:
         process = self.begun(most)
         if most:
             self.done("files may not grow")
-        kinds, gaps = (self._kill, self._stop, self._freeze, self._fill, self._begin_twice), (0, 0, 0.05, 0.3, 1.0)
+        kinds = (self._kill, self._stop, self._freeze_one, self._freeze_all, self._fill, self._begin_twice)
         calm, came = most is None, wait_for(moment_of(self.folder, moment, instant, step, reached), process)
         for _ in range(self.chance.randint(1, 3) if came else 0):
             if process.poll() is not None:
                 break
             again = not (self.folder / "filler").exists()  # a second start would meet the same full disk
-            kind = self.chance.choices(kinds, (6, 6, 1, 2 * self.disk, again))[0]
+            one = 6 * (moment in ("training", "saving") and bool(ranks_of(process, self.folder)))
+            kind = self.chance.choices(kinds, (6, 6, one, 1, 2 * self.disk, again))[0]
             calm = calm and kind == self._stop  # a second start may come after the first, and end otherwise
             kind(process, moment)
-            time.sleep(self.chance.choice(gaps))
+            time.sleep(self.chance.choice((0, 0, 0.05, 0.3, 1.0)))
         else:
             if came and process.poll() is None and self.chance.random() < 0.8:  # what would go on to the end
                 time.sleep(self.chance.random() * 2)
@@ -153,23 +154,28 @@ class Job:
                 os.kill(process.pid if target == "the launcher" else self.chance.choice(ranks), number)
         self.done(f"{number.name} to {target}, {moment}")
 
-    def _freeze(self, process: Forked, moment: str) -> None:
-        """A rank for good, if there are others that can notice; else all for a moment."""
+    def _freeze_one(self, process: Forked, moment: str) -> None:
+        """A rank for good. The others notice, and the start ends."""
         ranks = ranks_of(process, self.folder)
-        if ranks and moment == "training":
-            time.sleep(1.5)  # until the others know who is who
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.chance.choice(ranks), signal.SIGSTOP)
-            self.done("a frozen rank")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10 * HANG_S)
+        if not ranks:
             return
+        time.sleep(self.chance.random() * 1.5)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.chance.choice(ranks), signal.SIGSTOP)
+            self.done(f"a frozen rank, {moment}")
+        try:
+            process.wait(12 * HANG_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError("a frozen rank was not noticed") from None
+
+    def _freeze_all(self, process: Forked, moment: str) -> None:
+        """For a moment."""
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in [process.pid, *processes_in(self.folder)]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             time.sleep(0.5)
-        self.done("all frozen and thawed")
+        self.done(f"all frozen and thawed, {moment}")
 
     def _fill(self, process: Forked, moment: str) -> None:
         """The disk is full but for a few KiB, until the start has ended."""
