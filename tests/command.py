@@ -46,10 +46,10 @@ def start(command: list[str], folder: Path, cache: Path, **variables: str) -> su
     )
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error."""
+def ended(process: subprocess.Popen[str], seconds: float = 200) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error. `launch.timeout_s` is three times the usual limit."""
     try:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

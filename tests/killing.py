@@ -128,7 +128,7 @@ def starts_of(job: Path) -> int:
 
 def wait_for(true: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
     """Until it is true; False when the process ended first."""
-    limit = time.monotonic() + 300
+    limit = time.monotonic() + 550
     while not true():
         if process.poll() is not None:
             return False

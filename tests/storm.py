@@ -43,7 +43,7 @@ VICTIMS = ("a rank", "the launcher", "all")
 HALF = '{"step": 61, "split": "train", "text": "\u2028 caf\u00e9'.encode()[:-1]  # in the middle of a character
 # What a start that was only asked to stop may end with: the last ones where nothing listened yet, or Ctrl-C twice
 ASKED = {0, 1, 75, 130, *(-int(number) for number in STOPS)}
-HANG_S = 15
+HANG_S, LIMIT_S = 20, 550  # the second is less than launch.timeout_s, so that waiting for that is a failure
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Job:
                 time.sleep(self.chance.random() * 2)
                 calm = False
                 self._kill(process, moment)
-        status, out, err = ended(process)
+        status, out, err = ended(process, LIMIT_S)
         until(lambda: not processes_in(self.folder), "the ranks to end with their launcher")
         (self.folder / "filler").unlink(missing_ok=True)
         self._fits(status, calm, out, err)
@@ -190,7 +190,7 @@ class Job:
 
     def _begin_twice(self, process: Forked, moment: str) -> None:
         """The same command while it runs; the second one must not disturb it."""
-        status, out, err = ended(Forked(["train", "run.yaml"], self.folder, self.cache))
+        status, out, err = ended(Forked(["train", "run.yaml"], self.folder, self.cache), LIMIT_S)
         assert status == 0 or (status == 2 and "is being trained already" in err), "\n".join([*self.story, out, err])
         self.done("a second start")
 
@@ -268,7 +268,8 @@ class Job:
         """Started once more, it ends as one that nobody touched; and once more, nothing changes."""
         for _ in range(2):
             self.record.starts += 1
-            status, out, err = ended(Forked(["train", "run.yaml", "launch.processes=1"], self.folder, self.cache))
+            last = Forked(["train", "run.yaml", "launch.processes=1"], self.folder, self.cache)
+            status, out, err = ended(last, LIMIT_S)
             assert status == 0, (out, err)
         assert bits(self.folder) == bits(untouched)
         each_step_once(self.folder, untouched)
