@@ -260,7 +260,7 @@ def test_submit_then_fetch(cloud: Any, here: Path, capsys: pytest.CaptureFixture
     body = s3.get_object(Bucket="lockstep-tests", Key=f"runs/{name}/source/source.tar.gz")["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(body)) as tar:
         names = tar.getnames()
-    assert {"lockstep/__init__.py", "lockstep/launchers/parts/sagemaker_entry.py", "run.yaml", "requirements.txt"} <= {
+    assert {"lockstep/__init__.py", "lockstep/launchers/cloud/sagemaker_entry.py", "run.yaml", "requirements.txt"} <= {
         *names
     }
 

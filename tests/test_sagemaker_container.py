@@ -67,5 +67,5 @@ def test_the_tail_passes_on_and_remembers() -> None:
 @pytest.mark.processes
 def test_the_entry_needs_nothing_that_is_not_installed_yet() -> None:
     lacking = "import sys; sys.modules |= dict.fromkeys(('pydantic', 'yaml', 'torch', 'rich')); "
-    code = f"{lacking}import lockstep.launchers.parts.sagemaker_entry"
+    code = f"{lacking}import lockstep.launchers.cloud.sagemaker_entry"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
