@@ -131,16 +131,23 @@ def families(head: str) -> list[str]:
 
 
 def small(family: str) -> dict[str, Any]:
-    """The entries of `model.config` that make a family tiny. Errors: `RunError` when it consists of several configs."""
-    kind = transformers.CONFIG_MAPPING[family]
-    if getattr(kind, "sub_configs", None) and family not in ALSO:
-        raise RunError("a config of several configs (images, sound, or an encoder and a decoder): not tried")
-    usual = kind().to_dict()
+    """The entries of `model.config` that make a family tiny."""
+    return sizes(transformers.CONFIG_MAPPING[family](), ALSO.get(family, {}))
+
+
+def sizes(usual: Any, also: dict[str, Any]) -> dict[str, Any]:
+    """Those of one config, and of the configs within it."""
+    kind, known = type(usual), usual.to_dict()
     names = {name: size for size, names in SMALL.items() for name in names.split()}
-    also = {n: v for n, v in ALSO.get(family, {}).items() if n in usual}
-    wanted = {n: s for n, s in names.items() if isinstance(usual.get(n), int)} | also
+    wanted = {n: s for n, s in names.items() if isinstance(known.get(n), int)}
+    wanted |= {n: v for n, v in also.items() if n in known}
+    for name in kind.sub_configs:
+        if isinstance(part := getattr(usual, name, None), transformers.PreTrainedConfig):
+            wanted[name] = sizes(part, also.get(name, {}))
     made = kind(**wanted).to_dict()
-    lists = {n: v for n, v in made.items() if isinstance(v, list) and v != usual.get(n)}  # one entry a layer
+    lists = {n: v for n, v in made.items() if isinstance(v, list) and v != known.get(n)}  # one entry a layer
+    if made.get("per_layer_config") != known.get("per_layer_config"):
+        lists["per_layer_config"] = made["per_layer_config"]
     return wanted | lists
 
 
