@@ -118,6 +118,9 @@ ALSO: dict[str, dict[str, Any]] = {
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
     "esm": {"position_embedding_type": "absolute", "token_dropout": False, "vocab_size": 120},
     "gptj": {"rotary_dim": 8},
+    "mimo_v2_flash": {"num_attention_heads": 4, "head_dim": 24},
+    "blt": {"encoder_hash_byte_group_vocab": 64}
+    | {"encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32}},
 }
 
 
@@ -146,8 +149,6 @@ def sizes(usual: Any, also: dict[str, Any]) -> dict[str, Any]:
             wanted[name] = sizes(part, also.get(name, {}))
     made = kind(**wanted).to_dict()
     lists = {n: v for n, v in made.items() if isinstance(v, list) and v != known.get(n)}  # one entry a layer
-    if made.get("per_layer_config") != known.get("per_layer_config"):
-        lists["per_layer_config"] = made["per_layer_config"]
     return wanted | lists
 
 
@@ -282,6 +283,20 @@ def tried(head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout
     return line
 
 
+WHY = {
+    "detectron2": "needs detectron2",
+    "timm": "needs timm, for its images",
+    "bbox": "needs boxes",
+    "a config of several configs": "config of several configs, not tried",
+}
+
+
+def why(said: str) -> str:
+    """What went wrong, in a few words."""
+    known = [words for part, words in WHY.items() if part in said]
+    return known[0] if known else said.replace("|", "/")[:110].rsplit(" ", 1)[0]
+
+
 def table(lines: list[dict[str, Any]]) -> str:
     """Markdown: families that train with the same bits everywhere in one list a head, the others a row each."""
     said = []
@@ -301,8 +316,10 @@ def table(lines: list[dict[str, Any]]) -> str:
             ]
             said.append("")
         if rest:
-            said.append("| not trained by one process either | why |\n|---|---|")
-            said += [f"| {x['family']} | {x['single'].replace('|', '/')} |" for x in rest]
+            said.append("| not trained by one process either | families |\n|---|---|")
+            reasons = sorted({why(x["single"]) for x in rest})
+            for reason in reasons:
+                said.append(f"| {reason} | {', '.join(x['family'] for x in rest if why(x['single']) == reason)} |")
             said.append("")
     return "\n".join(said)
 

@@ -124,32 +124,37 @@ def load_config(run: Run) -> Any:
     return config
 
 
+_UNFIT = (TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError)  # what configs raise
+
+
 def _from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
-    """A config of this class. Where a mapping is given for a config within it, it is made from the entries as
-    transformers makes it, and what a family derives from its entries follows; else they are set one by one."""
+    """A config of this class. Where a mapping is given for a config within it, and where layers differ, it is made from
+    the entries as transformers makes it, and what a family derives from its entries follows; else they are set one by
+    one."""
     parts = {k: dict(v) for k, v in entries.items() if k in kind.sub_configs and isinstance(v, Mapping)}
     try:
         # as usual, but of the model types that are named: what has which entries
         config = kind(**{k: {"model_type": v["model_type"]} for k, v in parts.items() if "model_type" in v})
-    except (TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError) as error:
+    except _UNFIT as error:
         raise RunError(
             f"model: transformers makes no {kind.model_type} of this: {' '.join(str(error).split())}"
         ) from None
     _set(config, entries)
-    if not parts:
+    if not parts and not config.is_heterogeneous:
         return config
     specs = kind.sub_configs_defaults  # a decoder is one, unless something else is said
     parts = {k: (dict(specs[k].init_kwargs) if k in specs else {}) | v for k, v in parts.items()}
     try:
         return kind(**copy.deepcopy(dict(entries) | parts))
-    except (TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError) as error:
+    except _UNFIT as error:
         raise RunError(f"model.config: this will not do: {' '.join(str(error).split())}") from None
 
 
 def _set(config: Any, entries: Mapping[str, Any], at: str = "model.config") -> None:
     """Set entries of a config, and those of a config within it for which a mapping is given. Errors: `RunError`."""
     for key, value in entries.items():
-        if (present := entry(config, key, missing := object())) is missing:
+        present = vars(config).get(key)  # reading an entry by its name may raise an error
+        if key not in vars(config) and key not in config.attribute_map and not hasattr(type(config), key):
             raise RunError(f"{at}: a config of the type {config.model_type!r} has no entry {key!r}")
         if isinstance(present, PreTrainedConfig):
             if not isinstance(value, Mapping):
@@ -158,7 +163,7 @@ def _set(config: Any, entries: Mapping[str, Any], at: str = "model.config") -> N
         elif key != "model_type":
             try:
                 setattr(config, key, value)
-            except (TypeError, ValueError, NotImplementedError, StrictDataclassError) as error:
+            except _UNFIT as error:
                 raise RunError(f"{at}.{key}: {value!r} will not do: {' '.join(str(error).split())}") from None
 
 
@@ -225,6 +230,9 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
             for name in ("bos_token_id", "eos_token_id"):
                 with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
                     setattr(part, name, getattr(tokenizer, name))
+        for part in texts(config)[1:]:
+            if config.is_encoder_decoder and part.bos_token_id is None:  # T5Gemma's decoder starts from it
+                part.bos_token_id = tokenizer.pad_token_id
         if config.is_encoder_decoder and config.eos_token_id is None:  # BART's classifier reads at the text's end
             config.eos_token_id = tokenizer.sep_token_id
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:  # T5's, from scratch
