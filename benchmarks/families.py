@@ -267,7 +267,9 @@ class Ranks:
         self.processes = []
 
 
-def tried(head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout_s: float) -> dict[str, Any]:
+def tried(
+    head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout_s: float, ways: list[tuple[str, int]]
+) -> dict[str, Any]:
     """One line of the table."""
     line: dict[str, Any] = {"head": head, "family": family}
     try:
@@ -277,7 +279,7 @@ def tried(head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout
     if isinstance(single, str):
         return line | {"single": single}
     line["single"] = "trains" if single["trains"] else "no gradient"
-    for name, count in WAYS:
+    for name, count in ways:
         found = ranks[count].do(run_of(head, family, folder, name), timeout_s)
         line[f"{name} {count}"] = found if isinstance(found, str) else "bits" if found == single else "other bits"
     return line
@@ -288,6 +290,13 @@ WHY = {
     "timm": "needs timm, for its images",
     "bbox": "needs boxes",
     "a config of several configs": "config of several configs, not tried",
+    "AmbiguousGlobal": "layers that differ, whose entries could not be set",
+    "DbrxAttentionConfig": "transformers 5.23 cannot build it",
+    "'dropout'": "transformers 5.23 cannot build it",
+    "validate_architecture": "its usual config is not valid",
+    "bos_token_id": "needed a first token",
+    **dict.fromkeys(("must match the size", "split_with_sizes", "empty() takes"), "sizes that did not fit each other"),
+    **dict.fromkeys(("validate_layer_type", "`per_layer_config` keys"), "entries a layer that did not fit the layers"),
 }
 
 
@@ -306,9 +315,12 @@ def table(lines: list[dict[str, Any]]) -> str:
             continue
         ways = [f"{name} {count}" for name, count in WAYS]
         same = [x["family"] for x in ours if all(x.get(way) == "bits" for way in ways)]
-        others = [x for x in ours if x["single"] == "trains" and x["family"] not in same]
+        alone = [x["family"] for x in ours if x["single"] == "trains" and ways[0] not in x]
+        others = [x for x in ours if x["single"] == "trains" and x["family"] not in same + alone]
         rest = [x for x in ours if x["single"] != "trains"]
         said.append(f"## {head}\n\nThe same bits in all of them ({len(same)} of {len(ours)}): {', '.join(same)}.\n")
+        if alone:
+            said.append(f"Trained by one process, not compared yet ({len(alone)}): {', '.join(alone)}.\n")
         if others:
             said.append(f"| family | {' | '.join(ways)} |\n|---|{'---|' * len(ways)}")
             said += [
@@ -330,6 +342,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("families.jsonl"))
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one family under one strategy")
+    parser.add_argument("--single", action="store_true", help="only whether one process trains")
     parser.add_argument("--table", action="store_true", help="only print what is in --out")
     options = parser.parse_args()
     known = [json.loads(x) for x in options.out.read_text().splitlines()] if options.out.exists() else []
@@ -346,7 +359,7 @@ def main() -> None:
             for family in options.families or families(head):
                 if (head, family) in done or family not in families(head):
                     continue
-                line = tried(head, family, folder, ranks, options.timeout)
+                line = tried(head, family, folder, ranks, options.timeout, [] if options.single else WAYS)
                 print(" ".join(f"{k}={v}" for k, v in line.items()), flush=True)
                 with options.out.open("a") as out:
                     out.write(json.dumps(line) + "\n")
