@@ -118,6 +118,9 @@ ALSO: dict[str, dict[str, Any]] = {
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
     "esm": {"position_embedding_type": "absolute", "token_dropout": False, "vocab_size": 120},
     "gptj": {"rotary_dim": 8},
+    "mimo_v2_flash": {"num_attention_heads": 4, "head_dim": 24},
+    "blt": {"encoder_hash_byte_group_vocab": 64}
+    | {"encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32}},
 }
 
 
@@ -131,16 +134,21 @@ def families(head: str) -> list[str]:
 
 
 def small(family: str) -> dict[str, Any]:
-    """The entries of `model.config` that make a family tiny. Errors: `RunError` when it consists of several configs."""
-    kind = transformers.CONFIG_MAPPING[family]
-    if getattr(kind, "sub_configs", None) and family not in ALSO:
-        raise RunError("a config of several configs (images, sound, or an encoder and a decoder): not tried")
-    usual = kind().to_dict()
+    """The entries of `model.config` that make a family tiny."""
+    return sizes(transformers.CONFIG_MAPPING[family](), ALSO.get(family, {}))
+
+
+def sizes(usual: Any, also: dict[str, Any]) -> dict[str, Any]:
+    """Those of one config, and of the configs within it."""
+    kind, known = type(usual), usual.to_dict()
     names = {name: size for size, names in SMALL.items() for name in names.split()}
-    also = {n: v for n, v in ALSO.get(family, {}).items() if n in usual}
-    wanted = {n: s for n, s in names.items() if isinstance(usual.get(n), int)} | also
+    wanted = {n: s for n, s in names.items() if isinstance(known.get(n), int)}
+    wanted |= {n: v for n, v in also.items() if n in known}
+    for name in kind.sub_configs:
+        if isinstance(part := getattr(usual, name, None), transformers.PreTrainedConfig):
+            wanted[name] = sizes(part, also.get(name, {}))
     made = kind(**wanted).to_dict()
-    lists = {n: v for n, v in made.items() if isinstance(v, list) and v != usual.get(n)}  # one entry a layer
+    lists = {n: v for n, v in made.items() if isinstance(v, list) and v != known.get(n)}  # one entry a layer
     return wanted | lists
 
 
@@ -259,7 +267,9 @@ class Ranks:
         self.processes = []
 
 
-def tried(head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout_s: float) -> dict[str, Any]:
+def tried(
+    head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout_s: float, ways: list[tuple[str, int]]
+) -> dict[str, Any]:
     """One line of the table."""
     line: dict[str, Any] = {"head": head, "family": family}
     try:
@@ -269,10 +279,31 @@ def tried(head: str, family: str, folder: Path, ranks: dict[int, Ranks], timeout
     if isinstance(single, str):
         return line | {"single": single}
     line["single"] = "trains" if single["trains"] else "no gradient"
-    for name, count in WAYS:
+    for name, count in ways:
         found = ranks[count].do(run_of(head, family, folder, name), timeout_s)
         line[f"{name} {count}"] = found if isinstance(found, str) else "bits" if found == single else "other bits"
     return line
+
+
+WHY = {
+    "detectron2": "needs detectron2",
+    "timm": "needs timm, for its images",
+    "bbox": "needs boxes",
+    "a config of several configs": "config of several configs, not tried",
+    "AmbiguousGlobal": "layers that differ, whose entries could not be set",
+    "DbrxAttentionConfig": "transformers 5.23 cannot build it",
+    "'dropout'": "transformers 5.23 cannot build it",
+    "validate_architecture": "its usual config is not valid",
+    "bos_token_id": "needed a first token",
+    **dict.fromkeys(("must match the size", "split_with_sizes", "empty() takes"), "sizes that did not fit each other"),
+    **dict.fromkeys(("validate_layer_type", "`per_layer_config` keys"), "entries a layer that did not fit the layers"),
+}
+
+
+def why(said: str) -> str:
+    """What went wrong, in a few words."""
+    known = [words for part, words in WHY.items() if part in said]
+    return known[0] if known else said.replace("|", "/")[:110].rsplit(" ", 1)[0]
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -284,9 +315,12 @@ def table(lines: list[dict[str, Any]]) -> str:
             continue
         ways = [f"{name} {count}" for name, count in WAYS]
         same = [x["family"] for x in ours if all(x.get(way) == "bits" for way in ways)]
-        others = [x for x in ours if x["single"] == "trains" and x["family"] not in same]
+        alone = [x["family"] for x in ours if x["single"] == "trains" and ways[0] not in x]
+        others = [x for x in ours if x["single"] == "trains" and x["family"] not in same + alone]
         rest = [x for x in ours if x["single"] != "trains"]
         said.append(f"## {head}\n\nThe same bits in all of them ({len(same)} of {len(ours)}): {', '.join(same)}.\n")
+        if alone:
+            said.append(f"Trained by one process, not compared yet ({len(alone)}): {', '.join(alone)}.\n")
         if others:
             said.append(f"| family | {' | '.join(ways)} |\n|---|{'---|' * len(ways)}")
             said += [
@@ -294,8 +328,10 @@ def table(lines: list[dict[str, Any]]) -> str:
             ]
             said.append("")
         if rest:
-            said.append("| not trained by one process either | why |\n|---|---|")
-            said += [f"| {x['family']} | {x['single'].replace('|', '/')} |" for x in rest]
+            said.append("| not trained by one process either | families |\n|---|---|")
+            reasons = sorted({why(x["single"]) for x in rest})
+            for reason in reasons:
+                said.append(f"| {reason} | {', '.join(x['family'] for x in rest if why(x['single']) == reason)} |")
             said.append("")
     return "\n".join(said)
 
@@ -306,6 +342,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("families.jsonl"))
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one family under one strategy")
+    parser.add_argument("--single", action="store_true", help="only whether one process trains")
     parser.add_argument("--table", action="store_true", help="only print what is in --out")
     options = parser.parse_args()
     known = [json.loads(x) for x in options.out.read_text().splitlines()] if options.out.exists() else []
@@ -322,7 +359,7 @@ def main() -> None:
             for family in options.families or families(head):
                 if (head, family) in done or family not in families(head):
                     continue
-                line = tried(head, family, folder, ranks, options.timeout)
+                line = tried(head, family, folder, ranks, options.timeout, [] if options.single else WAYS)
                 print(" ".join(f"{k}={v}" for k, v in line.items()), flush=True)
                 with options.out.open("a") as out:
                     out.write(json.dumps(line) + "\n")

@@ -1,5 +1,6 @@
 """Families of models that an engine needs something for: the bits of one process in shards, or a refusal."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,83 @@ def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
 def test_an_entry_that_a_config_does_not_take_is_refused(family: str, value: Any) -> None:
     with pytest.raises(RunError, match=rf"model\.config\.num_hidden_layers: {value!r} will not do"):
         models.load_config(tiny(model={"type": family, "config": {"num_hidden_layers": value}}))
+
+
+T5GEMMA = {
+    part: BERT | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+    for part in ("encoder", "decoder")
+}
+
+
+def config_of(family: str, entries: dict[str, Any]) -> Any:
+    return models.load_config(tiny(model={"type": family, "config": entries}))
+
+
+def test_a_config_within_a_config_takes_entries() -> None:
+    found = config_of("t5gemma", T5GEMMA | {"dropout_rate": 0.25})
+    assert found.encoder.num_hidden_layers == 2
+    assert len(found.encoder.layer_types) == 2  # derived from its number of layers
+    assert found.decoder.cross_attention_hidden_size == 32  # derived from the encoder's
+    assert found.decoder.dropout_rate == 0.25  # handed down
+    found = config_of("encoder-decoder", {"encoder": BERT, "decoder": {"model_type": "roberta"} | BERT})
+    assert (found.encoder.model_type, found.decoder.model_type) == ("bert", "roberta")
+    assert (found.decoder.is_decoder, found.decoder.add_cross_attention) == (True, True)  # as without a mapping
+    assert (found.encoder.hidden_size, found.decoder.hidden_size) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "said"),
+    [
+        ({"layers": 2}, r"model\.config\.encoder: a config of the type '\w+' has no entry 'layers'"),
+        ({"hidden_size": "wide"}, r"model\.config\.encoder\.hidden_size: 'wide' will not do"),
+        (2, r"model\.config\.encoder: a mapping of entries is needed, not 2"),
+    ],
+)
+def test_what_a_config_within_a_config_does_not_take_is_refused(encoder: Any, said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        config_of("t5gemma", {"encoder": encoder})
+
+
+class Words:
+    """What `build` asks of a tokenizer."""
+
+    pad_token_id, bos_token_id, eos_token_id = 3, 4, 5
+
+    def __len__(self) -> int:
+        return 40
+
+
+def test_the_parts_of_a_model_have_the_tokenizer_s_vocabulary(tmp_path: Path) -> None:
+    words: Any = Words()
+    model: Any = models.build(tiny(model={"type": "t5gemma", "config": T5GEMMA}), "seq2seq", words)
+    for part in (model.config.encoder, model.config.decoder):
+        assert (part.vocab_size, part.pad_token_id, part.bos_token_id, part.eos_token_id) == (40, 3, 4, 5)
+    assert model.config.decoder.use_cache is False
+    words.bos_token_id = None
+    model = models.build(tiny(model={"type": "t5gemma", "config": T5GEMMA}), "classification", words, empty=True)
+    assert model.config.decoder.bos_token_id == 3  # something to start from
+    assert {embeddings.num_embeddings for embeddings in model.modules() if hasattr(embeddings, "num_embeddings")} == {
+        40
+    }
+    model.config.save_pretrained(tmp_path)
+    source = {"source": str(tmp_path), "config": {"decoder": {"attention_dropout": 0.5}}}
+    again: Any = models.load_config(tiny(model=source))
+    assert (again.decoder.attention_dropout, again.encoder.attention_dropout) == (0.5, 0.0)
+    assert again.decoder.hidden_size == 32
+
+
+def test_entries_of_layers_that_differ_can_be_set() -> None:
+    found = config_of("gemma4_text", {"head_dim": 16, "num_hidden_layers": 7}).to_dict()
+    assert (found["head_dim"], found["num_hidden_layers"]) == (16, 7)
+    assert [int(layer) for layer in found["per_layer_config"]] == [
+        5,
+        6,
+    ]  # the last one is made a layer of full attention
+
+
+def test_positions_of_a_part_are_checked_too() -> None:
+    with pytest.raises(RunError, match=r"max_length: 65 tokens, but the model has positions for 64"):
+        models.check(tiny("data.max_length=65", model={"type": "t5gemma", "config": T5GEMMA}), "seq2seq")
 
 
 def test_a_pipeline_refuses_an_adapter() -> None:

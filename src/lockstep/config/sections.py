@@ -88,7 +88,9 @@ class ModelSection(Section):
     source: str | None = Field(None, description="Hub id or local folder of a pretrained model")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub model")
     type: str | None = Field(None, description="model type of transformers (gpt2, bert, ...) to train from scratch")
-    config: dict[str, Any] = Field(default_factory=dict, description="entries of the model's config to set")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="entries of the model's config to set; a mapping for a config within it"
+    )
     attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
     adapter: dict[str, Any] = Field(
         default_factory=dict,

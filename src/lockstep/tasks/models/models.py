@@ -5,6 +5,7 @@ In: the `model` section, a tokenizer and label names. Out: a float32 model on th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from lockstep.config.run import Run, RunError
@@ -70,9 +72,11 @@ def check(
         for name, value in entries.items():
             setattr(config, name, value)
         _check_buildable(run, config, head)
-    positions = entry(config, "max_position_embeddings")
-    if positions is not None and positions > 0:
-        fits = positions - (config.pad_token_id + 1 if config.model_type in _OFFSET_POSITIONS else 0)
+    for part in texts(config):
+        positions = entry(part, "max_position_embeddings")
+        if positions is None or positions <= 0:
+            continue
+        fits = positions - (part.pad_token_id + 1 if part.model_type in _OFFSET_POSITIONS else 0)
         if (tokens or run.data.max_length) > fits:
             raise RunError(
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
@@ -107,24 +111,66 @@ def load_config(run: Run) -> Any:
             raise RunError(
                 f"model.type: transformers knows no type {run.model.type!r}; near are {', '.join(near) or 'none'}"
             )
-        config = CONFIG_MAPPING[run.model.type]()
-    else:
-        source = local_or_id(run)
-        try:
-            config = AutoConfig.from_pretrained(
-                source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
-            )
-        except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
-            said = explained(error, run.model.revision)
-            raise RunError(f"model.source: cannot load a model from {source!r}: {said}") from error
-    for key, value in run.model.config.items():
-        if entry(config, key, missing := object()) is missing:
-            raise RunError(f"model.config: a config of the type {config.model_type!r} has no entry {key!r}")
-        try:
-            setattr(config, key, value)
-        except (TypeError, ValueError, NotImplementedError, StrictDataclassError) as error:
-            raise RunError(f"model.config.{key}: {value!r} will not do: {' '.join(str(error).split())}") from None
+        return _from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
+    source = local_or_id(run)
+    try:
+        config = AutoConfig.from_pretrained(
+            source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
+        )
+    except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
+        said = explained(error, run.model.revision)
+        raise RunError(f"model.source: cannot load a model from {source!r}: {said}") from error
+    _set(config, run.model.config)
     return config
+
+
+_UNFIT = (TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError)  # what configs raise
+
+
+def _from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
+    """A config of this class. Where a mapping is given for a config within it, and where layers differ, it is made from
+    the entries as transformers makes it, and what a family derives from its entries follows; else they are set one by
+    one."""
+    parts = {k: dict(v) for k, v in entries.items() if k in kind.sub_configs and isinstance(v, Mapping)}
+    try:
+        # as usual, but of the model types that are named: what has which entries
+        config = kind(**{k: {"model_type": v["model_type"]} for k, v in parts.items() if "model_type" in v})
+    except _UNFIT as error:
+        raise RunError(
+            f"model: transformers makes no {kind.model_type} of this: {' '.join(str(error).split())}"
+        ) from None
+    _set(config, entries)
+    if not parts and not config.is_heterogeneous:
+        return config
+    specs = kind.sub_configs_defaults  # a decoder is one, unless something else is said
+    parts = {k: (dict(specs[k].init_kwargs) if k in specs else {}) | v for k, v in parts.items()}
+    try:
+        return kind(**copy.deepcopy(dict(entries) | parts))
+    except _UNFIT as error:
+        raise RunError(f"model.config: this will not do: {' '.join(str(error).split())}") from None
+
+
+def _set(config: Any, entries: Mapping[str, Any], at: str = "model.config") -> None:
+    """Set entries of a config, and those of a config within it for which a mapping is given. Errors: `RunError`."""
+    for key, value in entries.items():
+        present = vars(config).get(key)  # reading an entry by its name may raise an error
+        if key not in vars(config) and key not in config.attribute_map and not hasattr(type(config), key):
+            raise RunError(f"{at}: a config of the type {config.model_type!r} has no entry {key!r}")
+        if isinstance(present, PreTrainedConfig):
+            if not isinstance(value, Mapping):
+                raise RunError(f"{at}.{key}: a mapping of entries is needed, not {value!r}")
+            _set(present, value, f"{at}.{key}")
+        elif key != "model_type":
+            try:
+                setattr(config, key, value)
+            except _UNFIT as error:
+                raise RunError(f"{at}.{key}: {value!r} will not do: {' '.join(str(error).split())}") from None
+
+
+def texts(config: Any) -> list[Any]:
+    """A config and those within it that are of text: of an encoder, of a decoder, of the text of a model of images."""
+    parts = [entry(config, name) for name in ("encoder", "decoder", "text_config")]
+    return [config] + [t for part in parts if isinstance(part, PreTrainedConfig) for t in texts(part)]
 
 
 def entry(config: Any, name: str, otherwise: Any = None) -> Any:
@@ -172,16 +218,21 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     logging.disable_progress_bar()
     auto = getattr(transformers, HEADS[head][0])
     config = load_config(run)
-    config.pad_token_id = tokenizer.pad_token_id
-    if hasattr(config, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
-        config.use_cache = False
+    for part in texts(config):
+        part.pad_token_id = tokenizer.pad_token_id
+        if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
+            part.use_cache = False
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     seed_libraries(run.seed)
     if run.model.type is not None:
-        config.vocab_size = len(tokenizer)
-        for name in ("bos_token_id", "eos_token_id"):
-            with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
-                setattr(config, name, getattr(tokenizer, name))
+        for part in texts(config):
+            part.vocab_size = len(tokenizer)
+            for name in ("bos_token_id", "eos_token_id"):
+                with suppress(StrictDataclassError):  # a family that cannot be without one keeps its own
+                    setattr(part, name, getattr(tokenizer, name))
+        for part in texts(config)[1:]:
+            if config.is_encoder_decoder and part.bos_token_id is None:  # T5Gemma's decoder starts from it
+                part.bos_token_id = tokenizer.pad_token_id
         if config.is_encoder_decoder and config.eos_token_id is None:  # BART's classifier reads at the text's end
             config.eos_token_id = tokenizer.sep_token_id
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:  # T5's, from scratch
@@ -243,8 +294,9 @@ def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder
     adapter, as it says there."""
     plain = {name: tensor.cpu() for name, tensor in weights.items()}
     model.load_state_dict(plain)
-    if getattr(model.config, "use_cache", None) is False:
-        model.config.use_cache = True  # type: ignore[union-attr]  # off in training only
+    for part in texts(model.config):
+        if getattr(part, "use_cache", None) is False:
+            part.use_cache = True  # off in training only
     if run is not None and run.model.adapter:
         adapters.save(run, model, folder)
     else:
