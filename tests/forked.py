@@ -46,7 +46,7 @@ READ_BY_IMPORTS = (
     "OMP_",
     "LD_",
 )
-LATER = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL", "PYTEST_CURRENT_TEST")
+LATER = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL")
 _TESTS = str(Path(__file__).parent)
 _Main = type(multiprocessing.process.current_process())  # this file is imported before anything is forked
 _spawned = util.spawnv_passfds  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ class Forked:
             reader.start()
 
     def _read(self, name: str, pipe: Connection) -> None:
-        with open(pipe.fileno(), encoding="utf-8", closefd=False) as stream:
+        with open(pipe.fileno(), encoding="utf-8", errors="replace", closefd=False) as stream:
             self._said[name] = stream.read()
         pipe.close()
 
