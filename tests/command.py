@@ -12,7 +12,8 @@ from pathlib import Path
 
 import yaml
 from checkpoints import digest
-from harness import TINY, lockstep_environment
+from forked import Forked, can_fork
+from harness import TINY, lockstep_environment, server_environment
 
 STEPS = 60
 RUN = TINY | {
@@ -23,6 +24,7 @@ RUN = TINY | {
     "track": {"every": 1},
 }
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
+Process = subprocess.Popen[str] | Forked
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep"]
 
 
@@ -34,11 +36,25 @@ def write(folder: Path, **values: object) -> Path:
     return path
 
 
-def start(command: list[str], folder: Path, cache: Path, **variables: str) -> subprocess.Popen[str]:
+def start(command: list[str], folder: Path, cache: Path, **variables: str) -> Process:
+    """A command in a session of its own; where it is `lockstep`, without the seconds of its imports."""
+    environment = environment_of(cache, **variables)
+    if sys.platform == "linux" and command[: len(LOCKSTEP)] == LOCKSTEP:
+        if can_fork(environment, server_environment()):
+            return Forked(command[len(LOCKSTEP) :], folder, environment)
+    return start_anew(command, folder, cache, **variables)
+
+
+def environment_of(cache: Path, **variables: str) -> dict[str, str]:
+    return lockstep_environment(cache) | {"GLOO_SOCKET_IFNAME": "lo"} | variables
+
+
+def start_anew(command: list[str], folder: Path, cache: Path, **variables: str) -> subprocess.Popen[str]:
+    """The same in an interpreter of its own: for tests of what happens while it starts, and of what it inherits."""
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=lockstep_environment(cache) | {"GLOO_SOCKET_IFNAME": "lo"} | variables,
+        env=environment_of(cache, **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -46,7 +62,7 @@ def start(command: list[str], folder: Path, cache: Path, **variables: str) -> su
     )
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 200) -> tuple[int, str, str]:
+def ended(process: Process, seconds: float = 200) -> tuple[int, str, str]:
     """Exit status, standard output and standard error. `launch.timeout_s` is three times the usual limit."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -67,9 +83,7 @@ def finish(folder: Path, cache: Path, *overrides: str) -> str:
     return out
 
 
-def until(
-    true: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None, seconds: float = 120
-) -> None:
+def until(true: Callable[[], bool], what: str, process: Process | None = None, seconds: float = 120) -> None:
     """Wait for something to become true. The limit is only there so that a failure ends."""
     limit = time.monotonic() + seconds
     while not true():
@@ -121,7 +135,7 @@ def processes_in(folder: Path) -> dict[int, int]:
     return found
 
 
-def ranks_of(process: subprocess.Popen[str], folder: Path) -> list[int]:
+def ranks_of(process: Process, folder: Path) -> list[int]:
     """pids of the ranks: children of the launcher's fork server."""
     parents = processes_in(folder)
     return sorted(pid for pid, parent in parents.items() if parents.get(parent) == process.pid)

@@ -23,7 +23,7 @@ settings.load_profile("lockstep")
 os.environ["HF_DATASETS_CACHE"] = f"{_cache.name}/datasets"
 
 import kernel  # noqa: E402 - what these import reads the variables
-from command import LOCKSTEP, ended, processes_in, start, until, write  # noqa: E402
+from command import LOCKSTEP, ended, processes_in, start_anew, until, write  # noqa: E402
 
 _started: list[str] = []  # processes that the test at hand has started
 
@@ -98,9 +98,10 @@ def nobody_is_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A job of two processes that nobody disturbed."""
+    """A job of two processes that nobody disturbed, in an interpreter of its own: what is compared with it is not."""
     folder = tmp_path_factory.mktemp("untouched")
     write(folder)
-    status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml"], folder, cache), 1000)  # however busy the machine is
+    # however busy the machine is
+    status, _, err = ended(start_anew([*LOCKSTEP, "train", "run.yaml"], folder, cache), 1000)
     assert status == 0, err
     return folder

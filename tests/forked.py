@@ -1,28 +1,216 @@
-"""The `lockstep` command forked from this process, which has imported what it imports: a start in a tenth of the time.
+"""A `lockstep` command forked from a process that has imported what it imports: a start in a tenth of the time.
 
-In: words of a command line, a folder, a cache. Out: what looks like `subprocess.Popen`. Only the imports are left out:
-handlers of signals, working directory, session, environment and limits are a new process's own.
+In: words of a command line, a folder, a cache, variables. Out: what looks like `subprocess.Popen`. Only the imports
+and the seed of hashes are not the command's own: working directory, session, environment, handlers of signals,
+descriptors, limits, and how it ends are those of a new process. The server that its ranks are forked from is forked
+from the command, where a new one would import everything again. What an import reads cannot be given afterwards:
+`can_fork` says whether a command needs a new interpreter.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing.context
+import multiprocessing.process
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-import traceback
+from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 
-from harness import lockstep_environment
+import numpy
 
+import lockstep.__main__
 from lockstep import cli
 from lockstep.launchers.processes import elastic  # noqa: F401
 
+# Variables that libraries read while they are imported; PYTHONPATH is seen to.
+READ_BY_IMPORTS = (
+    "HF_",
+    "TORCH_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "ACCELERATE_",
+    "DS_",
+    "CUDA_",
+    "PYTHON",
+    "OMP_",
+    "LD_",
+)
+LATER = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL")
+_TESTS = str(Path(__file__).parent)
+_Main = type(multiprocessing.process.current_process())  # this file is imported before anything is forked
 _spawned = util.spawnv_passfds  # type: ignore[attr-defined]
+
+
+def can_fork(environment: dict[str, str], server: dict[str, str]) -> bool:
+    """Whether no import would read in `environment` what it did not read in the server's."""
+    differ = {name for name in environment.keys() | server.keys() if environment.get(name) != server.get(name)}
+    return not any(name.startswith(READ_BY_IMPORTS) for name in differ - {*LATER})
+
+
+class Forked:
+    """A running command."""
+
+    def __init__(
+        self, words: list[str], folder: Path, environment: dict[str, str], most_bytes: int | None = None
+    ) -> None:
+        """`most_bytes`: beyond which none of its files may grow."""
+        from harness import server_environment
+
+        self.args = words
+        server_environment()  # started before its first child
+        context = multiprocessing.get_context("forkserver")
+        (out, its_out), (err, its_err), (ready, its_ready) = (context.Pipe(duplex=False) for _ in range(3))
+        arguments = (words, str(folder), environment, most_bytes, its_out, its_err, its_ready)
+        self._process = context.Process(target=_become, args=arguments, daemon=True)  # no end of tests waits for it
+        self._process.start()
+        for theirs in (its_out, its_err, its_ready):
+            theirs.close()
+        with contextlib.suppress(EOFError):
+            ready.recv()
+        self.pid = int(self._process.pid or 0)
+        self._said: dict[str, str] = {}
+        self._readers = [
+            threading.Thread(target=self._read, args=(name, pipe), daemon=True)
+            for name, pipe in (("out", out), ("err", err))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, name: str, pipe: Connection) -> None:
+        with open(pipe.fileno(), encoding="utf-8", errors="replace", closefd=False) as stream:
+            self._said[name] = stream.read()
+        pipe.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Also waits for others that hold its output, as a pipe's reader does."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        for reader in self._readers:
+            reader.join(None if limit is None else max(0, limit - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(None if limit is None else max(0, limit - time.monotonic()))
+        return self._said["out"], self._said["err"]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# -- in the process of the command -----------------------------------------------------------------------------------
+
+
+def _become(
+    words: list[str],
+    folder: str,
+    environment: dict[str, str],
+    most_bytes: int | None,
+    out: Connection,
+    err: Connection,
+    ready: Connection,
+) -> None:
+    """Take the place of a new process, and never return."""
+    os.setsid()
+    os.chdir(folder)
+    with open(os.devnull) as nothing:
+        for number, place in ((nothing.fileno(), 0), (out.fileno(), 1), (err.fileno(), 2)):
+            os.dup2(number, place)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    _path(folder, environment.get("PYTHONPATH", ""))
+    sys.argv = [str(lockstep.__main__.__file__), *words]
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    numpy.random.seed()  # torch begins with the same number in every process, numpy does not
+    _no_handlers()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _alone()
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    ready.send(None)
+    _close_all_but({0, 1, 2})
+    _end(cli.main)
+
+
+def _path(folder: str, given: str) -> None:
+    """`sys.path` as `python -m` has it in `folder`."""
+    ours = {"", _TESTS, os.path.dirname(_TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    sys.path[:] = [folder, *filter(None, given.split(os.pathsep)), *(path for path in sys.path if path not in ours)]
+
+
+def _alone() -> None:
+    """Nobody's child, as far as `multiprocessing` knows: servers and trackers of the tests are none of its own."""
+    processes = multiprocessing.process
+    processes._current_process = _Main()  # type: ignore[attr-defined]
+    processes._parent_process = None  # type: ignore[attr-defined]
+    processes.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    multiprocessing.context._default_context._actual_context = None  # type: ignore[attr-defined]
+    forkserver._forkserver.__init__()  # type: ignore[misc]
+    resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
+    util.spawnv_passfds = _forked_server  # type: ignore[attr-defined]
+
+
+def _end(main: Callable[[], int]) -> None:
+    """As the interpreter ends: with a traceback or none, after all threads and what was registered for the end."""
+    status: object = 1
+    try:
+        status = main()
+    except SystemExit as left:
+        status = left.code
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    stream: IO[str]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+def _no_handlers() -> None:
+    """As after `exec`: what is ignored stays so."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for number in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if number not in kept:
+            with contextlib.suppress(OSError):
+                os.close(number)
 
 
 def _forked_server(path: bytes, words: list[str], descriptors: list[int]) -> int:
@@ -31,80 +219,9 @@ def _forked_server(path: bytes, words: list[str], descriptors: list[int]) -> int
         return _spawned(path, words, descriptors)
     if pid := os.fork():
         return pid
-    kept = {0, 1, 2, *descriptors}
-    for number in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if number not in kept:
-            with contextlib.suppress(OSError):
-                os.close(number)
-    for signal_number in signal.valid_signals():
-        if callable(signal.getsignal(signal_number)):
-            signal.signal(signal_number, signal.SIG_DFL)
+    _close_all_but({0, 1, 2, *descriptors})
+    _no_handlers()
     try:
         exec(words[-1])
     finally:
         os._exit(0)
-
-
-class Forked:
-    """A running command."""
-
-    def __init__(self, words: list[str], folder: Path, cache: Path, most_bytes: int | None = None) -> None:
-        """`most_bytes`: beyond which none of its files may grow."""
-        self.args, self.returncode = words, None
-        number = time.monotonic_ns()
-        self._said = [Path(f"{cache}/{number}.{name}") for name in ("out", "err")]  # not on the disk that is filled
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                self._become(folder, cache, most_bytes)
-                status = cli.main(words)
-            except SystemExit as left:
-                status = left.code if isinstance(left.code, int) else 1
-            except BaseException:
-                traceback.print_exc()
-                status = 1
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-
-    def _become(self, folder: Path, cache: Path, most_bytes: int | None) -> None:
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.setsid()
-        os.chdir(folder)
-        for path, place in zip(self._said, (1, 2), strict=True):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), place)
-        sys.stdout, sys.stderr = (os.fdopen(place, "w", buffering=1, closefd=False) for place in (1, 2))
-        os.environ.update(lockstep_environment(cache) | {"GLOO_SOCKET_IFNAME": "lo"})
-        forkserver._forkserver.__init__()  # type: ignore[misc] - those of this process are none of its own
-        resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
-        util.spawnv_passfds = _forked_server  # type: ignore[attr-defined]
-        if most_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        limit = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > limit:
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            time.sleep(0.01)
-        return int(self.returncode or 0)
-
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        self.wait(timeout)
-        out, err = (path.read_text(errors="replace") for path in self._said)
-        for path in self._said:
-            path.unlink()
-        return out, err
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ In: a module-level function of a `World` and arguments. Out: what it returned on
 from __future__ import annotations
 
 import faulthandler
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -30,7 +31,14 @@ from lockstep.tasks.task import Task
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["lockstep.training.preload", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "engines"]
+    [
+        "lockstep.training.preload",
+        "transformers.models.gpt2.modeling_gpt2",
+        "tokenizers",
+        "harness",
+        "forked",
+        "engines",
+    ]
 )
 _HERE = str(Path(__file__).parent)
 
@@ -81,9 +89,7 @@ def run_on(
     """`function(world, *arguments)` on each of `ranks` processes, which have joined unless the function does that
     itself. Errors: the first rank's traceback, as an AssertionError, and how ranks ended that said nothing."""
     run = run or tiny()
-    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 gives the server no path to find `engines` on
-        patch.setenv("PYTHONPATH", _HERE, prepend=os.pathsep)
-        forkserver.ensure_running()
+    server_environment()
     with tempfile.TemporaryDirectory() as folder:
         results = _context.Queue()
         processes = [
@@ -109,6 +115,16 @@ def run_on(
                 process.join(10 if len(found) == ranks else 0.1)
                 process.kill()
         return [found[rank] for rank in range(ranks)]
+
+
+@functools.cache
+def server_environment() -> dict[str, str]:
+    """Start the server that ranks and commands are forked from, unless it runs. Returns the variables it began with."""
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 gives the server no path to find `engines` on
+        patch.setenv("PYTHONPATH", _HERE, prepend=os.pathsep)
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command sets it before it imports torch
+        forkserver.ensure_running()
+        return dict(os.environ)
 
 
 def _ends(processes: list[Any], folder: str) -> str:

@@ -70,7 +70,7 @@ def kill_and_resume(folder: Path, cache: Path, untouched: Path, kills: int, seed
     have to end with. Errors: AssertionError with the record when a job ends with others."""
     chance = random.Random(seed)
     record = Record(seed)
-    start_s = 4.0  # seconds from the command to its first step, as last seen
+    start_s = 1.5  # seconds from the command to its first step, as last seen
     while len(record.kills) < kills:
         job = folder / f"job-{record.jobs}"
         write(job)

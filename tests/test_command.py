@@ -23,6 +23,7 @@ from command import (
     ranks_of,
     saved,
     start,
+    start_anew,
     step_of,
     train,
     until,
@@ -147,7 +148,7 @@ def test_a_stop_on_request_is_75_and_the_same_command_goes_on(
 @pytest.mark.processes
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, steps=100_000)
-    process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
+    process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
     until(lambda: step_of(tmp_path) >= 2, "step 2", process)
     assert len(ranks_of(process, tmp_path)) == 2
     process.kill()  # the launcher alone

@@ -1,5 +1,6 @@
 """Accelerate and Trainer as engines: against the libraries used directly, and in Accelerate's other modes."""
 
+import tempfile
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,18 @@ def test_hf_trainer_is_what_trainer_does(clip: str, apart: float, tmp_path: Path
         assert (ours[name] - weight).abs().max() <= apart, name
     other = run.model_copy(update={"seed": 1})  # the control: another order of the examples
     assert any((a - theirs[k]).abs().max() > 1e-4 for k, a in run_on(1, by_lockstep, other, run=other)[0].items())
+
+
+def in_temporary(world: World, run: Run, folder: str) -> list[str]:
+    tempfile.tempdir = folder
+    build(run, world)
+    return [path.name for path in Path(folder).iterdir()]
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_killed_leaves_no_folder_of_trainer_s(tmp_path: Path) -> None:
+    run = tiny("strategy.name=hf_trainer")
+    assert run_on(1, in_temporary, run, str(tmp_path), run=run) == [[]]
 
 
 @cache

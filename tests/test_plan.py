@@ -1,12 +1,16 @@
 """Commands that start no process: plan, list, schema, help."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command import write
 
 from lockstep.cli import main
+from lockstep.config.run import load
+from lockstep.distributed import launched
+from lockstep.launchers import start
 
 
 @pytest.fixture
@@ -22,6 +26,18 @@ def test_plan_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "2, each with 4 of 8 micro-batches" in said
     assert "-m lockstep train out/run.yaml" in said
     assert {p.name for p in here.iterdir()} == {"run.yaml"}
+
+
+@pytest.mark.parametrize(("status", "imports"), [(None, 1), (75, 1), (0, 0)])
+def test_what_is_finished_needs_no_server_to_fork_ranks_from(
+    status: int | None, imports: int, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = []
+    monkeypatch.setattr("lockstep.launchers.local.prestart", lambda: began.append(1))
+    (here / "out").mkdir()
+    launched.write(here / "out", replace(launched.here("local", 2), status=status))
+    start.planned(load("run.yaml", []))
+    assert len(began) == imports
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import LOCKSTEP, STEPS, bits, finish, lines, saved, start, step_of, train, until, write
+from command import LOCKSTEP, STEPS, bits, finish, lines, saved, start_anew, step_of, train, until, write
 from harness import TINY
 
 from lockstep.config import plugins
@@ -102,7 +102,7 @@ def ranks(folder: Path) -> list[int]:
 class TestRun:
     def test_two_workers_have_the_bits_of_two_processes(self, tmp_path: Path, cache: Path, untouched: Path) -> None:
         write(tmp_path, launch=LAUNCH)
-        process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
+        process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
         out, err = process.communicate(timeout=900)
         assert process.returncode == 0, (out, err)
         assert bits(tmp_path) == bits(untouched)
@@ -110,7 +110,7 @@ class TestRun:
 
     def test_a_killed_rank_is_started_again_and_resumes(self, tmp_path: Path, cache: Path, untouched: Path) -> None:
         write(tmp_path, launch=LAUNCH | {"max_restarts": 1})
-        process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
+        process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
         until(lambda: saved(tmp_path) >= 10, "a checkpoint", process, seconds=600)
         os.kill(ranks(tmp_path)[-1], signal.SIGKILL)
         out, err = process.communicate(timeout=900)
@@ -121,7 +121,7 @@ class TestRun:
 
     def test_a_killed_rank_without_restarts_is_status_1(self, tmp_path: Path, cache: Path) -> None:
         write(tmp_path, launch=LAUNCH)
-        process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
+        process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
         until(lambda: step_of(tmp_path) >= 5, "step 5", process, seconds=600)
         os.kill(ranks(tmp_path)[0], signal.SIGKILL)
         _, err = process.communicate(timeout=900)
@@ -131,7 +131,7 @@ class TestRun:
 
     def test_sigterm_saves_and_the_same_command_goes_on(self, tmp_path: Path, cache: Path, untouched: Path) -> None:
         write(tmp_path, launch=LAUNCH)
-        process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
+        process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
         until(lambda: step_of(tmp_path) >= 5, "step 5", process, seconds=600)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=900)

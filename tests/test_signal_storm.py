@@ -11,7 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
-from command import LOCKSTEP, bits, each_step_once, ended, finish, processes_in, ranks_of, start, step_of, until, write
+from command import (
+    LOCKSTEP,
+    bits,
+    each_step_once,
+    ended,
+    finish,
+    processes_in,
+    ranks_of,
+    start_anew,
+    step_of,
+    until,
+    write,
+)
 from signalled import state_of
 
 from lockstep.checkpoint.manifest import finished, newest_first
@@ -65,7 +77,7 @@ def storm(folder: Path, cache: Path, untouched: Path, seed: int, faults: int) ->
     write(folder, **SPARSE)
     for _ in range(faults):
         processes = chance.randint(1, 4)
-        process = start([*LOCKSTEP, "train", "run.yaml", f"launch.processes={processes}"], folder, cache)
+        process = start_anew([*LOCKSTEP, "train", "run.yaml", f"launch.processes={processes}"], folder, cache)
         when = moment(process, folder, chance)
         done.append(f"{processes} rank(s), {when}: {fault(process, folder, chance)}")
         status, out, err = ended(process)  # within 200 s; launch.timeout_s is three times that

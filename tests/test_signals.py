@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import LOCKSTEP, bits, each_step_once, ended, finish, lines, saved, start, step_of, write
+from command import LOCKSTEP, bits, each_step_once, ended, finish, lines, saved, start, start_anew, step_of, write
 from harness import tiny
 from marks import slow
 from signalled import Terminal, state_of, variables
@@ -60,7 +60,7 @@ def test_a_closed_terminal_too_and_nohup_does_not_mind(tmp_path: Path, cache: Pa
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which is all that nohup does
     try:
         hung_up["MOMENT"] = f"step {saved(tmp_path) + 2}"
-        process = start([*LOCKSTEP, "train", "run.yaml", SIGNALLED], tmp_path, cache, **hung_up)
+        process = start_anew([*LOCKSTEP, "train", "run.yaml", SIGNALLED], tmp_path, cache, **hung_up)
     finally:
         signal.signal(signal.SIGHUP, before)
     status, out, err = ended(process)
@@ -133,7 +133,7 @@ def test_stopped_without_a_checkpoint_is_no_75(processes: int, tmp_path: Path, c
 @pytest.mark.processes
 def test_stopped_before_the_first_step_is_no_75(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
-    process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
+    process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
     while not (tmp_path / "out" / "launch.json").exists():
         assert process.poll() is None
         time.sleep(0.01)
@@ -153,7 +153,7 @@ def test_a_signal_that_comes_before_anything_listens_ends_with_a_word(
     """The run file is a pipe: whatever the machine does, the command waits there until the signal has come."""
     write(tmp_path).unlink()
     os.mkfifo(tmp_path / "run.yaml")
-    process = start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
+    process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
     with open(tmp_path / "run.yaml", "w"):  # waits for the other end
         process.send_signal(number)
         status, out, err = ended(process)

@@ -218,10 +218,13 @@ def launcher_named(name: str) -> Launcher:
 
 
 def planned(run: Run) -> tuple[Launcher, Plan]:
-    """The launcher and its plan; what workers import is being imported while this process goes on."""
+    """The launcher and its plan; what workers import is being imported while this process goes on, unless OUTPUT says
+    that nothing is left to do."""
     launcher = launcher_of(run)
     plan = launcher.plan(run)
-    if plan.processes > 1 and run.launch.name in ("local", "torchrun"):
+    record = launched.read(run.folder)
+    done = record is not None and record.status == 0
+    if plan.processes > 1 and run.launch.name in ("local", "torchrun") and not done:
         from lockstep.launchers.local import prestart
 
         prestart()

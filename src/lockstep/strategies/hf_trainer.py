@@ -53,10 +53,10 @@ class HFTrainer(Hooked):
         from transformers import Trainer, TrainingArguments
 
         options = dict(self.run.strategy.options)
-        self.folder = tempfile.TemporaryDirectory(prefix="lockstep-trainer-")  # Trainer wants one; nothing is written
-        with self.world.variables_for_engines():
+        # Trainer makes the folder it is given, and writes nothing there: a rank that is killed later leaves none
+        with self.world.variables_for_engines(), tempfile.TemporaryDirectory(prefix="lockstep-trainer-") as folder:
             arguments = TrainingArguments(
-                output_dir=self.folder.name,
+                output_dir=folder,
                 use_cpu=self.world.device.type == "cpu",
                 bf16=self.run.precision == "bf16",
                 average_tokens_across_devices=False,  # `Hooked` has the one divisor
@@ -110,5 +110,4 @@ class HFTrainer(Hooked):
     def close(self) -> None:
         super().close()
         release(self.trainer.accelerator)
-        self.folder.cleanup()
         del self.trainer
