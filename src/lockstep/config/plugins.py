@@ -2,7 +2,7 @@
 
 In: a kind (`tasks`, `strategies`, `launchers`, `track`) and a name, or a dotted path to a class of your own.
 Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere. Beside them lies the
-interface (`tasks/task.py`, ...); what plug-ins share is in the folder's `parts/`.
+interface (`tasks/task.py`, ...); other files of the folder are named in its `SHARED`.
 """
 
 from __future__ import annotations
