@@ -283,6 +283,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=20, help="of the comparison of arithmetic")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--between", action="store_true", help="also Trainer with lockstep's initial weights and order")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -300,12 +302,13 @@ def main() -> None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
     tell("arithmetic")
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         ours = Ours(run.model_copy(update={"seed": seed}), world)
         theirs = Theirs(ours)
-        if seed == 0:
+        if seed == args.first_seed:
             found["start"] = starts(ours, theirs)
             tell("start")
+        between = between_them(ours, theirs) if args.between else {}
         told, trained = theirs.train(theirs.model(seed), seed)
         mine = ours.train()
         found["seeds"].append(
@@ -316,6 +319,7 @@ def main() -> None:
                 "Trainer, by its own evaluation": theirs.score(trained),
                 "lockstep, by Trainer's evaluation": theirs.score(ours.weights()),
             }
+            | between
         )
         ours.strategy.close()
         tell("seeds")
@@ -323,6 +327,15 @@ def main() -> None:
         found["summary"] = summary(found["seeds"])
         tell("summary")
     world.close()
+
+
+def between_them(ours: Ours, theirs: Theirs) -> dict[str, Any]:
+    """Trainer's loop and dropout from lockstep's initial weights in lockstep's order: what a difference comes from."""
+    seed, feed = ours.run.seed, ours.feed
+    model = theirs.model(seed)
+    model.load_state_dict(ours.weights())
+    told, trained = theirs.train(model, seed, [int(row) for t in range(feed.total) for row in feed.order.step(t)])
+    return {"Trainer, lockstep's start and order": ours.score(trained) | {"last losses": tail(told)}}
 
 
 def tail(told: list[dict[str, float]]) -> float:
