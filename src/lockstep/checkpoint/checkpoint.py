@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.checkpoint.storage import Background, Shard, Written
-    from lockstep.distributed.sharded import Saved, Sharded
+    from lockstep.distributed.sharded import Saved, ShardedState
     from lockstep.distributed.world import World
 
 __all__ = ["CheckpointError", "Checkpoints", "check_resumable", "finished", "folder_of", "newest_first"]
@@ -77,7 +77,7 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, strategy: Sharded, scores: Mapping[str, float] | None = None) -> None:
+    def save(self, step: int, strategy: ShardedState, scores: Mapping[str, float] | None = None) -> None:
         """Begin to write the state after `step` updates; waits for the save before. `scores` are those of the
         evaluation after this step. Collective. Errors: `CheckpointError`, if the run is to stop at a failure."""
         from lockstep.checkpoint.storage import Background
@@ -108,7 +108,7 @@ class Checkpoints:
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
         self._saving = _Saving(manifest, aside, Background(lambda: _write(shard, aside)))
 
-    def dry_run(self, strategy: Sharded) -> None:
+    def dry_run(self, strategy: ShardedState) -> None:
         """Take and fill the buffer of this rank's file, while there is a state of the optimizer: memory that does not
         suffice for it is found before the first step. Collective. Errors: `RunError`, on every rank, if the run is to
         stop at a failure."""
@@ -289,7 +289,7 @@ class Checkpoints:
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
-    def resume(self, strategy: Sharded) -> tuple[int, list[str]]:
+    def resume(self, strategy: ShardedState) -> tuple[int, list[str]]:
         """Load the newest checkpoint that verifies. Returns updates done (0: there is no checkpoint) and what the user
         should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and none verifies."""
         notes, faults = list[str](), list[str]()

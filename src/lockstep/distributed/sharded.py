@@ -49,7 +49,7 @@ class Given(Saved):
                 fill(own, self.state[name])
 
 
-class Sharded(Protocol):
+class ShardedState(Protocol):
     """What has a state of which each rank holds some, such as a strategy. Every method but `gives_bits` is
     collective."""
 

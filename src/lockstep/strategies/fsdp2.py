@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
-from lockstep.distributed.sharded import Saved, fill, local, whole
+from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.fsdp import (
@@ -32,7 +32,7 @@ from lockstep.strategies.engines.fsdp import (
     roomy,
 )
 from lockstep.strategies.engines.fsdp_gate import gate
-from lockstep.strategies.exact import held_state, optim
+from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
 from lockstep.strategies.exact.statistics import Statistics
@@ -297,12 +297,6 @@ class FSDP2(Strategy):
         return tokens
 
     # -- state -------------------------------------------------------------------------------------------------------
-
-    def sharded_state_dict(self) -> dict[str, Tensor]:
-        return held_state.sharded(held_state.tensors_of(self.model), self.named, self.optimizer)
-
-    def load_sharded_state_dict(self, saved: Saved) -> None:
-        held_state.load(saved, held_state.tensors_of(self.model), self.named, self.optimizer)
 
     def on_main(self, tensor: Tensor) -> Tensor | None:
         """A whole tensor on rank 0's host, nothing elsewhere. Collective."""

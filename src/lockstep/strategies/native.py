@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
-from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import layers
-from lockstep.strategies.exact import held_state, optim
+from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Node, ReductionTree
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
@@ -132,12 +131,6 @@ class Native(Strategy):
             tokens = decoding.by_transformers(self.model, inputs, how)
         self.model.train()
         return tokens
-
-    def sharded_state_dict(self) -> dict[str, Tensor]:
-        return held_state.sharded(held_state.tensors_of(self.model), self.named, self.optimizer)
-
-    def load_sharded_state_dict(self, saved: Saved) -> None:
-        held_state.load(saved, held_state.tensors_of(self.model), self.named, self.optimizer)
 
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None

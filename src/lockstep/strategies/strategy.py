@@ -24,7 +24,7 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.phases import Phases
 from lockstep.distributed.sharded import Given, Saved, gather
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import optim
+from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.statistics import Statistics, buffers_kept
@@ -73,6 +73,7 @@ class Strategy(ABC):
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
     model: nn.Module  # what this rank holds of the model, under the task's own parameter names
+    named: dict[str, nn.Parameter]  # those of them that are trained
     optimizer: Any  # a torch optimizer, or an engine's around one
     data_parallel: DataParallel
     statistics: Statistics | None = None  # the model's running statistics, where the strategy brings them together
@@ -240,7 +241,6 @@ class Strategy(ABC):
         assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
         return decoding.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
 
-    @abstractmethod
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """This rank's part of the weights (`model.NAME`) and the optimizer state (`optimizer.KEY.NAME`) under the
         task's own parameter names, not copied where it need not be.
@@ -249,11 +249,12 @@ class Strategy(ABC):
         every rank where the strategy keeps copies (the same bits on each), on one where only that one holds or has
         gathered it. All ranks together hold everything, and the same names and shapes at every call after a step.
         """
+        return held_state.sharded(held_state.tensors_of(self.model), self.named, self.optimizer)
 
-    @abstractmethod
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Take over what all ranks' `sharded_state_dict` gave together, on this or another strategy at this or another
         number of processes. Each rank reads what it will hold; none is given all of it."""
+        held_state.load(saved, held_state.tensors_of(self.model), self.named, self.optimizer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The same, whole on rank 0; on other ranks what is there without gathering it."""

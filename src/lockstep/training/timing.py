@@ -21,7 +21,7 @@ from lockstep.config.exit_status import STOPPED
 from lockstep.config.run import Run
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import memory
-from lockstep.distributed.sharded import Sharded
+from lockstep.distributed.sharded import ShardedState
 from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
 from lockstep.training.dry_run import try_a_step
@@ -64,7 +64,7 @@ class Timing:
 class _NoCheckpoints(Checkpoints):
     """Checkpoints are written beside training; here none is."""
 
-    def save(self, step: int, strategy: Sharded, scores: Any = None) -> None:
+    def save(self, step: int, strategy: ShardedState, scores: Any = None) -> None:
         """Nothing."""
 
 
