@@ -108,6 +108,7 @@ class Hosts:
     cache: Path
     name: str = field(default_factory=lambda: f"ls{os.getpid() % 100000}")
     started: list[Job] = field(default_factory=list)
+    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ls-")))
 
     @property
     def net(self) -> str:
@@ -123,6 +124,10 @@ class Hosts:
         """Its working directory, which no other host uses."""
         return self.root / f"host-{host}"
 
+    def temporary(self, host: int) -> Path:
+        """Its folder for temporary files. The name is short, however deep `root` is: sockets are opened in it."""
+        return self.scratch / str(host)
+
     def open(self) -> None:
         run("ip", "netns", "add", f"{self.name}-b")
         run("ip", "-n", f"{self.name}-b", "link", "add", "name", "br0", "type", "bridge")
@@ -130,7 +135,7 @@ class Hosts:
         for host in range(self.count):
             self.plug(host)
             self.folder(host).mkdir(parents=True, exist_ok=True)
-            (self.folder(host) / "tmp").mkdir(exist_ok=True)
+            self.temporary(host).mkdir()
 
     def plug(self, host: int) -> None:
         space, bridge = self.space(host), f"{self.name}-b"
@@ -166,6 +171,7 @@ class Hosts:
         for job in self.started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 job.ended(5)
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def start(self, host: int, command: Sequence[str], folder: Path | None = None, **variables: str) -> Job:
         """A command on a host, with a host name and a folder for temporary files of its own, in `folder` (default: its
@@ -173,7 +179,7 @@ class Hosts:
         inside = f'hostname host-{host}; exec "$@"'
         words = ["ip", "netns", "exec", self.space(host), "unshare", "--uts", "sh", "-c", inside, "sh", *command]
         environment = {k: v for k, v in lockstep_environment(self.cache).items() if k != "GLOO_SOCKET_IFNAME"}
-        environment |= {"PATH": SEARCHED, "TMPDIR": str(self.folder(host) / "tmp")} | variables
+        environment |= {"PATH": SEARCHED, "TMPDIR": str(self.temporary(host))} | variables
         process = subprocess.Popen(
             words,
             cwd=folder or self.folder(host),
