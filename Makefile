@@ -45,12 +45,13 @@ if [ "$$(cat "$(VENV)/$(firstword $(1))" 2>/dev/null)" != "$$wanted" ]; then \
 fi
 endef
 
-.PHONY: help run test check setup setup-dev
+.PHONY: help run test check site setup setup-dev
 
 help:
 	@echo "make run [ARGS='RUN.yaml key=value ...']  set up, then train; without ARGS the quick start"
 	@echo "make test [ARGS='pytest arguments']       set up for development, then the quick tests"
 	@echo "make check                                formatting, lint, types"
+	@echo "make site                                 the documentation as a site, in build/site; every link is checked"
 	@echo "make setup                                set up only"
 	@echo "Variables: PYTHON=python3.12 chooses the Python; an active virtual environment is used as it is."
 
@@ -72,3 +73,10 @@ check: setup-dev
 	@"$(VENV)/bin/python" -m ruff format --check .
 	@"$(VENV)/bin/python" -m ruff check .
 	@"$(VENV)/bin/python" -m mypy
+
+# In an environment of its own, which needs nothing of lockstep.
+site: SITE := build/docs-environment
+site:
+	@test -x $(SITE)/bin/mkdocs || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q "mkdocs-material>=9.6,<10"; }
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+	@echo "build/site/index.html"

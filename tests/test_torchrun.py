@@ -24,7 +24,7 @@ from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joined, joining
-from lockstep.launchers.torchrun import Torchrun, machines_of
+from lockstep.launchers.torchrun import Torchrun, node_range
 
 MEET = "launch.rendezvous=10.0.0.1:29400"
 
@@ -109,7 +109,7 @@ def test_machines_in_a_run_file_are_no_number_to_base_60(tmp_path: Path) -> None
     text = yaml.safe_dump(RUN).replace("launch:\n", f"launch:\n  name: torchrun\n  {MEET[7:].replace('=', ': ')}\n")
     (tmp_path / "run.yaml").write_text(text.replace("  name: torchrun\n", "  name: torchrun\n  machines: 1:4\n"))
     run = load(tmp_path / "run.yaml", [])
-    assert machines_of(Torchrun.options(run).machines) == (1, 4)
+    assert node_range(Torchrun.options(run).machines) == (1, 4)
     assert Torchrun.options(load(None, [], yaml.safe_load(run.dump()))).machines == "1:4"  # as it is written again
 
 
@@ -244,9 +244,7 @@ def test_two_machines_meet_in_an_order_and_leave_together() -> None:
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda rendezvous: rendezvous.next_rendezvous(), (first, second))
         assert (one.rank, two.rank) == (1, 0)  # as b wished
-        assert (
-            [machine.host for machine in first.machines] == [machine.host for machine in second.machines] == ["b", "a"]
-        )
+        assert [node.host for node in first.nodes] == [node.host for node in second.nodes] == ["b", "a"]
         ports = {found.bootstrap_store_info.master_port for found in (one, two)}
         assert len(ports) == 1  # of a store on b's machine
         assert first.lost() == second.lost() == []

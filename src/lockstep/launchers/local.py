@@ -59,9 +59,9 @@ class Local(Launcher):
         from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
         prestart()
-        machine = Node(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
+        node = Node(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
         key = secret.given_or_made()
-        rendezvous = ElasticRendezvous(LOOPBACK, 0, 1, 1, machine, Limits(), key=key)
+        rendezvous = ElasticRendezvous(LOOPBACK, 0, 1, 1, node, Limits(), key=key)
         arguments = (str(run.folder / "run.yaml"), tuple(job), {secret.VARIABLE: key})
         return run_agent(run, plan.processes, rendezvous, entry, arguments, print)
 

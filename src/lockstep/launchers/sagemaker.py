@@ -25,7 +25,7 @@ from lockstep.config.sections import Positive, Section
 from lockstep.distributed import launched
 from lockstep.distributed.launched import TRAIN, Launched, State
 from lockstep.launchers.cloud import aws
-from lockstep.launchers.cloud.parcel import Parcel, archive, inside, machines_times_processes, packed, requirements
+from lockstep.launchers.cloud.parcel import Parcel, archive, inside, packed, requirements, world_size_of
 from lockstep.launchers.cloud.sagemaker_job import describe, fetch, new_lines, state_from
 from lockstep.launchers.cloud.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
 from lockstep.launchers.launcher import Launcher, Plan
@@ -72,7 +72,7 @@ class Sagemaker(Launcher):
 
     def plan(self, run: Run) -> Plan:
         options = self.options(run)
-        processes = machines_times_processes(run, options.machines)
+        processes = world_size_of(run, options.machines)
         parcel = self._parcel(run, options)
         request = request_of(run, options, parcel)
         if importlib.util.find_spec("botocore") is not None:

@@ -54,7 +54,7 @@ class Torchrun(Launcher):
 
     def plan(self, run: Run) -> Plan:
         options = self.options(run)
-        fewest, most = machines_of(options.machines)
+        fewest, most = node_range(options.machines)
         processes = processes_of(run)
         if fewest > most:
             raise RunError(f"launch.machines: {options.machines!r}: the fewest come first, as in 1:4")
@@ -111,7 +111,7 @@ class Torchrun(Launcher):
             raise RunError(f"launch.{'interface' if 'interface' in str(caught) else 'rendezvous'}: {caught}") from None
 
 
-def machines_of(value: int | str) -> tuple[int, int]:
+def node_range(value: int | str) -> tuple[int, int]:
     """`launch.machines` as fewest and most."""
     fewest, _, most = str(value).partition(":")
     return int(fewest), int(most or fewest)
@@ -129,7 +129,7 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
 
     prestart()
     host, port = network.endpoint(options.rendezvous or "localhost:29400")
-    fewest, most = machines_of(options.machines)
+    fewest, most = node_range(options.machines)
     say = partial(Console(True).say)
     address = network.address_on(options.interface) if options.interface else network.route_to(host)
     holds = network.holds(host, port)
@@ -145,14 +145,14 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
         say(f"note: no {secret.VARIABLE}: whoever reaches {host}:{port} can disturb this job (docs/security.md)")
     if not holds:
         network.reach(host, port, options.join_s, say)
-    machine = Node(socket.gethostname(), address, processes_of(run), options.node_rank, holds)
+    node = Node(socket.gethostname(), address, processes_of(run), options.node_rank, holds)
     limits = Limits(options.join_s, options.more_s, options.lost_s)
 
     def newest() -> int:
         return next((manifest.step for _, manifest in newest_first(run)), 0)
 
     try:
-        rendezvous = ElasticRendezvous(host, port, fewest, most, machine, limits, newest, key)
+        rendezvous = ElasticRendezvous(host, port, fewest, most, node, limits, newest, key)
         rendezvous.admit(facts(run, prepare(run, plugins.find("tasks", run.task.name)).key))
     except RendezvousConnectionError as caught:
         raise RunError(f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}") from None

@@ -66,7 +66,7 @@ def inside(run: Run, machines: int, meet: str) -> LaunchSection:
     return LaunchSection(name="local", **own)
 
 
-def machines_times_processes(run: Run, machines: int) -> int:
+def world_size_of(run: Run, machines: int) -> int:
     """Processes in all, on machines that cannot be looked at from here. Errors: `RunError`."""
     if run.launch.processes == "auto":
         raise RunError(

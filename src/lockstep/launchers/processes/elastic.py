@@ -194,14 +194,14 @@ class Agent(LocalElasticAgent):
         with self.rendezvous.reading():
             super()._rendezvous(worker_group)
         self._hopeless = self._meets = False
-        machines = self.rendezvous.machines
+        nodes = self.rendezvous.nodes
         if self.rendezvous.most > 1:
             first, said = 0, []
-            for machine in machines:
-                last = first + machine.processes - 1
-                said.append(f"{machine.host} (rank{'s' if last > first else ''} {first}{f'-{last}' * (last > first)})")
+            for node in nodes:
+                last = first + node.processes - 1
+                said.append(f"{node.host} (rank{'s' if last > first else ''} {first}{f'-{last}' * (last > first)})")
                 first = last + 1
-            self.say(f"machines   {len(machines)} at {self.rendezvous.at}:{self.rendezvous.port}: {', '.join(said)}")
+            self.say(f"machines   {len(nodes)} at {self.rendezvous.at}:{self.rendezvous.port}: {', '.join(said)}")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._asked:

@@ -89,8 +89,8 @@ class ElasticRendezvous:
         machine's newest checkpoint; `key` is the job's secret, by default the one that was given. Errors:
         `NetworkError`, `RendezvousConnectionError`, `RendezvousStateError`."""
         self.at, self.fewest, self.most, self.limits = at, fewest, most, limits
-        self._machine, self._newest = node, newest
-        self.machines: list[Node] = []  # of this formation, in the order of their ranks
+        self._node, self._newest = node, newest
+        self.nodes: list[Node] = []  # of this formation, in the order of their ranks
         self.place = 0  # of this machine among them
         self.gone = False  # whether the store is
         self._key = secret.given() if key is None else key
@@ -144,12 +144,12 @@ class ElasticRendezvous:
         ):
             found = self._call(self._inner.next_rendezvous)  # one was lost just now
         told = self._call(lambda: self._round.multi_get(keys))
-        machines = [_parsed(Node, text) for text in told]
-        order = sorted(range(len(machines)), key=lambda rank: machines[rank].precedence)
-        self.machines, self.place = [machines[rank] for rank in order], order.index(found.rank)
+        nodes = [_parsed(Node, text) for text in told]
+        order = sorted(range(len(nodes)), key=lambda rank: nodes[rank].precedence)
+        self.nodes, self.place = [nodes[rank] for rank in order], order.index(found.rank)
         first: Any = self._round.within("first")
-        where = self._call(lambda: RendezvousStoreInfo.build(self.place, first, self._machine.address))
-        return RendezvousInfo(found.store, self.place, len(machines), where)
+        where = self._call(lambda: RendezvousStoreInfo.build(self.place, first, self._node.address))
+        return RendezvousInfo(found.store, self.place, len(nodes), where)
 
     def num_nodes_waiting(self) -> int:
         return int(self._call(self._inner.num_nodes_waiting))
@@ -168,7 +168,7 @@ class ElasticRendezvous:
             if self._store.add(f"lockstep-over-{self._number}", 1) == 1:
                 self._store.add("lockstep-job", 1)
             state = self._state()
-            watched = self._machine.holds and bool(state.wait_list or state.redundancy_list)
+            watched = self._node.holds and bool(state.wait_list or state.redundancy_list)
             closed = self._inner.shutdown()
             time.sleep(3 if watched else 0)  # so that those who wait to join see that it is over
             return closed
@@ -180,10 +180,10 @@ class ElasticRendezvous:
     def admit(self, facts: dict[str, str]) -> None:
         """Compare this machine with the first one of the job. Errors: `RunError`; with a fixed number of machines the
         others end with the same message, else they go on without this one."""
-        mine = json.dumps([self._machine.host, facts], sort_keys=True)
+        mine = json.dumps([self._node.host, facts], sort_keys=True)
         first = self._call(lambda: self._job.compare_set("facts", "", mine)).decode()
         host, theirs = _parsed(_facts, first)
-        if not (text := disagreement([(host, theirs), (self._machine.host, facts)])):
+        if not (text := disagreement([(host, theirs), (self._node.host, facts)])):
             return
         self._call(self._inner.num_nodes_waiting)  # looks at the others' signs of life
         state = self._state()
@@ -205,7 +205,7 @@ class ElasticRendezvous:
         if not missing or now - self._missing[1] < 2.5:
             return []
         addresses = {node.addr for node in missing}
-        return [node.host for node in self.machines if node.address in addresses]
+        return [node.host for node in self.nodes if node.address in addresses]
 
     def grow(self) -> None:
         """Tell the other machines that ranks which end with 75 now do so because the job forms again. When this
@@ -217,7 +217,7 @@ class ElasticRendezvous:
 
     def end(self, status: int, text: str = "") -> None:
         """Say how the job ends, unless another machine has said so. A store that is gone is no error."""
-        word = json.dumps(asdict(End(status, self._machine.host, text)))
+        word = json.dumps(asdict(End(status, self._node.host, text)))
         try:
             self._job.compare_set("end", "", word)
         except RendezvousStateError:  # forged: the others cannot read it either
@@ -240,15 +240,15 @@ class ElasticRendezvous:
         except RuntimeError:
             self.gone = True
             return None
-        return found if found.host != self._machine.host else None
+        return found if found.host != self._node.host else None
 
     def leave_together(self, limit_s: float = float("inf")) -> None:
         """Wait until the ranks of every machine have ended, because one of them holds the store. One that is lost, and
         a store that is gone, are not waited for."""
-        if not self.machines:
+        if not self.nodes:
             return
         until = time.monotonic() + limit_s
-        everyone = range(len(self.machines))
+        everyone = range(len(self.nodes))
         try:
             self._round.set(f"done/{self.place}", "1")
             while not self._round.check([f"done/{place}" for place in everyone]):
@@ -258,7 +258,7 @@ class ElasticRendezvous:
                 time.sleep(0.1)
             self._round.set(f"left/{self.place}", "1")
             until = min(until, time.monotonic() + 5)
-            while self._machine.holds and time.monotonic() < until:
+            while self._node.holds and time.monotonic() < until:
                 if self._round.check([f"left/{place}" for place in everyone]):
                     return
                 time.sleep(0.05)
@@ -273,7 +273,7 @@ class ElasticRendezvous:
         """Say who this is. Returns the keys under which all machines of this formation do so."""
         self._nodes, self._missing = set(self._state().participants), (set(), 0.0)
         self._round: Any = found.store
-        mine = asdict(self._machine) | {"step": self._newest()}
+        mine = asdict(self._node) | {"step": self._newest()}
         self._call(lambda: self._round.set(f"machine/{found.rank}", json.dumps(mine)))
         return [f"machine/{rank}" for rank in range(found.world_size)]
 
