@@ -71,6 +71,7 @@ def test_manifests_are_as_written_down(case: str, kubeflow: bool) -> None:
     compare(f"kubernetes-{case}{'-kubeflow' * kubeflow}.yaml", yaml.safe_dump_all(made, sort_keys=False, width=110))
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("case", CASES)
 def test_the_api_server_would_take_them(case: str) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="needs the extra kubernetes")
@@ -82,6 +83,7 @@ def test_the_api_server_would_take_them(case: str) -> None:
         validate.validate(broken, "1.31", strict=True)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("case", CASES)
 def test_kubeflow_would_take_them(case: str) -> None:
     """Its models drop what they do not know: what comes back must be what went in."""

@@ -114,6 +114,7 @@ def test_a_job_whose_caller_is_gone_stops_with_a_checkpoint(tmp_path: Path, cach
     until(lambda: saved(tmp_path) >= 12, "a checkpoint of the last step")
 
 
+@pytest.mark.extras
 @pytest.mark.processes
 def test_a_notebook_cell_shows_what_training_says(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = pytest.importorskip("nbclient")

@@ -97,6 +97,7 @@ def ranks(folder: Path) -> list[int]:
 
 
 @pytest.mark.cluster
+@pytest.mark.extras
 @pytest.mark.processes
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("ray")

@@ -37,6 +37,7 @@ LAUNCH = {
     "s3": "s3://lockstep-tests/runs",
     "wait": False,
 }
+pytestmark = pytest.mark.extras
 RUN = TINY | {"name": "tiny", "output": "out", "launch": LAUNCH}
 
 

@@ -44,6 +44,7 @@ def test_hyperparameters_come_back_as_the_run_they_came_from(here: Path) -> None
     assert overrides(here / "nothing.json") == []
 
 
+@pytest.mark.extras
 def test_secrets_are_read_by_name(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud.client("secretsmanager").create_secret(Name="lockstep/hf", SecretString="very secret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")

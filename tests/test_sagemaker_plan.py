@@ -51,6 +51,7 @@ def test_fields_that_lockstep_sets(extra: dict[str, Any], said: str) -> None:
         request(run_of(extra=extra))
 
 
+@pytest.mark.extras
 @pytest.mark.skipif(importlib.util.find_spec("botocore") is None, reason="needs the extra sagemaker")
 @pytest.mark.parametrize(
     ("launch", "said"),

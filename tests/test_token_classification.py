@@ -31,6 +31,7 @@ def test_entities_are_what_the_tags_mark(tags: str) -> None:
     assert entities(tags.split()) == MARKED[tags]
 
 
+@pytest.mark.extras
 def test_entities_are_seqeval_s() -> None:
     metrics = pytest.importorskip("seqeval.metrics.sequence_labeling")
     draw = np.random.default_rng(0)
