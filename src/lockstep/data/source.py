@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin/emotion"
 # file ending -> the builder of `datasets` that reads it, and its options
-_FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".csv": ("csv", {"keep_default_na": False}),  # a text that says "null" or "NA" is a text
@@ -34,7 +34,7 @@ _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".txt": ("lines", {}),
 }
-_USUAL = {
+USUAL = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test",),
@@ -93,31 +93,31 @@ def load(data: DataSection, seed: int, plain: str | None = None) -> Source:
 
 
 def _looks_local(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or text.endswith(tuple(_FORMATS)) or any(c in text for c in "*?[")
+    return text.startswith((".", "/", "~")) or text.endswith(tuple(FORMATS)) or any(c in text for c in "*?[")
 
 
 def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     """Split -> files, or None when the source is not local. Errors: `RunError`, naming what is not there."""
-    given = {split: getattr(data, split) for split in _USUAL if getattr(data, split) is not None}
+    given = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
     if data.source is None:
         if not given:
             raise RunError("data: give data.source (a Hub id, a folder or a file) or data.train (files)")
         if data.layout != "rows":
-            return _LAYOUTS[data.layout][0](data, _USUAL)
+            return _LAYOUTS[data.layout][0](data, USUAL)
         return {split: _expand(value, f"data.{split}") for split, value in given.items()}
     if data.source == BUILTIN:
         return None
     if data.layout != "rows":
-        return _LAYOUTS[data.layout][0](data, _USUAL)
+        return _LAYOUTS[data.layout][0](data, USUAL)
     root = Path(data.source).expanduser()
     if root.is_dir():
-        found = {split: _in_folder(root, split) for split in _USUAL}
+        found = {split: _in_folder(root, split) for split in USUAL}
         if not any(found.values()) and "train" not in given:
-            single = sorted(f for f in root.iterdir() if f.suffix in _FORMATS)
+            single = sorted(f for f in root.iterdir() if f.suffix in FORMATS)
             if not single:
                 raise RunError(
                     f"data.source: the folder {root} holds no data file; "
-                    f"wanted are files like train.jsonl with one of the endings {', '.join(_FORMATS)}"
+                    f"wanted are files like train.jsonl with one of the endings {', '.join(FORMATS)}"
                 )
             found["train"] = single
         for split, value in given.items():
@@ -130,12 +130,12 @@ def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
 
 
 def _in_folder(root: Path, split: str) -> list[Path]:
-    for word in _USUAL[split]:
+    for word in USUAL[split]:
         files = sorted(
-            f for f in root.iterdir() if f.is_file() and f.suffix in _FORMATS and f.name.split(".")[0] == word
+            f for f in root.iterdir() if f.is_file() and f.suffix in FORMATS and f.name.split(".")[0] == word
         )
         for pattern in (f"{word}[-_]*", f"{word}/*"):
-            files = files or sorted(f for f in root.glob(pattern) if f.is_file() and f.suffix in _FORMATS)
+            files = files or sorted(f for f in root.glob(pattern) if f.is_file() and f.suffix in FORMATS)
         if files:
             return files
     return []
@@ -151,8 +151,8 @@ def _expand(value: str | list[str], key: str, root: Path | None = None) -> list[
         if not found:
             raise RunError(f"{key}: no such file: {path}")
         for file in found:
-            if file.suffix not in _FORMATS:
-                raise RunError(f"{key}: {file} has none of the endings that can be read: {', '.join(_FORMATS)}")
+            if file.suffix not in FORMATS:
+                raise RunError(f"{key}: {file} has none of the endings that can be read: {', '.join(FORMATS)}")
         files += found
     return files
 
@@ -163,7 +163,7 @@ def _check_columns(local: dict[str, list[Path]], names: list[str]) -> None:
         raise RunError(f"data.columns: {', '.join(names)}: a name is there twice")
     for files in local.values():
         for file in files:
-            if _FORMATS.get(file.suffix, ("", {}))[0] != "csv":
+            if FORMATS.get(file.suffix, ("", {}))[0] != "csv":
                 raise RunError(f"data.columns: for .csv and .tsv files without a header, and {file} is none")
 
 
@@ -173,14 +173,14 @@ def _read(files: list[Path], key: str, plain: str | None, data: DataSection) -> 
     encoding = data.encoding
     if data.layout != "rows":
         return _LAYOUTS[data.layout][1](files, key, encoding)
-    formats = {_FORMATS[f.suffix][0] for f in files}
+    formats = {FORMATS[f.suffix][0] for f in files}
     if len(formats) != 1:
         raise RunError(
             f"{key}: files of different formats ({', '.join(str(f) for f in files)}); use one format a split"
         )
     for file in files:
         readable.check(file, key, encoding)
-    builder, options = _FORMATS[files[0].suffix]
+    builder, options = FORMATS[files[0].suffix]
     if builder == "lines":
         return _read_plain(files, plain, encoding) if plain else _read_lines(files, key, encoding)
     utf8 = codecs.lookup(encoding).name == "utf-8"
@@ -211,7 +211,7 @@ def first_row(file: Path, encoding: str) -> list[str]:
 
 def rows_of_table(file: Path, encoding: str) -> Iterator[list[str]]:
     """The rows of a .csv or .tsv file, as they are."""
-    options = _FORMATS[file.suffix][1]
+    options = FORMATS[file.suffix][1]
     with open(file, encoding=readable.codec(encoding), newline="") as opened:
         quoting = csv.QUOTE_NONE if "quoting" in options else csv.QUOTE_MINIMAL
         yield from csv.reader(opened, delimiter=options.get("sep", ","), quoting=quoting)
@@ -290,7 +290,7 @@ def _from_hub(data: DataSection) -> Source:
             f"{explained(error, data.revision)}"
         ) from error
     splits: dict[str, Dataset] = {}
-    for split, usual in _USUAL.items():
+    for split, usual in USUAL.items():
         given = getattr(data, split)
         for name in [given] if given is not None else usual:
             if name in found:
