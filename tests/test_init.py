@@ -10,10 +10,10 @@ from harness import lockstep_environment
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
-from lockstep.tools.starter import starter
+from lockstep.tools.starter import guesses, talk
 
-LAPTOP = starter.Here(cores=2, gpus=0, bf16=False, hub=False)
-SERVER = starter.Here(cores=64, gpus=16, bf16=True, hub=True)
+LAPTOP = guesses.Here(cores=2, gpus=0, bf16=False, hub=False)
+SERVER = guesses.Here(cores=64, gpus=16, bf16=True, hub=True)
 FEELINGS = ["sadness", "joy"]
 EMOTION = [{"id": i, "text": f"i feel {FEELINGS[i % 2]} today {i}", "mood": FEELINGS[i % 2]} for i in range(120)]
 
@@ -22,7 +22,7 @@ EMOTION = [{"id": i, "text": f"i feel {FEELINGS[i % 2]} today {i}", "mood": FEEL
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to write to, on a laptop without a network."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starter.Here, "look", staticmethod(lambda: LAPTOP))
+    monkeypatch.setattr(guesses.Here, "look", staticmethod(lambda: LAPTOP))
     return tmp_path
 
 
@@ -97,7 +97,8 @@ def test_labelled_lines_are_for_a_classifier(here: Path) -> None:
 
 
 def test_every_key_has_a_comment(here: Path) -> None:
-    written("--data", "builtin/emotion")
+    jsonl(here / "data", EMOTION)
+    written("--data", "data")
     for line in (here / "run.yaml").read_text().splitlines():
         assert line.startswith("#") or line.rstrip().endswith(":") or "  # " in line, line
 
@@ -107,12 +108,14 @@ def test_a_file_that_is_there_stays(here: Path, capfd: pytest.CaptureFixture[str
     assert main(["init", "--data", "builtin/emotion", "--yes"]) == 2
     assert "--force" in capfd.readouterr().err
     assert (here / "run.yaml").read_text() == "mine"
-    written("--data", "builtin/emotion", "--force")
-    assert sorted(p.name for p in here.iterdir()) == ["run.yaml"]
+    jsonl(here / "data", EMOTION)
+    written("--data", "data", "--force")
+    assert sorted(p.name for p in here.iterdir()) == ["data", "run.yaml"]
 
 
 def test_keys_that_are_given_are_in_the_file(here: Path) -> None:
-    words = ["--data", "builtin/emotion", "steps=7", "optim.learning_rate=1e-4", "model.config.n_layer=1", "seed=3"]
+    jsonl(here / "data", EMOTION)
+    words = ["--data", "data", "steps=7", "optim.learning_rate=1e-4", "model.config.n_layer=1", "seed=3"]
     run = written(*words, path="feelings.yaml")
     assert (run.name, run.steps, run.epochs, run.seed) == ("feelings", 7, None, 3)
     assert run.optim.learning_rate == 1e-4
@@ -144,16 +147,18 @@ def test_what_cannot_be_is_one_message(
 
 
 def test_a_machine_with_gpus_and_a_network(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starter.Here, "look", staticmethod(lambda: SERVER))
+    monkeypatch.setattr(guesses.Here, "look", staticmethod(lambda: SERVER))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     jsonl(here / "data", EMOTION * 20)
     run = written("--data", "data")
     assert run.precision == "bf16"
     assert run.micro_batches == 16  # a micro-batch for each GPU
-    assert run.model.source == starter.PRETRAINED["classification"]
+    assert run.model.source == guesses.PRETRAINED["classification"]
 
 
 def test_t5_is_asked_in_its_own_words(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starter.Here, "look", staticmethod(lambda: SERVER))
+    monkeypatch.setattr(guesses.Here, "look", staticmethod(lambda: SERVER))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     jsonl(here / "data", COLUMNS["two languages"][0])
     assert written("--data", "data").task.options["prefix"] == "translate English to German: "
 
@@ -168,7 +173,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
             raise EOFError
         return left.pop(0)
 
-    monkeypatch.setattr(starter, "can_ask", lambda: True)
+    monkeypatch.setattr(talk, "can_ask", lambda: True)
     monkeypatch.setattr("builtins.input", answer)
     return asked
 

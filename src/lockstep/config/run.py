@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import disclosure, plugins
+from lockstep.config import disclosure, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.sections import (
     CheckpointSection,
@@ -194,6 +194,7 @@ def load(
             raise RunError(
                 f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}"
             )
+        values = places.beside(values, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = overrides_of(overrides)
     alone = values

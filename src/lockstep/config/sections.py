@@ -55,6 +55,14 @@ class DataSection(Section):
     test: str | list[str] | None = Field(
         None, description="split name or path(s); default: the split called test, if any"
     )
+    layout: Literal["rows", "class_folders", "parallel"] = Field(
+        "rows",
+        description="of local files; class_folders: each text a file, in a folder called by its label; parallel: lines "
+        "of train.en and train.de (or .gz) with the same number are one example",
+    )
+    columns: list[str] | None = Field(
+        None, min_length=1, description="names of the columns, in order, of .csv and .tsv files without a header"
+    )
     validation_fraction: float = Field(
         0.1,
         gt=0,

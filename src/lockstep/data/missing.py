@@ -69,8 +69,10 @@ def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, d
 
 
 def left_out(read: Mapping[str, Dataset], kept: Mapping[str, Dataset]) -> dict[str, Any]:
-    """The fact, for those who read about the run, of how many rows of each split were left out; nothing where none."""
-    found = {split: len(read[split]) - len(kept[split]) for split in kept if len(read[split]) > len(kept[split])}
+    """The fact, for those who read about the run, of how many rows of each split were left out, or all of one whose
+    labels are hidden; nothing where none."""
+    fewer = {split: len(rows) - len(kept.get(split, ())) for split, rows in read.items()}
+    found = {split: count for split, count in fewer.items() if count}
     return {"left_out": found} if found else {}
 
 

@@ -37,6 +37,11 @@ class Order:
         return permute(positions, self.examples, self.seed, epoch)
 
 
+def total_steps(epochs: float | None, steps: int | None, steps_per_epoch: int) -> int:
+    """Optimizer steps of a whole run, which gives its length in epochs or in steps."""
+    return steps or max(1, round(float(epochs or 0) * steps_per_epoch))
+
+
 class ByLength(Order):
     """The same, where the examples of a window of steps are sorted by length before they are cut into steps: each
     step's examples are alike. The steps of a window come in an order drawn anew; an epoch's short step stays last."""

@@ -22,7 +22,7 @@ _PACKED = {
     "zip": (0, b"PK\x03\x04"),
     "lz4": (0, b"\x04\x22\x4d\x18"),
 }
-_BLOCK = 2**20  # bytes decoded at a time
+BLOCK = 2**20  # bytes decoded at a time
 MOST = 1000  # times its own size that a file may unpack to, if that is
 LARGE = 2**30  # bytes or more
 
@@ -44,12 +44,22 @@ def check(file: Path, key: str, encoding: str) -> None:
         raise RunError(f"{key}: cannot read {file}: {error.strerror or error}") from error
 
 
+def codec(encoding: str) -> str:
+    """The encoding, without the mark that a file in UTF-8 may begin with."""
+    return "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
+
+
+def text_of(file: Path, encoding: str) -> str:
+    """The text of a file that was found readable, with its ends of lines as they are on Unix."""
+    return file.read_text(encoding=codec(encoding))
+
+
 def _check_text(file: Path, key: str, encoding: str, start: bytes) -> None:
     decoder, line = codecs.getincrementaldecoder(encoding)(), 1
     guess = _looks_like(start)
     try:
         with open(file, "rb") as opened:
-            while block := opened.read(_BLOCK):
+            while block := opened.read(BLOCK):
                 line += decoder.decode(block).count("\n")
         decoder.decode(b"", final=True)
         if guess is None or codecs.lookup(guess).name[:6] == codecs.lookup(encoding).name[:6]:
@@ -106,7 +116,7 @@ def _check_unpacked(file: Path, key: str) -> None:
 
 def json_rows(file: Path, encoding: str) -> list[dict[str, Any]]:
     """The rows of a .json or .jsonl file. Errors: `ValueError`, which says what is wrong and on which line."""
-    text = file.read_bytes().decode("utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding)
+    text = file.read_bytes().decode(codec(encoding))
     if text.lstrip()[:1] == "[":
         try:
             rows = json.loads(text)

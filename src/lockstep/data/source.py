@@ -8,15 +8,17 @@ instead. Imports `datasets` only when called: a worker that finds its tokens in 
 from __future__ import annotations
 
 import codecs
+import csv
 import glob
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import readable
+from lockstep.data import readable, text_files
 from lockstep.data.hub_errors import explained
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin/emotion"
 # file ending -> the builder of `datasets` that reads it, and its options
-_FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".csv": ("csv", {"keep_default_na": False}),  # a text that says "null" or "NA" is a text
@@ -32,10 +34,15 @@ _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".txt": ("lines", {}),
 }
-_USUAL = {
+USUAL = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test",),
+}
+# layout -> which files a split has, and how they are read
+_LAYOUTS = {
+    "class_folders": (text_files.class_files, text_files.read_classes),
+    "parallel": (text_files.parallel_files, text_files.read_parallel),
 }
 
 
@@ -57,12 +64,17 @@ def load(data: DataSection, seed: int, plain: str | None = None) -> Source:
 
     Errors: `RunError`."""
     _quiet()
+    if (data.source == BUILTIN or local_splits(data) is None) and (data.layout != "rows" or data.columns is not None):
+        key = "columns" if data.columns is not None else "layout"
+        raise RunError(f"data.{key}: for local files, and {data.source} is none; leave it out")
     if data.source == BUILTIN:
         source = _builtin(seed)
     elif (local := local_splits(data)) is not None:
+        if data.columns is not None:
+            _check_columns(local, data.columns)
         source = Source(
             data.source or "local files",
-            {s: _read(files, f"data.{s}", plain, data.encoding) for s, files in local.items() if files},
+            {s: _read(files, f"data.{s}", plain, data) for s, files in local.items() if files},
         )
     else:
         source = _from_hub(data)
@@ -81,27 +93,31 @@ def load(data: DataSection, seed: int, plain: str | None = None) -> Source:
 
 
 def _looks_local(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or text.endswith(tuple(_FORMATS)) or any(c in text for c in "*?[")
+    return text.startswith((".", "/", "~")) or text.endswith(tuple(FORMATS)) or any(c in text for c in "*?[")
 
 
 def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     """Split -> files, or None when the source is not local. Errors: `RunError`, naming what is not there."""
-    given = {split: getattr(data, split) for split in _USUAL if getattr(data, split) is not None}
+    given = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
     if data.source is None:
         if not given:
             raise RunError("data: give data.source (a Hub id, a folder or a file) or data.train (files)")
+        if data.layout != "rows":
+            return _LAYOUTS[data.layout][0](data, USUAL)
         return {split: _expand(value, f"data.{split}") for split, value in given.items()}
     if data.source == BUILTIN:
         return None
+    if data.layout != "rows":
+        return _LAYOUTS[data.layout][0](data, USUAL)
     root = Path(data.source).expanduser()
     if root.is_dir():
-        found = {split: _in_folder(root, split) for split in _USUAL}
+        found = {split: _in_folder(root, split) for split in USUAL}
         if not any(found.values()) and "train" not in given:
-            single = sorted(f for f in root.iterdir() if f.suffix in _FORMATS)
+            single = sorted(f for f in root.iterdir() if f.suffix in FORMATS)
             if not single:
                 raise RunError(
                     f"data.source: the folder {root} holds no data file; "
-                    f"wanted are files like train.jsonl with one of the endings {', '.join(_FORMATS)}"
+                    f"wanted are files like train.jsonl with one of the endings {', '.join(FORMATS)}"
                 )
             found["train"] = single
         for split, value in given.items():
@@ -114,12 +130,12 @@ def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
 
 
 def _in_folder(root: Path, split: str) -> list[Path]:
-    for word in _USUAL[split]:
+    for word in USUAL[split]:
         files = sorted(
-            f for f in root.iterdir() if f.is_file() and f.suffix in _FORMATS and f.name.split(".")[0] == word
+            f for f in root.iterdir() if f.is_file() and f.suffix in FORMATS and f.name.split(".")[0] == word
         )
         for pattern in (f"{word}[-_]*", f"{word}/*"):
-            files = files or sorted(f for f in root.glob(pattern) if f.is_file() and f.suffix in _FORMATS)
+            files = files or sorted(f for f in root.glob(pattern) if f.is_file() and f.suffix in FORMATS)
         if files:
             return files
     return []
@@ -135,23 +151,36 @@ def _expand(value: str | list[str], key: str, root: Path | None = None) -> list[
         if not found:
             raise RunError(f"{key}: no such file: {path}")
         for file in found:
-            if file.suffix not in _FORMATS:
-                raise RunError(f"{key}: {file} has none of the endings that can be read: {', '.join(_FORMATS)}")
+            if file.suffix not in FORMATS:
+                raise RunError(f"{key}: {file} has none of the endings that can be read: {', '.join(FORMATS)}")
         files += found
     return files
 
 
-def _read(files: list[Path], key: str, plain: str | None, encoding: str) -> Dataset:
+def _check_columns(local: dict[str, list[Path]], names: list[str]) -> None:
+    """Errors: `RunError` where `data.columns` does not name what is in a file, column by column."""
+    if len(set(names)) < len(names):
+        raise RunError(f"data.columns: {', '.join(names)}: a name is there twice")
+    for files in local.values():
+        for file in files:
+            if FORMATS.get(file.suffix, ("", {}))[0] != "csv":
+                raise RunError(f"data.columns: for .csv and .tsv files without a header, and {file} is none")
+
+
+def _read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
     import datasets
 
-    formats = {_FORMATS[f.suffix][0] for f in files}
+    encoding = data.encoding
+    if data.layout != "rows":
+        return _LAYOUTS[data.layout][1](files, key, encoding)
+    formats = {FORMATS[f.suffix][0] for f in files}
     if len(formats) != 1:
         raise RunError(
             f"{key}: files of different formats ({', '.join(str(f) for f in files)}); use one format a split"
         )
     for file in files:
         readable.check(file, key, encoding)
-    builder, options = _FORMATS[files[0].suffix]
+    builder, options = FORMATS[files[0].suffix]
     if builder == "lines":
         return _read_plain(files, plain, encoding) if plain else _read_lines(files, key, encoding)
     utf8 = codecs.lookup(encoding).name == "utf-8"
@@ -159,6 +188,11 @@ def _read(files: list[Path], key: str, plain: str | None, encoding: str) -> Data
         return datasets.Dataset.from_list([row for file in files for row in _rows_of(file, key, encoding)])
     if builder == "csv" and not utf8:
         options = options | {"encoding": encoding}
+    if data.columns is not None:
+        for file in files:
+            if (there := len(first_row(file, encoding))) not in (0, len(data.columns)):
+                raise RunError(f"{key}: {file} has {there} column(s), and data.columns names {len(data.columns)}")
+        options = options | {"column_names": data.columns}
     try:
         return datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:  # datasets wraps whatever its readers raise
@@ -170,6 +204,19 @@ def _read(files: list[Path], key: str, plain: str | None, encoding: str) -> Data
         raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
 
 
+def first_row(file: Path, encoding: str) -> list[str]:
+    """The cells of the first line of a .csv or .tsv file; none where it is empty."""
+    return next(rows_of_table(file, encoding), [])
+
+
+def rows_of_table(file: Path, encoding: str) -> Iterator[list[str]]:
+    """The rows of a .csv or .tsv file, as they are."""
+    options = FORMATS[file.suffix][1]
+    with open(file, encoding=readable.codec(encoding), newline="") as opened:
+        quoting = csv.QUOTE_NONE if "quoting" in options else csv.QUOTE_MINIMAL
+        yield from csv.reader(opened, delimiter=options.get("sep", ","), quoting=quoting)
+
+
 def _rows_of(file: Path, key: str, encoding: str) -> list[dict[str, Any]]:
     try:
         return readable.json_rows(file, encoding)
@@ -177,16 +224,11 @@ def _rows_of(file: Path, key: str, encoding: str) -> list[dict[str, Any]]:
         raise RunError(f"{key}: {file}, {error}") from None
 
 
-def _text_of(file: Path, encoding: str) -> str:
-    """The text of a file that was found readable, with its ends of lines as they are on Unix."""
-    return file.read_text(encoding="utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding)
-
-
 def _read_plain(files: list[Path], each: str, encoding: str) -> Dataset:
     """Texts without labels: each `line` that is not blank, or each whole `file`."""
     import datasets
 
-    texts = [_text_of(file, encoding) for file in files]
+    texts = [readable.text_of(file, encoding) for file in files]
     if each == "line":
         texts = [line for text in texts for line in text.split("\n")]
     return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
@@ -199,7 +241,7 @@ def _read_lines(files: list[Path], key: str, encoding: str) -> Dataset:
     texts: list[str] = []
     labels: list[str] = []
     for file in files:
-        lines = _text_of(file, encoding).split("\n")  # splitlines would also cut at U+2028 and the like
+        lines = readable.text_of(file, encoding).split("\n")  # splitlines would also cut at U+2028 and the like
         for number, line in enumerate(lines, 1):
             if line.strip():
                 text, mark, label = line.rpartition(";")
@@ -248,7 +290,7 @@ def _from_hub(data: DataSection) -> Source:
             f"{explained(error, data.revision)}"
         ) from error
     splits: dict[str, Dataset] = {}
-    for split, usual in _USUAL.items():
+    for split, usual in USUAL.items():
         given = getattr(data, split)
         for name in [given] if given is not None else usual:
             if name in found:

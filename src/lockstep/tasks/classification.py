@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import missing, source, tokenizer
+from lockstep.data import labels, missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks.task import Task
 
@@ -35,7 +35,7 @@ class ClassificationOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     text: str = Field("text", description="column of the text")
     text_pair: str | None = Field(None, description="column of a second text, for questions about pairs")
-    label: str = Field("label", description="column of the label, integers or strings")
+    label: str = Field("label", description="column of the label: integers, strings, or true and false")
     label_names: list[str] | None = Field(
         None, description="names of integer labels, in order; default: from the data set"
     )
@@ -68,14 +68,15 @@ class Classification(Task):
         data = source.load(run.data, run.seed)
         splits = dict(data.splits)
         texts = list(options.columns.values())
-        for split, dataset in splits.items():
+        for split, dataset in data.splits.items():
+            if split == "test" and run.data.test is None and labels.hidden(dataset, options.label):
+                del splits["test"]  # benchmarks hide the labels of their test split, or leave them out
+                continue
             missing.present(dataset, options.columns | {"task.label": options.label}, split, data.name)
-        if "test" in splits and run.data.test is None and _unlabelled(splits["test"], options.label):
-            del splits["test"]  # the Hub's benchmarks hide the labels of their test split
         for split, dataset in splits.items():
             splits[split] = _whole(dataset, options, split, data.name, run.data.drop_missing)
         left_out = missing.left_out(data.splits, splits)
-        names, codes = _labels(splits, options, data.name)
+        names, codes = labels.codes_of(splits, options.label, options.label_names, data.name)
         if "validation" not in splits:
             splits |= _cut(splits["train"], codes(splits["train"], "train"), run)
         hashes = {split: content(dataset, [*texts, options.label]) for split, dataset in splits.items()}
@@ -229,89 +230,11 @@ def _whole(dataset: Dataset, options: ClassificationOptions, split: str, name: s
 
     column = options.label
     found = missing.complete(dataset, options.columns | {"task.label": column}, split, name, drop)
-    found = missing.texts(found, options.columns, split, name, drop)
+    found = labels.readable(missing.texts(found, options.columns, split, name, drop), column)
     numbers = isinstance(found[0][column], str) and all(re.fullmatch("-?[0-9]+", label) for label in found[column])
     if len(found) < len(dataset) and numbers:  # what they would have been read as, had none been missing
         found = found.cast_column(column, datasets.Value("int64"))
     return found
-
-
-def _unlabelled(dataset: Dataset, column: str) -> bool:
-    """A test split whose labels are hidden."""
-    return bool(missing.lacking(dataset, column).all()) or set(map(str, dataset[column])) == {"-1"}
-
-
-def _labels(
-    splits: dict[str, Dataset], options: ClassificationOptions, name: str
-) -> tuple[list[str], Callable[[Dataset, str], np.ndarray]]:
-    """Names in the order of their codes, and a function from a split to codes: int64 [examples]."""
-    column = options.label
-    feature = splits["train"].features[column]
-    given = getattr(feature, "names", None)
-    train = splits["train"][column]
-    values = list(range(len(given))) if given else _distinct(train, column, "train")
-    if options.label_names is not None:
-        if isinstance(values[0], str):
-            raise RunError(f"task.label_names: the labels of {name} are strings, which name themselves")
-        if len(options.label_names) < len(values):
-            raise RunError(f"task.label_names: {len(options.label_names)} names for {len(values)} labels")
-        if values[0] >= 0 and values[-1] < len(options.label_names):
-            values = list(range(len(options.label_names)))
-        names = options.label_names
-    else:
-        names = given or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
-    if len(values) < 2:
-        raise RunError(
-            f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); nothing can be learned"
-        )
-    place = {value: code for code, value in enumerate(values)}
-
-    def codes(dataset: Dataset, split: str) -> np.ndarray:
-        labels = dataset[column]
-        _distinct(labels, column, split)
-        for row, label in enumerate(labels):
-            if label not in place:
-                raise RunError(
-                    f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the "
-                    f"training split has "
-                    f"not; known are {', '.join(map(repr, values[:20]))}"
-                )
-        return np.array([place[label] for label in labels], dtype=np.int64)
-
-    for split, dataset in splits.items():
-        codes(dataset, split)
-    return list(names), codes
-
-
-def _distinct(labels: Any, column: str, split: str) -> list:
-    labels = list(labels)
-    for row, label in enumerate(labels):
-        if isinstance(label, bool) or not isinstance(label, int | str):
-            several = isinstance(label, list | dict)
-            raise RunError(
-                f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
-                f"{str(label)[:60] if several else repr(label)}"
-                + (": this task learns one label a text, not several" if several else "")
-            )
-        if type(label) is not type(labels[0]):
-            raise RunError(
-                f"task.label: column {column!r} of the {split} split mixes integers and strings; row 0 holds "
-                f"{labels[0]!r}, row {row} holds {label!r}"
-            )
-    return sorted(set(labels))
-
-
-def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] | None:
-    """Names from a column such as `label_name` or `label_text` beside integer labels, where it fits them one to one."""
-    for suffix in ("_name", "_text"):
-        if (other := column + suffix) in dataset.column_names:
-            pairs = set(zip(dataset[column], dataset[other], strict=True))
-            names = dict(pairs)
-            if len(pairs) == len(values) == len(set(names.values())) and all(
-                isinstance(n, str) for n in names.values()
-            ):
-                return [names[v] for v in values]
-    return None
 
 
 def _cut(train: Dataset, codes: np.ndarray, run: Run) -> dict[str, Dataset]:

@@ -18,7 +18,7 @@ from lockstep.config.run import Run
 from lockstep.data import micro_batches as micro_batches
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.micro_batches import cut, padded_cost, random_cost
-from lockstep.data.order import ByLength, Order
+from lockstep.data.order import ByLength, Order, total_steps
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.task import Task
 
@@ -42,7 +42,7 @@ class Feed:
         if run.data.group_by_length > 1:
             self.order = ByLength(self.columns.lengths, run.batch_size, run.seed, run.data.group_by_length)
         self.micro_batches, self.seed = run.micro_batches, run.seed
-        self.total = run.steps or max(1, round(float(run.epochs or 0) * self.order.steps_per_epoch))
+        self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
 
     def make(self, step: int) -> StepBatch:
         """One step's batch: every rank cuts the same micro-batches and collates its own."""

@@ -20,12 +20,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep.tools.starter import starter
+    from lockstep.tools.starter import starter, talk
 
     paths = [word for word in known.words if "=" not in word]
     if len(paths) > 1:
         raise RunError(f"one run file is written at a time, not {' and '.join(paths)}")
     flags = {"data": known.data, "task": known.task, "model": known.model}
-    ask = None if known.yes or not starter.can_ask() else starter.terminal
+    ask = None if known.yes or not talk.can_ask() else talk.terminal
     path = Path(paths[0] if paths else "run.yaml")
     return starter.init(path, flags, [word for word in known.words if "=" in word], known.force, ask)

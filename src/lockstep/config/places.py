@@ -1,0 +1,46 @@
+"""Local paths of a run file are found from the folder that it lies in, so that it means the same from any folder.
+
+In: the keys of a run file, as read, and where it lies. Out: the same keys; what is there beside the file has its path
+from the folder that the command was started in. What is not there is left as it was written: a path from that folder,
+as on the command line, or the name of something on the Hub.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+from typing import Any
+
+# Section -> its keys that may name local files or folders.
+PATHS = {
+    "data": ("source", "train", "validation", "test"),
+    "model": ("source",),
+    "tokenizer": ("source",),
+}
+
+
+def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A new mapping. OUTPUT/run.yaml, whose paths were found before, stays as it is."""
+    folder = file.parent
+    output = values.get("output")
+    if folder == Path() or (isinstance(output, str) and folder.resolve() == Path(output).expanduser().resolve()):
+        return values
+    found = dict(values)
+    for section, keys in PATHS.items():
+        if isinstance(given := values.get(section), dict):
+            if given.get("source") is not None:
+                keys = ("source",)  # what else there is are splits of it, or files in it
+            found[section] = given | {key: _found(given[key], folder) for key in keys if key in given}
+    return found
+
+
+def _found(value: Any, folder: Path) -> Any:
+    """A path, or a list of them."""
+    if isinstance(value, list):
+        return [_found(each, folder) for each in value]
+    if not isinstance(value, str) or not value or value.startswith("~") or os.path.isabs(value):
+        return value
+    path = folder / value
+    there = path.exists() or (any(mark in value for mark in "*?[") and glob.glob(str(path)))
+    return os.path.normpath(path) if there else value

@@ -1,0 +1,255 @@
+"""Which task a data set is for, and which column is what.
+
+In: a `Look` at its columns. Out: a `Fit`: the task's keys, and of each that might as well be another column why; or
+what stands in the way. A fit without doubts follows from names and values that leave one reading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config.run import RunError
+from lockstep.data.text_files import SIDES, is_language
+from lockstep.tools.starter.columns import Look
+
+TASKS = ("classification", "token_classification", "translation", "language_modeling")
+# The keys that a person is asked for where nothing fits.
+ASKED = {
+    "classification": ("text", "label"),
+    "token_classification": ("words", "tags"),
+    "translation": ("source", "target"),
+    "language_modeling": ("text",),
+}
+
+_TEXTS = (
+    "text sentence content review document body tweet comment message question premise title story article post "
+    "utterance abstract description"
+)
+_LABELS = (
+    "label labels category categories class classes sentiment emotion emotions intent topic topics stars rating target "
+    "targets tags genre genres y spam toxic"
+)
+_TEXT, _LABEL = tuple(_TEXTS.split()), tuple(_LABELS.split())
+_SCORE = (*_LABEL, "score", "similarity", "relatedness", "value", "price")
+_FIRSTS = [("premise", "hypothesis"), ("question", "passage"), ("question", "sentence"), ("query", "passage")]
+_WORDS = ("tokens", "words")
+_TAGS = ("ner_tags", "tags", "pos_tags", "chunk_tags", "labels")
+_PROMPT = ("prompt", "instruction", "question", "input", "query")
+_RESPONSE = ("response", "completion", "output", "answer", "answers", "chosen", "target")
+_MESSAGES = ("messages", "conversation", "conversations", "dialog", "dialogue")
+_CLASSES = 50  # that a column without a telling name has, at most, where it might be the label
+_SECOND = {"1": "2", "a": "b", "A": "B"}  # what the second column of a pair ends in
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A task of a data set."""
+
+    keys: dict[str, Any]  # of the run file's `task` section, name left out
+    doubts: dict[str, str] = field(default_factory=dict)  # key -> what else it might be
+
+
+def fit(task: str, found: Look) -> Fit | None:
+    """The task's keys that name columns of this data set, or None when it has none for it."""
+    return {
+        "classification": _classification,
+        "token_classification": _token_classification,
+        "translation": _translation,
+        "language_modeling": _language_modeling,
+    }[task](found)
+
+
+def guess(found: Look) -> tuple[str, Fit]:
+    """The task that fits the columns, and its keys. Errors: `RunError` when none does, or when what they seem to be for
+    is no task here."""
+    if (messages := _messages(found)) is not None:
+        return "language_modeling", messages
+    if (why := unfit(found)) is not None:
+        raise RunError(why)
+    for task in TASKS:
+        if (fitted := fit(task, found)) is not None:
+            return task, fitted
+    raise RunError(
+        f"what {found.source} is for cannot be told from its columns: {found.described()}. "
+        "Say it: --task NAME, and its columns as task.text=... task.label=..."
+    )
+
+
+def unfit(found: Look) -> str | None:
+    """What a data set seems to be for that no task here is, with what to do; None where nothing seems so."""
+    own = (
+        "No task here learns that. Either make it a column of one label (an integer or a text) a row; or write a task "
+        "of your own (task.name=your.module.Class, see CONTRIBUTING.md); or leave it out: --task language_modeling"
+    )
+    pairs = {name for pair in found.aligned for name in pair}
+    several = [c for c, k in found.kinds.items() if k in ("texts", "labels", "list") and is_label(c) and c not in pairs]
+    one = [c for c in found.few if is_label(c) and c not in found.binary]
+    if several and found.texts and not one:
+        return f"column {several[0]!r} of {found.source} holds several labels a text. {own}"
+    if len(found.binary) > 1 and found.texts and not one and "label" not in found.binary:
+        names = ", ".join(found.binary)
+        return (
+            f"columns {names} of {found.source} hold 0 and 1 each, which looks like several labels a text. {own}. "
+            f"To learn one of them: --task classification task.label={found.binary[0]}"
+        )
+    decimal = [c for c, kind in found.kinds.items() if kind == "decimal" and c.lower() in _SCORE]
+    if decimal and found.texts and not one:
+        return f"column {decimal[0]!r} of {found.source} holds numbers with decimals to be foretold (regression). {own}"
+    many = [c for c, kind in found.kinds.items() if kind == "number" and c.lower() in _LABEL and c not in found.few]
+    if many and found.texts and not one:
+        return (
+            f"column {many[0]!r} of {found.source} holds one number only, or nearly as many as rows: no classes to "
+            f"learn. {own}"
+        )
+    if turns := [c for c, kind in found.kinds.items() if kind == "turns"]:
+        return (
+            f"column {turns[0]!r} of {found.source} holds conversations of `from` and `value`; read are lists of "
+            "`role` (user, assistant, system) and `content`: rename them"
+        )
+    return None
+
+
+# -- one task each ---------------------------------------------------------------------------------------------------
+
+
+def _classification(found: Look) -> Fit | None:
+    named = [c for c in found.few if is_label(c)]
+    labels = [c for c, kind in found.kinds.items() if kind == "label"]
+    truths = [c for c in found.few if found.kinds[c] == "true/false"]
+    others = sorted((c for c in found.texts if c in found.few), key=lambda c: found.few[c])
+    exact = [c for name in _LABEL for c in [*labels, *named] if c.lower() == name]
+    label = _first(exact, labels, named, truths, others)
+    texts = [c for c in found.texts if c != label]
+    if label is None or not texts:
+        return None
+    doubts = {}
+    short = [c for c in others if found.few[c] <= _CLASSES]
+    rivals = _unlike(label, exact) or ([] if exact else _unlike(label, [*labels, *named, *truths, *short]))
+    if rivals:
+        doubts["label"] = f"{', '.join(rivals)} might be the label as well"
+    if pair := _pair(texts):
+        rest = [c for c in texts if c not in pair and c not in found.few]
+        if rest:
+            doubts["text"] = f"{', '.join(rest)} might be a text as well"
+        return Fit({"text": pair[0], "text_pair": pair[1], "label": label}, doubts)
+    free = [c for c in texts if c not in found.few] or texts
+    longest = sorted(free, key=lambda c: -found.characters[c])
+    text = _first([c for name in _TEXT for c in free if c.lower() == name], longest)
+    if others := _unlike(text, [c for c in free if not is_name(c)]):
+        doubts["text"] = f"{', '.join(others)} might be the text as well, or a second one (task.text_pair)"
+    return Fit({"text": text, "label": label}, doubts)
+
+
+def _token_classification(found: Look) -> Fit | None:
+    words = [c for c, kind in found.kinds.items() if kind == "texts"]
+    word = _first([c for c in _WORDS if c in words], words)
+    tags = [c for c, kind in found.kinds.items() if kind in ("texts", "labels") and (word, c) in found.aligned]
+    tag = _first([c for c in _TAGS if c in tags], [c for c in tags if found.kinds[c] == "labels"])
+    if not word or not tag:
+        return None
+    others = _unlike(tag, tags)
+    return Fit(
+        {"words": word, "tags": tag}, {"tags": f"{', '.join(others)} might be the tags as well"} if others else {}
+    )
+
+
+def _translation(found: Look) -> Fit | None:
+    if len(found.languages) >= 2:
+        return _sides(list(found.languages))
+    for sides in SIDES:
+        if set(sides) <= set(found.texts):
+            return Fit({"source": sides[0], "target": sides[1]})
+    languages = [c for c in found.texts if is_language(c)]
+    long = [c for c in found.texts if c not in found.few and not is_name(c)]
+    return _sides(languages) if len(languages) >= 2 and set(long) <= set(languages) else None
+
+
+def _sides(languages: list[str]) -> Fit:
+    """From the first to the second; nothing says that it is not the other way round."""
+    source, target = languages[:2]
+    return Fit({"source": source, "target": target}, {"source": f"of {', '.join(languages)}: nothing says which one is translated into which"})
+
+
+def _language_modeling(found: Look) -> Fit | None:
+    if (messages := _messages(found)) is not None:
+        return messages
+    if found.plain:
+        return Fit({"document": "line" if found.sizes["train"] > 1 else "file"})
+    texts = found.texts
+    prompt = _first([c for c in _PROMPT if c in texts])
+    response = _first([c for c in _RESPONSE if c in texts and c != prompt])
+    if prompt and response:
+        doubts = {}
+        if "input" in texts and prompt != "input" and found.characters["input"]:
+            doubts["prompt"] = "the column input is not read; to learn from both, join them into one column first"
+        if "rejected" in texts:
+            doubts["response"] = "rejected is not read: preferences are not learned here, only the response"
+        return Fit({"prompt": prompt, "response": response}, doubts)
+    longest = sorted(texts, key=lambda c: -found.characters[c])
+    text = _first([c for name in _TEXT for c in texts if c.lower() == name], longest)
+    if not text:
+        return None
+    others = [c for c in _unlike(text, texts) if c not in found.few and not is_name(c)]
+    return Fit({"text": text}, {"text": f"{', '.join(others)} might be the text as well"} if others else {})
+
+
+def _messages(found: Look) -> Fit | None:
+    there = [c for c, kind in found.kinds.items() if kind == "messages"]
+    name = _first([c for c in _MESSAGES if c in there], there)
+    return Fit({"messages": name}) if name else None
+
+
+# -- small parts -----------------------------------------------------------------------------------------------------
+
+
+def is_known(column: str) -> bool:
+    """Whether a name is one that columns have, and texts are not."""
+    known = (
+        *_TEXT,
+        *_SCORE,
+        *_WORDS,
+        *_TAGS,
+        *_PROMPT,
+        *_RESPONSE,
+        *_MESSAGES,
+        *(each for pair in _FIRSTS for each in pair),
+    )
+    return column.strip().lower() in known or is_name(column)
+
+
+def is_label(column: str) -> bool:
+    """Whether a name says that a column is a label: label, airline_sentiment, is_spam, classLabel."""
+    parts = [part.lower() for part in re.split(r"[_\W]+|(?<=[a-z])(?=[A-Z])", column)]
+    return parts[0] == "is" or any(part in _LABEL for part in parts)
+
+
+def is_name(column: str) -> bool:
+    """Whether a name says that a column tells rows apart, and is not read."""
+    parts = {part.lower() for part in re.split(r"[_\W]+|(?<=[a-z])(?=[A-Z])", column)}
+    return bool(
+        parts & {"id", "idx", "index", "url", "link", "uuid", "guid", "hash", "date", "time", "timestamp", "file"}
+    )
+
+
+def _pair(texts: list[str]) -> tuple[str, str] | None:
+    """Two columns whose names make them a pair: premise and hypothesis, sentence1 and sentence2, text_a and text_b."""
+    for pair in _FIRSTS:
+        if set(pair) <= set(texts):
+            return pair
+    for name in texts:
+        other = name[:-1] + _SECOND.get(name[-1:], "")
+        if name[-1:] in _SECOND and other in texts:
+            return name, other
+    return None
+
+
+def _unlike(name: str | None, columns: Iterable[str]) -> list[str]:
+    return [c for c in dict.fromkeys(columns) if c != name]
+
+
+def _first(*choices: Iterable[str]) -> str | None:
+    """The first of the first list that has one."""
+    return next((each for choice in choices for each in choice), None)

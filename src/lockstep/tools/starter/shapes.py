@@ -1,0 +1,195 @@
+"""What local files are, before they are read: rows with or without a header, folders of labels, files side by side.
+
+In: the `data` section as a person gave it. Out: the same with `layout` and `columns` as the files have them. What can
+be read in two ways is asked, or noted where nobody can be asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data import readable, source, text_files
+from lockstep.tools.starter import columns, fit
+from lockstep.tools.starter.talk import Talk
+
+_TABLES = (".csv", ".tsv")
+_ROWS = 500  # looked at of a file
+_WORDS = {word for words in source.USUAL.values() for word in words}  # what folders of splits are called
+
+
+def recognised(data: DataSection, talk: Talk) -> DataSection:
+    """Errors: `RunError` for what is not there, or cannot be told."""
+    if data.source == source.BUILTIN:
+        return data
+    if data.layout == "rows" and "layout" not in data.model_fields_set and data.source is not None:
+        data = _layout(data, Path(data.source).expanduser(), talk)
+    if data.layout != "rows":
+        return data
+    local = source.local_splits(data)
+    if local is None or data.columns is not None:
+        return data
+    tables = {split: files for split, files in local.items() if files and files[0].suffix in _TABLES}
+    return _header(data, tables, talk) if tables.get("train") else data
+
+
+def _layout(data: DataSection, root: Path, talk: Talk) -> DataSection:
+    """Folders of labels and files side by side are recognised by their names."""
+    if root.is_file() and root.suffix not in source.FORMATS:
+        stem, _ = text_files.named(root)
+        files = text_files.parallel_in(root.parent).get(stem, [])
+        if root not in files:
+            return data
+        talk.console.say(f"{root} goes with {', '.join(str(f) for f in files if f != root)}: a file for each language")
+        return data.model_copy(update={"source": None, "train": [str(f) for f in files], "layout": "parallel"})
+    if not root.is_dir() or any(_is_rows(file) for file in root.iterdir()):
+        return data
+    splits = {
+        split: next((root / w for w in words if (root / w).is_dir()), root) for split, words in source.USUAL.items()
+    }
+    classes = text_files.classes_in(splits["train"])
+    if len(classes) > 1 and not (splits["train"] == root and {c.name for c in classes} & _WORDS):
+        _say_classes(splits, root, talk)
+        return data.model_copy(update={"layout": "class_folders"})
+    if text_files.parallel_in(root) or text_files.parallel_in(splits["train"]):
+        return data.model_copy(update={"layout": "parallel"})
+    return data
+
+
+def _is_rows(file: Path) -> bool:
+    """Whether a file of a folder says that the folder holds rows: train.jsonl, any.csv, test.txt."""
+    rows = file.suffix in source.FORMATS and file.is_file()
+    return rows and (file.suffix != ".txt" or file.stem in _WORDS)
+
+
+def _say_classes(splits: dict[str, Path], root: Path, talk: Talk) -> None:
+    names = {
+        split: [c.name for c in text_files.classes_in(folder)]
+        for split, folder in splits.items()
+        if split == "train" or folder != root
+    }
+    talk.console.say(f"{root}: a folder for each label: {', '.join(names['train'])}")
+    for split, there in names.items():
+        if there and (more := sorted(set(names["train"]) - set(there))):
+            talk.note(
+                f"{', '.join(more)}: texts in train, none in {split}. Is it a label? If not, name the others: "
+                f"data.train=[{', '.join(str(splits['train'] / name) for name in there)}]"
+            )
+
+
+# -- headers ---------------------------------------------------------------------------------------------------------
+
+
+def _header(data: DataSection, tables: dict[str, list[Path]], talk: Talk) -> DataSection:
+    """Whether the first row of a table names its columns."""
+    file = tables["train"][0]
+    readable.check(file, "data.source", data.encoding)
+    rows = list(itertools.islice(source.rows_of_table(file, data.encoding), _ROWS))
+    if not rows:
+        return data  # its reader says that it is empty
+    first = rows[0]
+    _check_separator(file, rows)
+    named = has_header(rows)
+    shown = " | ".join(cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in first)
+    if named is None:
+        named = talk.sure(f"The first row of {file.name} is: {shown}. Does it name the columns?", True)
+        if talk.ask is None:
+            talk.note(
+                f"the first row of {file.name} ({shown}) is taken for the names of its columns; if it is an example, "
+                f"give them: data.columns=[{', '.join(_numbered(len(first)))}]"
+            )
+    if named:
+        return data
+    talk.console.say(f"{file.name} has no header; its first row is: {shown}")
+    names = _names(data, len(first), talk)
+    data = data.model_copy(update={"columns": names})
+    fewer = source.first_row(tables["test"][0], data.encoding) if tables.get("test") else first
+    return without_test(data, talk) if len(fewer) < len(first) and data.test is None else data
+
+
+def without_test(data: DataSection, talk: Talk) -> DataSection:
+    """The same with its files named, those of the test split left out: they lack a column."""
+    local = source.local_splits(data) or {}
+    talk.note(
+        f"the test split ({', '.join(map(str, local['test']))}) lacks a column: it is not scored, and left out here; "
+        "`lockstep predict` reads it"
+    )
+    given = {split: [str(f) for f in files] for split, files in local.items() if files and split != "test"}
+    return data.model_copy(update={"source": None, "test": None, **given})
+
+
+def has_header(rows: list[list[str]]) -> bool | None:
+    """Whether the first row names columns; None where it may or may not."""
+    first, rest = [cell.strip() for cell in rows[0]], rows[1:]
+    below = [[row[i].strip() for row in rest if i < len(row)] for i in range(len(first))]
+    names = sum(fit.is_known(cell) or text_files.is_language(cell) for cell in first)
+    again = any(cell and cell in column for cell, column in zip(first, below, strict=True))
+    if again or len(set(first)) < len(first):
+        return None if names == len(first) else False
+    if any(_is_number(cell) for cell in first) or any(len(cell.split()) > 6 or len(cell) > 60 for cell in first):
+        return False if not names else None
+    if names:
+        return True
+    if any(cell and column and all(map(_is_number, column)) for cell, column in zip(first, below, strict=True)):
+        return True
+    return None
+
+
+def _check_separator(file: Path, rows: list[list[str]]) -> None:
+    """Errors: `RunError` for a file that seems to be separated by something else."""
+    if all(len(row) == 1 for row in rows):
+        for mark, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
+            if len(rows) > 1 and len({row[0].count(mark) for row in rows if row}) == 1 and mark in rows[0][0]:
+                raise RunError(
+                    f"{file} has one column, and as many {name} in every row: it seems to be separated by {name}. "
+                    "Read are commas in .csv and tabs in .tsv: "
+                    + {"\t": "call it .tsv", ",": "call it .csv"}.get(
+                        mark, "write it with commas, or with tabs as .tsv"
+                    )
+                )
+
+
+def _names(data: DataSection, count: int, talk: Talk) -> list[str]:
+    """Names for columns without any, from what they hold. Errors: `RunError` when that leaves it open."""
+    numbered = _numbered(count)
+    found = columns.look(data.model_copy(update={"columns": numbered, "limit": None}))
+    labels = sorted(
+        (c for c in found.few if found.kinds[c] in ("text", "number", "true/false")), key=lambda c: found.few[c]
+    )
+    texts = sorted((c for c in found.texts if c not in labels), key=lambda c: -found.characters[c])
+    told: dict[str, str] = {}
+    if texts and labels:
+        told = {texts[0]: "text", labels[0]: "label"}
+    elif len(texts) == 1:
+        told = {texts[0]: "text"}
+    elif talk.ask is None:
+        raise RunError(
+            f"what the columns of {found.source} are cannot be told from what they hold; name them, each in its place: "
+            "data.columns=[text,label], [source,target] for translations, [prompt,response] for instructions"
+        )
+    rest = [c for c in texts if c not in told]
+    if talk.ask is None and (rest or len(labels) > 1):
+        others = ", ".join([*rest, *labels[1:]])
+        talk.note(f"which column is the text and which the label is guessed ({others} might be): see data.columns")
+
+    def check(answer: str) -> list[str]:
+        names = [name.strip() for name in answer.split(",")]
+        if len(names) != count or len(set(names)) < count or not all(names):
+            raise RunError(f"wanted are {count} names, all different, with commas between them")
+        return names
+
+    return talk.answer("Names of its columns, in order", ",".join(told.get(c, c) for c in numbered), check)
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"column_{i + 1}" for i in range(count)]
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True

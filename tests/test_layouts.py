@@ -1,0 +1,179 @@
+"""Local files without a header, in folders of labels and beside each other by language; and where paths are found."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.run import DataSection, RunError, load
+from lockstep.data import source
+from lockstep.data.text_files import is_language
+
+MODEL = "model: {type: gpt2}\ntokenizer: {train: bpe}\n"
+
+
+def read(**keys: object) -> dict[str, list[dict]]:
+    found = source.load(DataSection(**keys), 0)  # type: ignore[arg-type]
+    return {split: rows.to_list() for split, rows in found.splits.items()}
+
+
+def refused(**keys: object) -> str:
+    with pytest.raises(RunError) as caught:
+        read(**keys)
+    return str(caught.value)
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+# -- no header -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", '"I, too",joy\r\nNA,fear\r\n'),
+        ("a.tsv", "I, too\tjoy\nNA\tfear\n"),
+        ("a.csv", '﻿"I, too",joy\nNA,fear'),
+    ],
+)
+def test_columns_are_named_where_a_file_does_not(name: str, text: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, text)
+    rows = read(source=str(path), columns=["text", "label"])["train"]
+    assert rows == [{"text": "I, too", "label": "joy"}, {"text": "NA", "label": "fear"}]
+
+
+def test_columns_that_do_not_fit(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "I,joy\nyou,fear\n")
+    assert "has 2 column(s), and data.columns names 3" in refused(source=str(path), columns=["a", "b", "c"])
+    assert "a name is there twice" in refused(source=str(path), columns=["a", "a"])
+    write(tmp_path / "b.jsonl", '{"text": "a"}\n')
+    assert "b.jsonl is none" in refused(source=str(tmp_path / "b.jsonl"), columns=["text"])
+    assert "data.columns: for local files" in refused(source="some/set", columns=["text"])
+    assert "data.layout: for local files" in refused(source="builtin/emotion", layout="parallel")
+
+
+# -- a folder for each label -----------------------------------------------------------------------------------------
+
+
+def classes(root: Path, splits: tuple[str, ...] = ("train/", "test/")) -> Path:
+    for split in splits:
+        for label in ("pos", "neg"):
+            for i in range(3):
+                write(root / f"{split}{label}/{i}.txt", f"{split}{label} {i}\nand more\n")
+    return root
+
+
+def test_class_folders(tmp_path: Path) -> None:
+    root = classes(tmp_path / "reviews")
+    write(root / "train/urls.txt", "of all of them")  # beside the folders: none of the texts
+    write(root / "train/.cache/x.txt", "hidden")
+    found = read(source=str(root), layout="class_folders")
+    assert [(row["text"], row["label"]) for row in found["train"]] == [
+        (f"train/{label} {i}\nand more", label) for label in ("neg", "pos") for i in range(3)
+    ]
+    assert (set(found), len(found["test"])) == ({"train", "test"}, 6)
+    alone = read(source=str(classes(tmp_path / "alone", ("",))), layout="class_folders")
+    assert {row["label"] for row in alone["train"]} == {"pos", "neg"}
+    two = read(train=[str(root / "train/pos"), str(root / "test/neg")], layout="class_folders")
+    assert [row["label"] for row in two["train"]] == ["pos"] * 3 + ["neg"] * 3
+    inside = read(source=str(root), train="test", layout="class_folders")
+    assert inside["train"] == found["test"]
+
+
+def test_class_folders_that_are_not_there(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "text\n")
+    assert "is no folder" in refused(source=str(tmp_path / "a.csv"), layout="class_folders")
+    assert "no folder in" in refused(source=str(tmp_path), layout="class_folders")
+    assert "no such folder: none" in refused(train="none", layout="class_folders")
+    write(tmp_path / "pos/1.txt", b"caf\xe9")
+    assert "1.txt is not text in UTF-8" in refused(source=str(tmp_path), layout="class_folders")
+
+
+# -- a file for each language ----------------------------------------------------------------------------------------
+
+
+def test_parallel_files(tmp_path: Path) -> None:
+    write(tmp_path / "train.en", "one\n\nthree\n")
+    write(tmp_path / "train.de", "eins\n\ndrei")
+    write(tmp_path / "val.en.gz", gzip.compress(b"\xef\xbb\xbfone\r\n"))
+    write(tmp_path / "val.de.txt", "eins\n")
+    write(tmp_path / "README.md", "# texts\n")
+    for test, number in (("test_a", "one"), ("test_b", "two")):
+        for language in ("en", "de"):
+            write(tmp_path / f"{test}.{language}", f"{number} {language}\n")
+    found = read(source=str(tmp_path), layout="parallel")
+    assert found["train"] == [{"de": "eins", "en": "one"}, {"de": "", "en": ""}, {"de": "drei", "en": "three"}]
+    assert found["validation"] == [{"de": "eins", "en": "one"}]
+    assert found["test"] == [{"de": "one de", "en": "one en"}, {"de": "two de", "en": "two en"}]
+    named = read(train=[str(tmp_path / "val.*")], layout="parallel")
+    assert named["train"] == found["validation"]
+
+
+def test_parallel_files_that_do_not_fit(tmp_path: Path) -> None:
+    english = write(tmp_path / "train.en", "one\ntwo\n")
+    assert "no two files that differ in their language" in refused(source=str(tmp_path), layout="parallel")
+    assert "train has en; wanted are files of the same name" in refused(train=str(english), layout="parallel")
+    write(tmp_path / "train.de", "eins\n")
+    said = refused(source=str(tmp_path), layout="parallel")
+    assert "train.de has 1 lines" in said
+    assert "train.en has 2 lines" in said
+    write(tmp_path / "train.de.gz", gzip.compress(b"eins\nzwei\n"))
+    assert "are the same side (de)" in refused(source=str(tmp_path), layout="parallel")
+    (tmp_path / "train.de").unlink()
+    write(tmp_path / "train.de.gz", gzip.compress(b"eins\nzwei\n")[:-12])
+    assert "cannot unpack" in refused(source=str(tmp_path), layout="parallel")
+    write(tmp_path / "train.de.gz", gzip.compress(b"caf\xe9\n"))
+    assert "is not text in utf-8" in refused(source=str(tmp_path), layout="parallel")
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("en", True), ("de_DE", True), ("eng_Latn", True), ("md", False), ("py", False), ("label", False)],
+)
+def test_what_stands_for_a_language(name: str, wanted: bool) -> None:
+    assert is_language(name) is wanted
+
+
+# -- paths -----------------------------------------------------------------------------------------------------------
+
+
+def test_paths_beside_the_run_file_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, elsewhere = write(tmp_path / "job/run.yaml", f"data: {{source: texts}}\n{MODEL}"), tmp_path / "elsewhere"
+    write(tmp_path / "job/texts/train.jsonl", '{"text": "a"}\n')
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load("job/run.yaml", []).data.source == "job/texts"
+    monkeypatch.chdir(elsewhere)
+    assert load(run, []).data.source == str(tmp_path / "job/texts")
+    assert load("../job/run.yaml", []).data.source == "../job/texts"
+    assert load(run, ["data.source=texts"]).data.source == "texts"  # what is typed is of this folder
+    write(elsewhere / "texts/train.jsonl", '{"text": "b"}\n')
+    assert load("../job/run.yaml", []).data.source == "../job/texts"
+    monkeypatch.chdir(tmp_path / "job")
+    assert load("run.yaml", []).data.source == "texts"
+
+
+def test_other_names_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "job/train/x.txt", "")
+    write(tmp_path / "job/a-1.csv", "")
+    run = write(tmp_path / "job/run.yaml", f"data: {{source: some/set, train: train}}\n{MODEL}")
+    assert (load(run, []).data.source, load(run, []).data.train) == ("some/set", "train")
+    run = write(tmp_path / "job/run.yaml", f"data: {{train: ['a-*.csv', b.csv]}}\n{MODEL}")
+    assert load("job/run.yaml", []).data.train == ["job/a-*.csv", "b.csv"]
+
+
+def test_the_paths_of_a_finished_run_are_not_looked_for_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "out/export/train.jsonl", "{}")
+    text = f"data: {{source: export}}\noutput: out\n{MODEL}"
+    write(tmp_path / "out/run.yaml", text)
+    assert load("out/run.yaml", []).data.source == "export"
+    write(tmp_path / "out/other.yaml", text.replace("output: out\n", ""))
+    assert load("out/other.yaml", []).data.source == "out/export"
