@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 from lockstep.config import disclosure, plugins
 from lockstep.config import errors as messages
 from lockstep.config.sections import (
+    ONE_ORIGIN,
     CheckpointSection,
     DataSection,
     EvaluateSection,
@@ -53,8 +54,8 @@ class Run(Section):
     output: str | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
     task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
-    data: DataSection
-    model: ModelSection
+    data: DataSection = Field(default_factory=DataSection)  # type: ignore[arg-type]
+    model: ModelSection = Field(default_factory=ModelSection)  # type: ignore[arg-type]
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)  # type: ignore[arg-type]
     epochs: float | None = Field(None, gt=0, description="passes over the training split; or give steps")
     steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
@@ -143,6 +144,7 @@ class Run(Section):
         for key in ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "hub"):
             del values[key]
         values["model"].pop("trust_remote_code")
+        values["data"].pop("workers")
         for key in plugins.find("tasks", self.task.name).shown:  # type: ignore[attr-defined]
             values["task"].pop(key, None)
         if self.strategy.exact:
@@ -229,7 +231,8 @@ def _validated(
 def check_plugins(
     run: Run, origin: str, lines: dict[str, int], overridden: dict[str, Any], imports: bool = True
 ) -> Run:
-    """Resolve the names of plug-ins and type the keys of their own; only torch-free plug-ins are imported."""
+    """Resolve the names of plug-ins and type the keys of their own; only torch-free plug-ins are imported. Errors:
+    `RunError`."""
     source = _Source(origin, lines, overridden, imports)
     if "." not in run.strategy.name:
         source.known("strategy.name", "strategies", run.strategy.name)
@@ -241,6 +244,7 @@ def check_plugins(
         "launch": source.typed("launch", "launchers", run.launch),
         "track": source.trackers(run.track),
     }
+    source.origins(run)
     return run.model_copy(update=own)
 
 
@@ -267,6 +271,24 @@ class _Source:
         beside = (type(section),)
         own = self.options(key, f"{key}.name", kind, section.name, section.options, beside)
         return type(section)(**{k: getattr(section, k) for k in type(section).model_fields}, **own)
+
+    def origins(self, run: Run) -> None:
+        """Model and data are described, or the task makes them by itself. Errors: `RunError`."""
+        if "." in run.task.name and not self.imports:
+            return
+        task: Any = plugins.find("tasks", run.task.name)
+        if task.own_model:
+            wrong = task.refused(run)
+        else:
+            wrong = {k: "missing, and it has no default" for k in ("data", "model") if k not in run.model_fields_set}
+            if not wrong and run.model.source is None and run.model.type is None:
+                wrong = {"model": ONE_ORIGIN}
+            if run.data.workers:
+                wrong["data.workers"] = (
+                    f"the task {run.task.name} reads prepared tokens and needs no workers; set it to 0"
+                )
+        if wrong:
+            raise RunError("\n".join(f"{key}: {why} ({self.where(key)})" for key, why in wrong.items()))
 
     def trackers(self, section: TrackSection) -> TrackSection:
         """The section with the keys of every tracker that it names or has keys of."""
