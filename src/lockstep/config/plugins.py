@@ -117,6 +117,9 @@ def _imported(name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Reached:
         pass
+    except SystemExit as ended:
+        del sys.modules[name]
+        raise ImportError(f"{Path(spec.origin).name} ends the program while it is imported (sys.exit)") from ended
     except BaseException:
         del sys.modules[name]
         raise

@@ -19,10 +19,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import disclosure, plugins
+from lockstep.config import disclosure, origins, plugins
 from lockstep.config import errors as messages
 from lockstep.config.sections import (
-    ONE_ORIGIN,
     CheckpointSection,
     DataSection,
     EvaluateSection,
@@ -244,7 +243,10 @@ def check_plugins(
         "launch": source.typed("launch", "launchers", run.launch),
         "track": source.trackers(run.track),
     }
-    source.origins(run)
+    if imports or "." not in run.task.name:
+        task: Any = plugins.find("tasks", run.task.name)
+        if wrong := origins.wrong(run, task):
+            raise RunError("\n".join(f"{key}: {why} ({source.where(key)})" for key, why in wrong.items()))
     return run.model_copy(update=own)
 
 
@@ -271,24 +273,6 @@ class _Source:
         beside = (type(section),)
         own = self.options(key, f"{key}.name", kind, section.name, section.options, beside)
         return type(section)(**{k: getattr(section, k) for k in type(section).model_fields}, **own)
-
-    def origins(self, run: Run) -> None:
-        """Model and data are described, or the task makes them by itself. Errors: `RunError`."""
-        if "." in run.task.name and not self.imports:
-            return
-        task: Any = plugins.find("tasks", run.task.name)
-        if task.own_model:
-            wrong = task.refused(run)
-        else:
-            wrong = {k: "missing, and it has no default" for k in ("data", "model") if k not in run.model_fields_set}
-            if not wrong and run.model.source is None and run.model.type is None:
-                wrong = {"model": ONE_ORIGIN}
-            if run.data.workers:
-                wrong["data.workers"] = (
-                    f"the task {run.task.name} reads prepared tokens and needs no workers; set it to 0"
-                )
-        if wrong:
-            raise RunError("\n".join(f"{key}: {why} ({self.where(key)})" for key, why in wrong.items()))
 
     def trackers(self, section: TrackSection) -> TrackSection:
         """The section with the keys of every tracker that it names or has keys of."""

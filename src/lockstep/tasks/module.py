@@ -1,7 +1,8 @@
 """A model, data and a loss of the user's own: three names of functions, and no class to write.
 
-In: `task: {name: module, model: my_file.build, data: my_file.data, loss: my_file.loss}`. Out: losses and metrics as sums
-over examples, and an export that `lockstep.load` reads. What the functions give is found out by `modules/probe.py`.
+In: `task: {name: module, model: my_file.build, data: my_file.data, loss: my_file.loss}`. Out: losses and metrics as
+sums over examples, and an export that `lockstep.load` reads. What the functions give is found out in
+`modules/probe.py`.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ class Module(Task):
         each = f"one number a target, {facts['each']} an example" if not self.options.targets else "one number a target"
         kinds = {
             "sum": f"a sum, divided by the {per}s of a step",
-            "mean": f"a mean over {per}s (found out on two batches): multiplied by their number, and divided by that of "
-            "a step",
+            "mean": f"a mean over {per}s (found out on two batches): multiplied by their number, and divided by "
+            "that of a step",
             "each": f"{each}; their sum is divided by the targets of a step",
         }
         cut = {"validation": "cut off the training split, for task.data gives none"} if facts["cut"] else {}

@@ -107,8 +107,8 @@ def _indexed(run: Run, data: Any, what: str) -> Any:
     """A data set that can be asked for its i-th item. Errors: `RunError`."""
     if isinstance(data, DataLoader):
         raise RunError(
-            f"{what} is a DataLoader; give its data set (`.dataset`): batches are made by batch_size and micro_batches, "
-            "and task.collate takes its collate_fn"
+            f"{what} is a DataLoader; give its data set (`.dataset`): batches are made by batch_size and "
+            "micro_batches, and task.collate takes its collate_fn"
         )
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
     if isinstance(data, IterableDataset) or not indexed:

@@ -3,7 +3,8 @@
 In: the user's functions. Out: `Found`, which the prepared data keep; or a `RunError` where it cannot be told.
 
 A loss is a mean when a batch and the same batch twice over have the same loss, and a sum when the second is twice the
-first. A mean is taken only if it adds up: weighted by targets, the means of two batches must give that of both together.
+first. A mean is taken only if it adds up: weighted by targets, the means of two batches must give that of both
+together.
 """
 
 from __future__ import annotations
@@ -208,8 +209,8 @@ def _unsteady(run: Run, data: Any, chosen: np.ndarray, read: list[Any]) -> list[
     for place, before in zip(chosen, read, strict=True):
         if not items.same(before, items.item(run, data, int(place), -1)):
             return [
-                f"task.data: item {place} is something else when it is read again, though Python's, numpy's and torch's "
-                "generators are seeded alike: the data set keeps state, or has a generator of its own"
+                f"task.data: item {place} is something else when it is read again, though Python's, numpy's and "
+                "torch's generators are seeded alike: the data set keeps state, or has a generator of its own"
             ]
     return []
 
@@ -277,8 +278,11 @@ def foreign_sums(run: Run, model: nn.Module) -> list[str]:
             if isinstance(node, ast.Attribute):
                 named = [ast.unparse(node)]
             if any(f"{name}.".startswith("torch.distributed.") for name in named):
-                return [*found, f"{file}, line {node.lineno}: code of yours uses torch.distributed: what it gets depends "
-                                "on the number of processes and on which micro-batches they run at the same moment"]  # fmt: skip
+                told = (
+                    f"{file}, line {node.lineno}: code of yours uses torch.distributed: what it gets depends on the "
+                    "number of processes and on which micro-batches they run at the same moment"
+                )
+                return [*found, told]
     return found
 
 
