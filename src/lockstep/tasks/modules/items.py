@@ -7,6 +7,7 @@ What an item draws depends on the seed, the step and its place, and on nothing e
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,6 +149,9 @@ def in_workers(
         sampler=_Jobs(told),  # type: ignore[arg-type]
         batch_size=None,
         num_workers=count,
+        # Forked from this rank: they need no pickled data set, and see when it is gone. Ranks would have a server each
+        # to fork from otherwise, which outlives them.
+        multiprocessing_context="fork" if sys.platform == "linux" else None,
         generator=torch.Generator(),  # so that the rank's own is left alone
     )
     try:
