@@ -10,7 +10,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 
-TOY = '''
+TOY = """
 import random
 
 import numpy as np
@@ -31,7 +31,7 @@ def data():
 
 def loss(outputs, answers):
     return LOSS
-'''
+"""
 MEAN = TOY.replace("LOSS", "torch.nn.functional.mse_loss(outputs, answers)")
 
 
@@ -57,6 +57,7 @@ def job(here: Path, code: str, *overrides: str, functions: tuple[str, ...] = (),
 def found_of(run: Run) -> dict[str, Any]:
     """What is found out about a run's functions."""
     return prepare(run, find("tasks", run.task.name)).facts  # type: ignore[arg-type]
+
 
 NET = '''
 import random
@@ -90,7 +91,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(i, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1)) for i in (1, 4, 4)
+            nn.Sequential(nn.Conv2d(i, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1))
+            for i in (1, 4, 4)
         )
         self.head = nn.Linear(4, 3)
 

@@ -138,17 +138,19 @@ def model(run: Run, empty: bool = False) -> nn.Module:
     seed_libraries(run.seed)
     with asked(run, "model"):
         found = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
+    if isinstance(found, list | tuple) and found and all(isinstance(part, nn.Module) for part in found):
+        found = nn.Sequential(*found)
     if not isinstance(found, nn.Module):
         raise RunError(f"task.model: {name} gives a {type(found).__name__}, and wanted is a torch.nn.Module")
     if isinstance(found, torch.jit.ScriptModule) or hasattr(found, "_orig_mod"):
         raise RunError(f"task.model: {name} gives a compiled model; give the module itself")
-    return found
+    return found.to("meta") if empty else found
 
 
-def _on_meta(build: Any, run: Run) -> nn.Module:
+def _on_meta(build: Any, run: Run) -> Any:
     arguments = run.task.options["model_arguments"]
     try:
         with torch.device("meta"):
-            return build(**arguments).to("meta")
+            return build(**arguments)
     except Exception:  # code that looks at numbers while it builds has to have some
-        return build(**arguments).to("meta")
+        return build(**arguments)
