@@ -1,16 +1,11 @@
 """The task `module`: a model, data and a loss of one's own; what is found out about them, and what is refused."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from own_modules import TOY, found_of, job
 
-from lockstep.config.plugins import find
 from lockstep.config.run import RunError
-from lockstep.data.prepare import prepare
-from lockstep.tasks.module import Module
 
 
 @pytest.fixture

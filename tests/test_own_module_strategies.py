@@ -88,7 +88,11 @@ def test_a_stopped_run_goes_on_under_other_strategies(here: Path) -> None:
     for name, ranks in (("fsdp2", 2), ("allreduce", 3)):
         trained(here, NET, name, ranks, output=folder, stop_after="0.001s")
     resumed = trained(here, NET, "single", 1, output=folder)
-    starts = [e["step"] for e in map(json.loads, open(f"{folder}/events.jsonl")) if e["event"] == "start"]
+    starts = [
+        e["step"]
+        for e in map(json.loads, Path(folder, "events.jsonl").read_text().splitlines())
+        if e["event"] == "start"
+    ]
     assert starts[0] == 0 < starts[1] < starts[2] < 6
     assert same(resumed, alone)
 

@@ -23,8 +23,9 @@ def layer_count(run: Run) -> int:
     model = own.model(run, empty=True)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(
-            f"strategy.name: pipeline cuts a model of your own where it is an nn.Sequential, and "
-            f"{type(model).__name__} is none; give its modules in a row, nn.Sequential(first, second, ...), or use ddp or fsdp2"
+            "strategy.name: pipeline cuts a model of your own where it is an nn.Sequential, and "
+            f"{type(model).__name__} is none; give its modules in a row, nn.Sequential(first, second, ...), or use "
+            "ddp or fsdp2"
         )
     if run.precision != "fp32":
         raise RunError("precision: what travels between the stages of a pipeline is fp32; use fp32, or ddp or fsdp2")
