@@ -1,17 +1,17 @@
 """lockstep: distributed training of text transformers, the same bits on one process or many.
 
-In: `Run.load(...)`. Out: `train`, `evaluate`, `predict`, `verify`: see docs/python.md. Importing this imports neither
-torch nor anything else: each name is fetched when it is first used.
+In: `Run.load(...)`. Out: `train`, `fit`, `evaluate`, `predict`, `verify`, `load`: see docs/python.md. Importing this
+imports neither torch nor anything else: each name is fetched when it is first used.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["JobFailed", "Result", "Run", "RunError", "Verdict", "evaluate", "predict", "train", "verify"]
+__all__ = ["JobFailed", "Result", "Run", "RunError", "Verdict", "evaluate", "fit", "load", "predict", "train", "verify"]
 
 if TYPE_CHECKING:
-    from lockstep.api import JobFailed, Result, Verdict, evaluate, predict, train, verify
+    from lockstep.api import JobFailed, Result, Verdict, evaluate, fit, load, predict, train, verify
     from lockstep.config.run import Run, RunError
 
 _HOMES = {name: "lockstep.config.run" if name in ("Run", "RunError") else "lockstep.api" for name in __all__}

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.config import plugins
 from lockstep.config.exit_status import STOPPED
 from lockstep.config.run import Run, RunError, overrides_of
 from lockstep.launchers import start
+from lockstep.tools import script
 from lockstep.tools.child import Child
 from lockstep.track.report import history
 
@@ -56,11 +58,67 @@ def train(run: Run, show: Callable[[str], object] | None = print) -> Result:
     `JobFailed` when training fails. On Ctrl-C (a notebook's stop button) the job writes a checkpoint, and then
     `KeyboardInterrupt` goes on.
     """
+    _begins()
     _importable(run)
     start.launcher_of(run).plan(run)
     with _written(run) as path:
         status = _job("lockstep.cli.main", ["train", str(path)], show)
     return _result(run.folder, status)
+
+
+def fit(
+    model: Callable[..., Any],
+    data: Any,
+    loss: Callable[[Any, Any], Any],
+    *,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch_size: int = 64,
+    micro_batches: int | None = None,
+    learning_rate: float | None = None,
+    strategy: str = "ddp",
+    processes: int | Literal["auto"] = "auto",
+    metrics: Callable[[Any, Any], Any] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    length: Callable[[Any], int] | None = None,
+    targets: Callable[[Any], int] | None = None,
+    generate: Callable[[Any, Any], Any] | None = None,
+    name: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    show: Callable[[str], object] | None = print,
+) -> Result:
+    """Train a model of your own (docs/own-module.md): `task: {name: module}` without a run file.
+
+    `model`: function or class that makes a `torch.nn.Module`; `data`: function that gives data sets by split, or these
+    themselves; `loss`: of (outputs, batch). Each is a name at the top of the script or of a module: every process
+    imports it. `micro_batches`: default 8, or the batch size where that is less. `name`: of the run; default: the
+    module in which the model is made. `overrides`: further keys of the run file. Errors: `RunError`, `JobFailed`.
+    """
+    _begins()
+    own = {"model": model, "data": data, "loss": loss, "metrics": metrics, "collate": collate}
+    own |= {"length": length, "targets": targets, "generate": generate}
+    task = {key: script.name_of(thing, key) for key, thing in own.items() if thing is not None}
+    values: dict[str, Any] = {
+        "name": name or task["model"].split(".")[-2],
+        "task": {"name": "module"} | task,
+        "epochs": epochs,
+        "steps": steps,
+        "batch_size": batch_size,
+        "micro_batches": min(8, batch_size) if micro_batches is None else micro_batches,
+        "strategy": {"name": strategy},
+        "launch": {"processes": processes},
+        "optim": {} if learning_rate is None else {"learning_rate": learning_rate},
+    }
+    return train(Run.load(values, overrides), show)
+
+
+def load(output: Result | Path | str) -> Any:
+    """The trained `torch.nn.Module` of a run of the task `module`, in evaluation mode, from an output folder or its
+    export. The code that made it is imported and run here. Errors: `RunError`."""
+    from lockstep.tasks.modules import exported
+
+    folder = _folder(output)
+    return exported.load(folder / "export" if (folder / "export").is_dir() else folder)
 
 
 def evaluate(
@@ -70,6 +128,7 @@ def evaluate(
 
     `overrides`: keys of the run file, such as `{"task.beams": 4}`. Errors: `RunError`, `JobFailed`.
     """
+    _begins()
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         found = Path(folder) / "scores.json"
         words = [str(found), str(_folder(output)), json.dumps(split), json.dumps(overrides_of(overrides or {}))]
@@ -81,6 +140,7 @@ def predict(
     output: Result | Path | str, texts: str | Sequence[str], overrides: Mapping[str, Any] | None = None
 ) -> list[str]:
     """What the exported model of an output folder makes of texts, a line for each. Errors: `RunError`, `JobFailed`."""
+    _begins()
     listed = [texts] if isinstance(texts, str) else list(texts)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         asked, found = Path(folder) / "texts.json", Path(folder) / "lines.json"
@@ -97,6 +157,7 @@ def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = prin
     """
     if steps < 1:
         raise RunError(f"steps: {steps} is not a positive number of steps")
+    _begins()
     _importable(run)
     with _written(run) as path:
         found = path.with_name("verdict.json")
@@ -112,6 +173,12 @@ def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = prin
 
 def _folder(output: Result | Path | str) -> Path:
     return output.folder if isinstance(output, Result) else Path(output)
+
+
+def _begins() -> None:
+    """Errors: `Reached` where a job imports the script that this call stands in."""
+    plugins.starts_a_job()
+    script.begins()
 
 
 def _importable(run: Run) -> None:

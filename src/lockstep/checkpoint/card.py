@@ -48,7 +48,9 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
     labels = ", ".join(words(str(label)) for label in task.prepared.facts.get("labels", []))
     labels = f" Labels: {labels}." if labels else ""
     origin = f"A {run.model.type} trained from scratch"
-    if run.model.source is not None:
+    if task.own_model:
+        origin = f"{code(task.origin)}, trained"
+    elif run.model.source is not None:
         named = (
             f"[{base}](https://huggingface.co/{base})"
             if base
@@ -80,7 +82,7 @@ def metadata(run: Run, task: Task, scores: dict[str, dict[str, float]]) -> Model
     return ModelCardData(
         license=run.hub.license,
         language=languages(run) or None,
-        library_name="peft" if _adapter_alone(run) else "transformers",
+        library_name="peft" if _adapter_alone(run) else task.library,
         pipeline_tag=task.pipeline,
         base_model=base,
         datasets=[str(run.data.source)] if hub_data(run) else None,

@@ -10,12 +10,16 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 _FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
@@ -53,13 +57,7 @@ def find(kind: str, name: str) -> type:
     Errors: `PluginError`, naming the nearest known name. The module is imported, and with it the engine it needs.
     """
     if "." in name:
-        module_name, _, class_name = name.rpartition(".")
-        if os.getcwd() not in sys.path:  # a module of yours beside the run file, as with `python -m`
-            sys.path.insert(0, os.getcwd())
-        try:
-            return getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError) as error:
-            raise PluginError(f"cannot import {name!r}: {error}") from error
+        return attribute(name)
     known = names(kind)
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
@@ -75,3 +73,58 @@ def find(kind: str, name: str) -> type:
     if len(classes) != 1:
         raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")
     return classes[0]
+
+
+# -- what is the user's own ------------------------------------------------------------------------------------------
+
+
+class Reached(BaseException):
+    """Ends the import of a user's script at the first job that it would start: what stands before it is there."""
+
+
+_importing: list[str] = []  # modules of the user's whose top is being run
+
+
+def starts_a_job() -> None:
+    """To be called by everything in lockstep's Python interface that starts a job. Errors: `Reached`, inside of a job
+    that imports the script again in which the call stands."""
+    if _importing:
+        raise Reached
+
+
+def attribute(name: str) -> Any:
+    """What a dotted path (`package.module.thing`) names. Its module is imported; of a script only what stands before
+    its first call that starts a job, so that a script needs no `__main__` guard. Errors: `PluginError`."""
+    module_name, _, last = name.rpartition(".")
+    if os.getcwd() not in sys.path:  # a module of yours beside the run file, as with `python -m`
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(_imported(module_name), last)
+    except (ImportError, AttributeError) as error:
+        raise PluginError(f"cannot import {name!r}: {error}") from error
+
+
+def _imported(name: str) -> ModuleType:
+    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is None or spec.loader is None or spec.origin is None or spec.submodule_search_locations is not None:
+        return importlib.import_module(name)
+    main = sys.modules["__main__"]
+    if (file := getattr(main, "__file__", None)) and Path(file).resolve() == Path(spec.origin).resolve():
+        return main  # the script that is running here
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    _importing.append(name)
+    try:
+        spec.loader.exec_module(module)
+    except Reached:
+        pass
+    except SystemExit as ended:
+        del sys.modules[name]
+        raise ImportError(f"{Path(spec.origin).name} ends the program while it is imported (sys.exit)") from ended
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        _importing.pop()
+    if (package := sys.modules.get(spec.parent or "")) is not None:
+        setattr(package, name.rpartition(".")[2], module)
+    return module

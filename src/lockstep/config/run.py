@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import disclosure, places, plugins
+from lockstep.config import disclosure, origins, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.sections import (
     CheckpointSection,
@@ -53,8 +53,8 @@ class Run(Section):
     output: str | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
     task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
-    data: DataSection
-    model: ModelSection
+    data: DataSection = Field(default_factory=DataSection)  # type: ignore[arg-type]
+    model: ModelSection = Field(default_factory=ModelSection)  # type: ignore[arg-type]
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)  # type: ignore[arg-type]
     epochs: float | None = Field(None, gt=0, description="passes over the training split; or give steps")
     steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
@@ -143,6 +143,7 @@ class Run(Section):
         for key in ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "hub"):
             del values[key]
         values["model"].pop("trust_remote_code")
+        values["data"].pop("workers")
         for key in plugins.find("tasks", self.task.name).shown:  # type: ignore[attr-defined]
             values["task"].pop(key, None)
         if self.strategy.exact:
@@ -230,7 +231,8 @@ def _validated(
 def check_plugins(
     run: Run, origin: str, lines: dict[str, int], overridden: dict[str, Any], imports: bool = True
 ) -> Run:
-    """Resolve the names of plug-ins and type the keys of their own; only torch-free plug-ins are imported."""
+    """Resolve the names of plug-ins and type the keys of their own; only torch-free plug-ins are imported. Errors:
+    `RunError`."""
     source = _Source(origin, lines, overridden, imports)
     if "." not in run.strategy.name:
         source.known("strategy.name", "strategies", run.strategy.name)
@@ -242,6 +244,10 @@ def check_plugins(
         "launch": source.typed("launch", "launchers", run.launch),
         "track": source.trackers(run.track),
     }
+    if imports or "." not in run.task.name:
+        task: Any = plugins.find("tasks", run.task.name)
+        if wrong := origins.wrong(run, task):
+            raise RunError("\n".join(f"{key}: {why} ({source.where(key)})" for key, why in wrong.items()))
     return run.model_copy(update=own)
 
 

@@ -14,6 +14,9 @@ Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
+ONE_ORIGIN = "give either source (pretrained) or type (from scratch), and not both"
+
+
 class Section(BaseModel):
     """A mapping of the run file: unknown keys are errors, values never change after validation."""
 
@@ -39,8 +42,8 @@ class PluginSection(OpenSection):
 class TaskSection(PluginSection):
     name: str = Field(
         "classification",
-        description="classification | language_modeling | translation | token_classification, or your.module.Class; "
-        "its other keys are the task's",
+        description="classification | language_modeling | translation | token_classification | module (a model, data "
+        "and a loss of your own), or your.module.Class; its other keys are the task's",
     )
 
 
@@ -79,6 +82,11 @@ class DataSection(Section):
     group_by_length: Positive = Field(
         1, description="steps whose examples are sorted by length together, so that those of a step are alike; 1: none"
     )
+    workers: Steps = Field(
+        0,
+        description="processes beside each rank that make its batches (task module only); changes no bit; 0: the rank "
+        "itself",
+    )
 
     @field_validator("encoding")
     @classmethod
@@ -108,8 +116,8 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:
-        if (self.source is None) == (self.type is None):
-            raise ValueError("give either source (pretrained) or type (from scratch), and not both")
+        if self.source is not None and self.type is not None:
+            raise ValueError(ONE_ORIGIN)
         return self
 
 

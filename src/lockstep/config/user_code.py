@@ -15,8 +15,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import lockstep
+from lockstep.config import plugins
 from lockstep.config.run import Run
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -26,14 +28,18 @@ _LIBRARIES = ("lockstep", "torch", "transformers", "datasets", "tokenizers", "nu
 
 
 def named(run: Run, strategy: bool = True) -> dict[str, str]:
-    """Keys of the run file that name a class of the user's, among those that decide what is computed: key -> name."""
+    """Keys of the run file that name a class or a function of the user's, among those that decide what is computed:
+    key -> name."""
     found = {"task.name": run.task.name} | ({"strategy.name": run.strategy.name} if strategy else {})
+    if not is_own(run.task.name):
+        task: Any = plugins.find("tasks", run.task.name)
+        found |= {f"task.{key}": str(run.task.options.get(key)) for key in task.functions}
     return {key: name for key, name in found.items() if is_own(name)}
 
 
 def is_own(name: str) -> bool:
-    """Whether a plug-in's name is the dotted path of a class outside lockstep."""
-    return "." in name and name.partition(".")[0] != "lockstep"
+    """Whether a name is the dotted path of something outside lockstep and the libraries that it stands on."""
+    return "." in name and name.partition(".")[0] not in _LIBRARIES
 
 
 def files_of(names: Iterable[str]) -> dict[str, Path]:
@@ -115,9 +121,14 @@ def _spec(module: str) -> ModuleSpec | None:
         if outer is None or outer.submodule_search_locations is None:
             return None
         path = list(outer.submodule_search_locations)
-    for finder in sys.meta_path:
-        if (spec := finder.find_spec(module, path)) is not None:
-            return spec
+    try:
+        for finder in sys.meta_path:
+            if (spec := finder.find_spec(module, path)) is not None:
+                return spec
+    except KeyError:  # a folder without __init__.py in another one: Python wants the outer one to be imported
+        spec = ModuleSpec(module, None, is_package=True)
+        spec.submodule_search_locations = [str(Path(p) / module.rpartition(".")[2]) for p in path or ()]
+        return spec
     return None
 
 

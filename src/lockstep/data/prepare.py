@@ -28,6 +28,10 @@ class Prepares(Protocol):
     def prepare(cls, run: Run) -> Prepared:
         """Tokens and labels of every split."""
 
+    @classmethod
+    def fingerprint(cls, run: Run) -> str:
+        """What its data hold, as far as the run file and its code do not say it."""
+
 
 def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[[str], None] | None = None) -> Prepared:
     """What `task.prepare` makes of this run, from the cache where nothing it depends on has changed.
@@ -44,10 +48,11 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         run.seed,
         *(_dump(run, part) for part in ("task", "data", "model", "tokenizer")),
         _files(run),
+        task.fingerprint(run),
     )
     path = cache_folder() / "prepared" / f"{key}.json"
     with locked(key):
-        local = run.data.source == source.BUILTIN or bool(source.files_of(run.data))
+        local = run.data.source in (source.BUILTIN, None) or bool(source.files_of(run.data))
         began, found, damaged = time.monotonic(), Prepared.read(path) if local or not fresh else None, {}
         if found is not None and (damaged := found.damages()):
             for place in filter(inside, damaged):
@@ -72,7 +77,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
 
 def _code_of(run: Run, task: type[Prepares]) -> dict[str, str]:
     """What the files say that prepare the data: the task's, and what else of the user's it imports."""
-    own = user_code.hashes_of([run.task.name] if user_code.is_own(run.task.name) else [])
+    own = user_code.hashes_of(name for key, name in user_code.named(run).items() if key.startswith("task."))
     file = sys.modules[task.__module__].__file__
     return own | ({"task": user_code.fingerprint(Path(file))} if file else {})
 

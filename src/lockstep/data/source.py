@@ -55,8 +55,16 @@ class Source:
 
 
 def files_of(data: DataSection) -> list[Path]:
-    """The local files a source is read from, in order; empty for a Hub id and for the built-in set."""
+    """The local files a source is read from, in order; empty for a Hub id, for the built-in set, and for a task that
+    makes its data by itself."""
+    if not given(data):
+        return []
     return [file for files in (local_splits(data) or {}).values() for file in files]
+
+
+def given(data: DataSection) -> bool:
+    """Whether the run file says where data are."""
+    return any(getattr(data, key) is not None for key in ("source", *_USUAL))
 
 
 def load(data: DataSection, seed: int, plain: str | None = None) -> Source:

@@ -33,7 +33,7 @@ class Prepared:
 
     key: str  # hash of the tokens' content; kept in checkpoints, so that a resume notices other data
     splits: dict[str, str]  # split -> Arrow file
-    tokenizer: str  # folder that transformers loads it from
+    tokenizer: str  # folder that transformers loads it from; "": there is none
     facts: dict[str, Any]  # of the task: label names, best possible accuracy, where the data came from
 
     def write(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class Prepared:
     @property
     def places(self) -> list[Path]:
         """The files and the folder that it names."""
-        return [Path(file) for file in [*self.splits.values(), self.tokenizer]]
+        return [Path(file) for file in [*self.splits.values(), self.tokenizer] if file]
 
     def damages(self) -> dict[Path, str]:
         """What is wrong with the files it names, by path."""

@@ -42,13 +42,22 @@ from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_OPTIONS = {"replicate", "tensor_parallel", "reshard_after_forward", "cpu_offload", "param_dtype", "reduce_dtype"}
+_OPTIONS = {
+    "replicate",
+    "tensor_parallel",
+    "reshard_after_forward",
+    "cpu_offload",
+    "param_dtype",
+    "reduce_dtype",
+    "blocks",
+}
 
 
 class FSDP2(Strategy):
     """`strategy.options`: `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that
     share each matrix product, where the model brings a plan), `reshard_after_forward` (true, false, or a number of
-    ranks), `cpu_offload`, and FSDP's own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16)."""
+    ranks), `cpu_offload`, FSDP's own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16), and `blocks`
+    (names of the modules that are gathered one at a time, `*` for any part of a name; default: the layers)."""
 
     exact = True
     statistics: Statistics
@@ -86,9 +95,14 @@ class FSDP2(Strategy):
                 f"strategy.options.reshard_after_forward: {reshard!r} is not true, false, or a number of ranks that "
                 f"divides the {shards} that share the model"
             )
+        blocks = options.get("blocks", [])
+        if not isinstance(blocks, list) or not all(isinstance(name, str) for name in blocks):
+            raise RunError(f"strategy.options.blocks: {blocks!r} is not a list of names of modules")
         if not isinstance(offload, bool):
             raise RunError(f"strategy.options.cpu_offload: {offload!r} is not true or false")
         if tensor > 1:
+            if layers.own_model(run):
+                raise RunError("strategy.options.tensor_parallel: transformers has no plan for a model of your own")
             layers.tensor_plan(run, tensor)
 
     @classmethod
@@ -131,6 +145,8 @@ class FSDP2(Strategy):
         # Ranks gather a block together: one that some of them leave out cannot be gathered by itself.
         skips = layers.leaves_out_layers(getattr(self.model, "config", None))
         self.blocks = layers.blocks(self.model) if skips is None else []
+        if (named := self.run.strategy.options.get("blocks")) is not None:
+            self.blocks = layers.named_blocks(self.model, named)
         shown = [Shown(module) for module in [*self.blocks, self.model]]
         self.apply_shards(exempt=optim.undecayed(self.model))
         if skips is not None:

@@ -24,7 +24,9 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World
+from lockstep.strategies.engines import sequential
 from lockstep.strategies.engines.cuts import Cut, layer_count
+from lockstep.strategies.engines.layers import own_model
 from lockstep.strategies.engines.pipelining import (
     Held,
     Links,
@@ -72,7 +74,7 @@ class Pipeline(Strategy):
                 f"strategy.options.stages: {ranks} stages do not divide {processes} processes; every pipeline needs "
                 f"as many"
             )
-        layers = layer_count(models.load_config(run))
+        layers = sequential.layer_count(run) if own_model(run) else layer_count(models.load_config(run))
         if ranks * each > layers:
             stages = (
                 f"{ranks} stages are"
@@ -107,7 +109,7 @@ class Pipeline(Strategy):
         self.task = task
         self.make_groups()
         model = make_model(task, empty=not self.world.is_main)
-        self.cut = Cut(model, self.stages)
+        self.cut = (sequential.SequentialCut if own_model(self.run) else Cut)(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)
         del model

@@ -8,7 +8,7 @@ run file can be checked without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -36,6 +36,14 @@ class Task(ABC):
     generators would then hang on the thread's timing, so by default (None) only lockstep's own tasks do, which draw
     nothing. A task of your own that draws nothing, and whose `collate` takes long, sets it to True."""
 
+    own_model: ClassVar[bool] = False
+    """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
+
+    functions: ClassVar[tuple[str, ...]] = ()  # its keys that name functions of the user's
+    library: ClassVar[str] = "transformers"  # what loads the export
+    loader: ClassVar[str] = "from_pretrained"  # by which function
+    unit: ClassVar[str | None] = "tokens"  # what the length of an example counts; None: every example counts the same
+
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
     @property
@@ -49,6 +57,32 @@ class Task(ABC):
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
         self.splits = {name: Columns(path) for name, path in prepared.splits.items()}
+
+    @property
+    def origin(self) -> str:
+        """What the model is, in the run's opening lines."""
+        return self.run.model.source or f"{self.run.model.type} from scratch"
+
+    @property
+    def opening(self) -> dict[str, str]:
+        """More opening lines: a word and what is said of it."""
+        return {}
+
+    @property
+    def doubts(self) -> list[str]:
+        """What in the user's own code may make the result depend on the number of processes, as far as was found."""
+        return list(self.prepared.facts.get("doubts", []))
+
+    @classmethod
+    def refused(cls, run: Run) -> dict[str, str]:
+        """Keys of the run file, outside of its own section, that this task cannot use: key -> why."""
+        return {}
+
+    @classmethod
+    def fingerprint(cls, run: Run) -> str:
+        """Of what its data hold, where neither the run file nor code says it all: asked in every process, before
+        anything is taken from the cache."""
+        return ""
 
     @classmethod
     def ahead(cls) -> bool:
@@ -77,6 +111,14 @@ class Task(ABC):
         """The examples at `rows`, padded to the longest; for no rows, one example whose every target is ignored.
 
         What it draws from Python's, numpy's and torch's own generators is the same at any number of processes."""
+
+    def collate_at(self, columns: Columns, rows: np.ndarray, index: int, step: int) -> MicroBatch:
+        """The same for a step of training, where what is drawn depends on the step and the examples alone."""
+        return self.collate(columns, rows, index)
+
+    def in_workers(self, columns: Columns, jobs: Iterable[tuple[int, int, np.ndarray]]) -> Iterator[MicroBatch] | None:
+        """`collate_at` of (step, index, rows), in this order, in processes of their own; None: no workers."""
+        return None
 
     @abstractmethod
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:

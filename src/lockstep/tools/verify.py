@@ -134,8 +134,12 @@ def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[s
                 more = f" and {len(difference.wrong) - 1} more" if len(difference.wrong) > 1 else ""
                 said.append(f"{at}: the {what} {difference.wrong[0]} differs by {difference.largest:.1e}{more}")
         if said:  # what comes after a wrong step differs because of it
-            return said + _guess(step, allowed)
+            return said + (mine.doubts or _uncovered(mine) or _guess(step, allowed))
     return said
+
+
+def _uncovered(mine: Recording) -> list[str]:
+    return [f"{UNCOVERED}: {', '.join(mine.uncovered)}"] if mine.uncovered else []
 
 
 def _guess(step: Compared, allowed: float) -> list[str]:
@@ -273,6 +277,8 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
     console.say(promise(mine))
     if mine.uncovered:
         console.say(f"{UNCOVERED}: {', '.join(mine.uncovered)}")
+    for doubt in mine.doubts:
+        console.say(doubt)
     if not wrong:
         console.say("found: " + ("the same bits" if mine.bits else "equal to rounding") + ". All is as promised")
         return 0

@@ -44,18 +44,19 @@ class Feed:
         self.micro_batches, self.seed = run.micro_batches, run.seed
         self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
 
-    def make(self, step: int) -> StepBatch:
-        """One step's batch: every rank cuts the same micro-batches and collates its own."""
-        return self._batch(step, self.order.step(step))
+    def make(self, step: int, made: Iterator[MicroBatch] | None = None) -> StepBatch:
+        """One step's batch: every rank cuts the same micro-batches and collates its own, or takes those that workers
+        have `made`."""
+        return self._batch(step, self.order.step(step), made)
 
     def longest(self) -> StepBatch:
         """The longest examples of all, as a step that is none of the run's: no step needs more memory."""
         return self._batch(0, np.sort(np.argsort(-self.columns.lengths, kind="stable")[: self.order.batch_size]))
 
-    def _batch(self, step: int, rows: np.ndarray) -> StepBatch:
+    def _batch(self, step: int, rows: np.ndarray, made: Iterator[MicroBatch] | None = None) -> StepBatch:
         lengths = self.columns.lengths[rows]
         groups = cut(lengths, self.micro_batches)
-        micro_batches = [self._collated(step, rows[groups[k]], k) for k in self.indices]
+        micro_batches = [self._collated(step, rows[groups[k]], k) if made is None else next(made) for k in self.indices]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
         return StepBatch(
@@ -73,15 +74,23 @@ class Feed:
     def _collated(self, step: int, rows: np.ndarray, index: int) -> MicroBatch:
         if not self.task.ahead():  # it may draw; in a thread it does not, and what is seeded here is the model's
             seed_everything(self.seed, step, index, 1)
-        return self.task.collate(self.columns, rows, index)
+        return self.task.collate_at(self.columns, rows, index, step)
+
+    def _jobs(self, after: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """This rank's micro-batches of the steps from `after` on: step, index and rows."""
+        for step in range(after, self.total):
+            rows = self.order.step(step)
+            groups = cut(self.columns.lengths[rows], self.micro_batches)
+            yield from ((step, k, rows[groups[k]]) for k in self.indices)
 
     def steps(self, after: int) -> Iterator[StepBatch]:
         """The batches of steps `after`, `after + 1`, ... to the run's last."""
         if self.task.ahead():
             yield from self._made_ahead(after)
         else:
+            made = self.task.in_workers(self.columns, self._jobs(after))
             for step in range(after, self.total):
-                yield self._there(self.make(step))
+                yield self._there(self.make(step, made))
 
     def _there(self, batch: StepBatch) -> StepBatch:
         return batch if self.device.type == "cpu" else batch.to(self.device)

@@ -160,6 +160,8 @@ def resumed(session: Session, console: Console) -> int:
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
+    for doubt in session.task.doubts:
+        console.note(doubt)
     try_a_step(session, lambda: try_the_end(session))
     if world.is_main:
         launched.arrived(run.folder, world.size, session.feed.total)

@@ -54,6 +54,7 @@ class Recording:
     examples_per_s: float | None
     held: list[dict[str, int]]  # bytes of tensors on each rank: at_rest, at_update
     uncovered: list[str] = field(default_factory=list)  # generators of random numbers that no step seeds
+    doubts: list[str] = field(default_factory=list)  # of the user's own code, see `Task.doubts`
 
 
 def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
@@ -95,6 +96,7 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
         rate,
         held,
         uncovered,
+        task.doubts,
     )
     strategy.close()
     if world.is_main:

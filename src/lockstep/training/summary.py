@@ -31,12 +31,12 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
     sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
     cuda = world.device.type == "cuda"
     device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
+    mean = f"; mean {task.splits['train'].lengths.mean():.1f} {task.unit}" if task.unit else ""
     return {
         "run": f"{run.name} -> {run.folder}",
-        "data": f"{task.prepared.facts['source']}: {sizes} examples; mean {task.splits['train'].lengths.mean():.1f} "
-        f"tokens{left_out(task)}",
-        "model": f"{run.model.source or f'{run.model.type} from scratch'}, {strategy.parameter_count / 1e6:.2f}M "
-        f"parameters; {precisions(run, strategy)}",
+        "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task)}",
+        "model": f"{task.origin}, {strategy.parameter_count / 1e6:.2f}M parameters; {precisions(run, strategy)}",
+        **task.opening,
         "processes": f"{world.size} ({run.strategy.name}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
@@ -82,21 +82,20 @@ def closing(
         rows.append(row)
     console.table("results", ["", *scores], rows)
     if counts.steps:
-        console.facts(
-            {
-                "speed": f"{counts.examples / counts.seconds:.0f} examples/s, {counts.tokens / counts.seconds:,.0f} "
-                "tokens/s; "
-                f"{counts.steps} steps in {clock(counts.seconds)}",
-                "padding": f"{counts.padded / counts.tokens:.2f} tokens computed per real token; "
-                f"cut at random it would have been {counts.padded_by_chance / counts.tokens:.2f}",
-            }
-        )
+        rate = f"{counts.tokens / counts.seconds:,.0f} {task.unit}/s; " if task.unit else ""
+        speed = f"{counts.examples / counts.seconds:.0f} examples/s, {rate}"
+        console.facts({"speed": f"{speed}{counts.steps} steps in {clock(counts.seconds)}"})
+    if counts.steps and task.unit:
+        padding, by_chance = counts.padded / counts.tokens, counts.padded_by_chance / counts.tokens
+        one = task.unit.removesuffix("s")
+        said = f"{padding:.2f} {task.unit} computed per real {one}; cut at random it would have been {by_chance:.2f}"
+        console.facts({"padding": said})
     folder = run.folder
     command, does = what_next(run, world)
     console.facts(
         {
             "weights": f"sha256 {weights}",
-            "results": f"{folder}/export (from_pretrained loads it), {folder}/report.html, {folder}/metrics.jsonl",
+            "results": f"{folder}/export ({task.loader} loads it), {folder}/report.html, {folder}/metrics.jsonl",
             "next": command,
             "": does,
         }

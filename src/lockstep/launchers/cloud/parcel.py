@@ -21,7 +21,7 @@ import lockstep
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection
-from lockstep.data.source import local_splits
+from lockstep.data.source import given, local_splits
 
 DISTRIBUTION = "lockstep-train"
 
@@ -39,7 +39,7 @@ def packed(run: Run, output: str, data: str) -> Parcel:
     """`output` and `data` are the folders there. Errors: `RunError` for local files that are not there."""
     files: dict[str, Path] = {}
     changes: dict[str, Any] = {"output": output}
-    if (splits := local_splits(run.data)) is not None:
+    if given(run.data) and (splits := local_splits(run.data)) is not None:
         there: dict[str, Any] = {"source": None}
         for split, found in splits.items():
             names = [

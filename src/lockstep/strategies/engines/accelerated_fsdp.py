@@ -23,6 +23,8 @@ class AcceleratedFSDP2(FSDP2):
     def check(cls, run: Run, processes: int) -> None:
         key = "strategy.options.fsdp"
         section = only(run, "fsdp")
+        if layers.own_model(run):
+            raise RunError(f"{key}: Accelerate knows no layers of a model of your own; use strategy.name=fsdp2")
         cls.require(key)
         layers.check_layers(run, "FSDP2 through Accelerate")
         from accelerate import FullyShardedDataParallelPlugin

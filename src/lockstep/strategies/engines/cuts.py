@@ -97,7 +97,10 @@ class Cut:
             self._stage |= {self.layers[i]: stage for i in self.own(stage)}
         for stack in stacks:
             self._stage |= {f"{prefix}{path}": self._stage[f"{prefix}{stack.layers}.0"] for path in stack.front}
+        self.name_tensors()
 
+    def name_tensors(self) -> None:
+        """Which names a tensor has, and which stages compute with it."""
         self.canonical: dict[str, str] = {}  # every name of a parameter or buffer -> the first name of the same tensor
         first: dict[int, str] = {}
         for name, tensor in [

@@ -6,12 +6,14 @@ In: a model, or its config. Out: the blocks that are sharded together, a plan fo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.exact.statistics import buffers_kept
 from lockstep.tasks.models.models import load_config
@@ -54,9 +56,17 @@ def leaves_out_layers(config: Any) -> str | None:
     return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
 
 
+def own_model(run: Run) -> bool:
+    """Whether the model is code of the user's, which has no config."""
+    task: Any = plugins.find("tasks", run.task.name)
+    return bool(task.own_model)
+
+
 def check_layers(run: Run, engine: str) -> None:
     """Refuse a model that leaves out layers, for an engine whose ranks must all run the same ones. Errors:
     `RunError`."""
+    if own_model(run):
+        return  # DeepSpeed finds out by itself what a micro-batch did not use
     if (entry := leaves_out_layers(load_config(run))) is not None:
         raise RunError(
             f"model.config.{entry}: {engine} needs every rank to run the same layers, and this leaves some out at "
@@ -81,7 +91,38 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in found if id(block) not in inner]
 
 
+def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules that the user names, with `*` for any part of a name. Errors: `RunError` for a name that fits none,
+    and for blocks within one another."""
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        fitting = {name: m for name, m in model.named_modules() if name and fnmatchcase(name, pattern)}
+        if not fitting:
+            known = ", ".join(name for name, _ in model.named_children())
+            raise RunError(f"strategy.options.blocks: the model has no module {pattern!r}; at its top it has {known}")
+        found |= fitting
+    for name in found:
+        if outer := next((other for other in found if name.startswith(f"{other}.")), None):
+            raise RunError(f"strategy.options.blocks: {name} is inside of {outer}; name one of them")
+    return list(found.values())
+
+
+def _by_size(model: nn.Module, called_once: Sequence[str]) -> list[nn.Module]:
+    """Of a model that nothing is known of: the outermost modules with at most a quarter of all weights and at least a
+    fiftieth, among those that every forward calls exactly once."""
+    total = sum(p.numel() for p in model.parameters())
+    found: list[str] = []
+    for name, module in model.named_modules():
+        size = sum(p.numel() for p in module.parameters())
+        inner = any(name.startswith(f"{block}.") for block in found)
+        if name in called_once and not inner and total / 50 <= size <= total / 4:
+            found.append(name)
+    return [model.get_submodule(name) for name in found]
+
+
 def _layers(model: nn.Module) -> list[nn.Module]:
+    if (called_once := getattr(model, "lockstep_called_once", None)) is not None:
+        return _by_size(model, called_once)
     kept = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in kept]
     if found:

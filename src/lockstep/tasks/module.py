@@ -1,0 +1,239 @@
+"""A model, data and a loss of the user's own: three names of functions, and no class to write.
+
+In: `task: {name: module, model: my_file.build, data: my_file.data, loss: my_file.loss}`. Out: losses and metrics as
+sums over examples, and an export that `lockstep.load` reads. What the functions give is found out in
+`modules/probe.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field
+
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
+from lockstep.data.tokens import Columns, Prepared, digest
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lockstep.data.batch import MicroBatch, Sums
+    from lockstep.tasks.models.decoding import Decoding
+    from lockstep.tasks.modules.items import Bundle
+
+SEALED = 64  # items of each split that its hash looks at
+_NAMES = "a dotted name: my_file.{}"
+
+
+class ModuleOptions(Section):
+    """The task's own keys in the run file."""
+
+    model: str = Field(description="function or class that returns the torch.nn.Module, as " + _NAMES.format("build"))
+    data: str = Field(description="function that returns data sets by split, as " + _NAMES.format("data"))
+    loss: str = Field(description="function (outputs, batch) -> sum, mean or one number a target, as my_file.loss")
+    collate: str | None = Field(None, description="function of a list of items that makes a batch; default: torch's")
+    length: str | None = Field(None, description="function of an item: what it costs, a whole number; default: 1")
+    targets: str | None = Field(None, description="function of an item: how many targets it holds; default: 1")
+    metrics: str | None = Field(None, description="function (outputs, batch) -> numbers by name, for evaluations")
+    generate: str | None = Field(
+        None, description="function (model, batch) -> what the model writes, a text an example"
+    )
+    model_arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of task.model")
+    data_arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of task.data")
+    samples: int = Field(4, ge=0, description="validation examples that task.generate is shown on")
+
+
+class Module(Task):
+    """Whatever the user trains."""
+
+    Options = ModuleOptions
+    own_model = True
+    functions = ("model", "data", "loss", "collate", "length", "targets", "metrics", "generate")
+    shown = ("samples", "generate", "metrics")
+    collates_ahead = False  # items draw from the generators that the model draws from; workers do not
+    library = "lockstep"
+    loader = "lockstep.load"
+    pipeline = "other"
+
+    @property
+    def usage(self) -> str:
+        """For the model card."""
+        return 'import lockstep\n\nmodel = lockstep.load("PATH_OR_REPO")  # runs the code named in config.json'
+
+    @classmethod
+    def refused(cls, run: Run) -> dict[str, str]:
+        """Keys that describe models of transformers and tables of texts."""
+        told = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
+        found = {key: f"of no use with task module, where {why}" for key, why in told.items() if key in _set(run)}
+        return found | {
+            f"data.{key}": "of no use with task module, where task.data makes the data sets"
+            for key in sorted(
+                run.data.model_fields_set - {"workers", "limit", "validation_fraction", "group_by_length"}
+            )
+            if getattr(run.data, key) != type(run.data).model_fields[key].default
+        }
+
+    @classmethod
+    def fingerprint(cls, run: Run) -> str:
+        """How many items each split has, and what some of them hold."""
+        from lockstep.tasks.modules import items, own
+
+        sets, _ = own.data_sets(run)
+        return digest({s: items.seal(run, data, places, SEALED) for s, (data, places) in sets.items()})
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        from dataclasses import asdict
+
+        from lockstep.tasks.modules import measuring, own
+        from lockstep.tasks.modules.probe import probe
+
+        sets, cut = own.data_sets(run)
+        found = probe(run, *sets["train"])
+        files, key = {}, digest(cls.fingerprint(run))
+        for split, (data, places) in sets.items():
+            files[split] = measuring.measured(run, data, places, found.each, digest(key, split, asdict(found)))
+        facts = {"source": run.task.options["data"], "cut": cut} | asdict(found)
+        return Prepared(key, files, "", facts)
+
+    # -- in every process --------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        from lockstep.tasks.modules import own
+        from lockstep.tasks.modules.items import Items
+
+        self.run, self.prepared = run, prepared
+        self.options = ModuleOptions.model_validate(run.task.options)
+        self.sets, _ = own.data_sets(run)
+        self.splits = {s: Items(*self.sets[s], path, s) for s, path in prepared.splits.items()}  # type: ignore[misc]
+        self.unit = "units" if self.options.length else None  # type: ignore[misc]
+
+    @property
+    def origin(self) -> str:
+        return self.options.model
+
+    @property
+    def opening(self) -> dict[str, str]:
+        facts, per = self.prepared.facts, "target" if self.options.targets else "example"
+        each = f"one number a target, {facts['each']} an example" if not self.options.targets else "one number a target"
+        kinds = {
+            "sum": f"a sum, divided by the {per}s of a step",
+            "mean": f"a mean over {per}s (found out on two batches): multiplied by their number, and divided by "
+            "that of a step",
+            "each": f"{each}; their sum is divided by the targets of a step",
+        }
+        cut = {"validation": "cut off the training split, for task.data gives none"} if facts["cut"] else {}
+        return {"loss": f"{self.options.loss}: {kinds[facts['loss']]}"} | cut
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep.tasks.modules import own, running
+
+        found = own.model(self.run, empty)
+        if self.run.model.source is not None and not empty:  # an export, to be evaluated
+            from lockstep.tasks.modules import exported
+
+            exported.fill(found, Path(self.run.model.source))
+        functions = {key: own.function(self.run, key) for key in ("loss", "metrics", "generate")}
+        facts = self.prepared.facts
+        calling = running.Calling(
+            self.run,
+            functions["loss"],
+            facts["loss"],
+            functions["metrics"],
+            facts["metrics"],
+            functions["generate"],
+            running.names_of(found),
+        )
+        found.lockstep_called_once = facts["called_once"]  # type: ignore[assignment]  # of which engines make blocks
+        return running.adapt(found, calling)
+
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        return self.collate_at(columns, rows, index, -1)
+
+    def collate_at(self, columns: Columns, rows: np.ndarray, index: int, step: int) -> MicroBatch:
+        from lockstep.tasks.modules import items
+
+        assert isinstance(columns, items.Items)
+        return items.micro_batch(self.run, columns, rows, index, step)
+
+    def in_workers(self, columns: Columns, jobs: Iterable[tuple[int, int, np.ndarray]]) -> Iterator[MicroBatch] | None:
+        from lockstep.tasks.modules import items
+
+        assert isinstance(columns, items.Items)
+        workers = self.run.data.workers
+        return items.in_workers(self.run, columns, jobs, workers) if workers else None
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        from lockstep.tasks.modules import items
+
+        assert isinstance(columns, items.Items)
+        return int(columns.targets[rows].sum())
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        return outputs.loss  # of a blank micro-batch zero: see `modules/running.py`
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        import torch
+
+        bundle = _bundle(batch)
+        numbers = forward(batch.inputs).double()  # [1 + 2 x metrics]
+        numbers = torch.zeros_like(numbers) if bundle.blank else numbers
+        names = [f"{kind} {name}" for name in self.prepared.facts["metrics"] for kind in ("sum", "count")]
+        counts = {"examples": bundle.examples, "targets": bundle.targets}
+        return {
+            **dict(zip(["loss", *names], numbers, strict=True)),
+            **{k: torch.tensor(0.0 if bundle.blank else v, dtype=torch.float64) for k, v in counts.items()},
+        }
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        found = {"loss": float(sums["loss"]) / max(1.0, float(sums["targets"]))}
+        for name in self.prepared.facts["metrics"]:
+            count = float(sums[f"count {name}"])
+            found[name] = float(sums[f"sum {name}"]) / count if count else float("nan")
+        return found
+
+    def samples(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> list[dict[str, str]]:
+        columns = self.splits["validation"]
+        if self.options.generate is None or self.options.samples == 0:
+            return []
+        from dataclasses import replace
+
+        from lockstep.tasks.modules.items import INPUT
+
+        bundle = _bundle(self.collate(columns, self.shown_rows(columns, self.options.samples), 0))
+        asked: Any = {INPUT: replace(bundle, asks="generate")}
+        rows = json.loads(bytes(forward(asked).cpu().numpy()).decode())
+        return [{str(key): str(value) for key, value in row.items()} for row in rows]
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
+        raise RunError("task module knows no texts: load the model in Python, model = lockstep.load(OUTPUT)")
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep.tasks.modules import exported
+
+        exported.write(folder, weights, self.options.model, self.options.model_arguments)
+
+
+def _bundle(batch: MicroBatch) -> Bundle:
+    from lockstep.tasks.modules.items import INPUT
+
+    found: Any = batch.inputs[INPUT]
+    return found
+
+
+def _set(run: Run) -> set[str]:
+    """The sections of the run file that say something."""
+    return {key for key in ("model", "tokenizer") if getattr(run, key) != type(getattr(run, key))()}

@@ -1,0 +1,223 @@
+"""Items of a data set of the user's, read with seeded random numbers, and made into batches.
+
+In: a data set, places in it, the seed and the step. Out: a `Bundle`, which is one micro-batch for the user's model.
+What an item draws depends on the seed, the step and its place, and on nothing else: not on the rank, nor on a worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import IGNORED, MicroBatch
+from lockstep.data.tokens import Columns
+from lockstep.distributed.randomness import seed_everything
+from lockstep.tasks.modules import own
+
+INPUT = "lockstep_batch"  # the one input of the model, see `running.py`
+_ITEM = 2  # sets the numbers of items apart from those of models and collating
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A batch of the user's, of whatever kind. `MicroBatch` asks of it what it asks of a tensor."""
+
+    batch: Any
+    examples: int
+    targets: int
+    blank: bool = False  # only levels ranks: its loss is zero
+    asks: str = "numbers"  # in evaluation: "numbers", or "generate"
+
+    def to(self, device: Any, non_blocking: bool = False) -> Bundle:
+        """Every tensor in it, and what else has a `to`, on a device."""
+        return replace(self, batch=_mapped(lambda part: part.to(device, non_blocking=non_blocking), self.batch))
+
+    def pin_memory(self) -> Bundle:
+        """Every tensor in it in page-locked memory."""
+        return replace(self, batch=_mapped(lambda part: part.pin_memory(), self.batch))
+
+    def __getitem__(self, first: slice) -> Bundle:
+        """Of `MicroBatch.blank`: the same batch, which counts for nothing."""
+        return replace(self, blank=True)
+
+
+def _mapped(change: Callable[[Any], Any], batch: Any) -> Any:
+    """Tensors, and objects of the user's that move as tensors do, wherever they are in a batch."""
+    return _pytree.tree_map(lambda part: change(part) if hasattr(part, "to") else part, batch)
+
+
+class Items(Columns):
+    """A split: which items it has, how long each is, and how many targets it holds. The length is 1 for all unless
+    `task.length` says more."""
+
+    def __init__(self, data: Any, places: np.ndarray, path: str, name: str) -> None:
+        super().__init__(path)
+        self.data, self.places, self.name = data, places, name
+        self.lengths = self.flat("length").astype(np.int32)  # [examples]
+        self.targets = self.flat("targets").astype(np.int64)  # [examples]
+        if len(places) != len(self):
+            raise RunError(f"task.data: the {name} split had {len(self)} items when it was prepared, and {len(places)} "
+                           "now; what it gives must not change while a run starts")  # fmt: skip
+
+    @property
+    def sides(self) -> list[np.ndarray]:
+        return [self.lengths]
+
+
+def item(run: Run, data: Any, place: int, step: int) -> Any:
+    """The item at a place, which draws from Python's, numpy's and torch's generators as (seed, step, place) says.
+    Errors: `RunError`."""
+    seed_everything(run.seed, step, place, _ITEM)
+    with own.asked(run, "data", f": item {place}"):
+        return data[place]
+
+
+class Batches(Dataset):
+    """What workers make: a batch for each (step, micro-batch, rows)."""
+
+    def __init__(self, run: Run, columns: Items) -> None:
+        self.run, self.columns = run, columns
+        self.collate = own.function(run, "collate") or default_collate
+        self.count = own.function(run, "targets")
+
+    def __getitem__(self, job: tuple[int, int, np.ndarray]) -> Bundle:
+        """For no rows two examples, which BatchNorm needs. Errors: `RunError`."""
+        step, index, rows = job
+        blank = len(rows) == 0
+        rows = np.zeros(2, dtype=np.int64) if blank else rows
+        found = [item(self.run, self.columns.data, int(self.columns.places[row]), step) for row in rows]
+        self._compare(rows, found)
+        seed_everything(self.run.seed, step, index, 1)
+        batch = collated(self.run, self.collate, found)
+        return Bundle(batch, len(rows), int(self.columns.targets[rows].sum()), blank)
+
+    def _compare(self, rows: np.ndarray, found: list[Any]) -> None:
+        """Errors: `RunError` when an item holds another number of targets than before: they divide the loss."""
+        for row, each in zip(rows, found, strict=True) if self.count is not None else ():
+            with own.asked(self.run, "targets"):
+                count = int(self.count(each))
+            if count != self.columns.targets[row]:
+                raise RunError(
+                    f"task.targets: item {self.columns.places[row]} of the {self.columns.name} split holds {count} "
+                    f"targets, and held {self.columns.targets[row]} when the data was prepared; it must not depend on "
+                    "what is drawn at random"
+                )
+
+
+def collated(run: Run, collate: Callable[[list[Any]], Any], found: list[Any]) -> Any:
+    """Items as a batch. Errors: `RunError`."""
+    try:
+        return collate(found)
+    except Exception as error:
+        if run.task.options.get("collate") is not None:
+            with own.asked(run, "collate"):
+                raise
+        raise RunError(
+            f"task.data: torch's default_collate cannot make a batch of these items ({own.told(error)}); give "
+            "task.collate: my_file.collate, which makes a batch of a list of items (and pads them where they differ)"
+        ) from error
+
+
+def micro_batch(run: Run, columns: Items, rows: np.ndarray, index: int, step: int) -> MicroBatch:
+    """The items at `rows` as a micro-batch; for no rows, one that counts for nothing. Errors: `RunError`."""
+    return placed(columns, rows, index, Batches(run, columns)[step, index, rows])
+
+
+def in_workers(
+    run: Run, columns: Items, jobs: Iterable[tuple[int, int, np.ndarray]], count: int
+) -> Iterator[MicroBatch]:
+    """The same for each job, in this order, made by `count` processes ahead of time. Errors: `RunError`."""
+    asked: list[tuple[int, int, np.ndarray]] = []
+
+    def told() -> Iterator[tuple[int, int, np.ndarray]]:
+        for job in jobs:
+            asked.append(job)
+            yield job
+
+    loader: Any = DataLoader(
+        Batches(run, columns),
+        sampler=_Jobs(told),  # type: ignore[arg-type]
+        batch_size=None,
+        num_workers=count,
+        # Forked from this rank: they need no pickled data set, and see when it is gone. Ranks would have a server each
+        # to fork from otherwise, which outlives them.
+        multiprocessing_context="fork" if sys.platform == "linux" else None,
+        generator=torch.Generator(),  # so that the rank's own is left alone
+    )
+    try:
+        for bundle in loader:
+            _, index, rows = asked.pop(0)
+            yield placed(columns, rows, index, bundle)
+    except RunError as caught:  # with the worker's traceback in front
+        raise RunError(str(caught).strip().splitlines()[-1].partition("RunError: ")[2] or str(caught)) from None
+
+
+class _Jobs:
+    """An order for `DataLoader`, which wants something to go through."""
+
+    def __init__(self, jobs: Callable[[], Iterator[Any]]) -> None:
+        self.jobs = jobs
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.jobs()
+
+
+def placed(columns: Items, rows: np.ndarray, index: int, bundle: Bundle) -> MicroBatch:
+    """A batch as a micro-batch; each of its targets is a 0 in `targets`: int8 [B, most of an example]."""
+    counts = torch.from_numpy(columns.targets[rows])[:, None]  # [B, 1]
+    real = torch.arange(int(counts.max()) if len(rows) else 1) < counts  # [B, most]
+    targets = torch.where(real, 0, IGNORED) if len(rows) else torch.full((1, 1), IGNORED)
+    return MicroBatch(index, {INPUT: bundle}, targets.to(torch.int8))  # type: ignore[dict-item]
+
+
+# -- what items hold -------------------------------------------------------------------------------------------------
+
+
+def seal(run: Run, data: Any, places: np.ndarray, most: int) -> str:
+    """A hash of how many items there are and of what some of them hold, evenly spread."""
+    seen = hashlib.sha256(f"{len(data)} {len(places)}\n".encode())
+    for at in np.unique(np.linspace(0, len(places) - 1, most).astype(np.int64)):
+        _hashed(seen, item(run, data, int(places[at]), -1))
+    return seen.hexdigest()
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two items hold the same."""
+    hashes = []
+    for each in (first, second):
+        seen = hashlib.sha256()
+        _hashed(seen, each)
+        hashes.append(seen.digest())
+    return hashes[0] == hashes[1]
+
+
+def _hashed(seen: Any, value: Any, depth: int = 6) -> None:
+    """Add a value to a hash: tensors, arrays, images, numbers, texts, and what holds them. Of other objects the type
+    and their attributes."""
+    seen.update(f"{type(value).__name__}\n".encode())
+    if isinstance(value, Tensor):
+        whole = value.detach().cpu().contiguous()
+        seen.update(f"{whole.dtype} {tuple(whole.shape)}".encode())
+        seen.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        seen.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+    elif isinstance(value, str | bytes | int | float | bool | None):
+        seen.update(f"{value!r}\n".encode())
+    elif hasattr(value, "tobytes") and not isinstance(value, np.ndarray):  # a picture
+        seen.update(value.tobytes())
+    elif depth:
+        held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        parts = enumerate(value) if isinstance(value, list | tuple | np.ndarray) else held.items()
+        for key, part in parts:
+            seen.update(f"{key}\n".encode())
+            _hashed(seen, part, depth - 1)

@@ -1,0 +1,46 @@
+"""How long each item is and how many targets it holds: asked once for a whole split, and kept in the cache.
+
+In: a split and the user's functions of an item. Out: an Arrow file with `length` and `targets`, int32 each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.cache import folder_of, kept
+from lockstep.tasks.modules import items, own
+
+
+def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> str:
+    """The file. `each`: targets of an item where nobody says more. Errors: `RunError`."""
+    functions = {name: own.function(run, name) for name in ("length", "targets")}
+    columns = {"length": np.ones(len(places), np.int32), "targets": np.full(len(places), each, np.int32)}
+    asked = {name: function for name, function in functions.items() if function is not None}
+    for row, place in enumerate(places if asked else ()):
+        found = items.item(run, data, int(place), -1)
+        for name, function in asked.items():
+            columns[name][row] = _number(run, name, function, found, int(place))
+    if not columns["targets"].any():
+        raise RunError("task.targets: no item of a split holds a target")
+
+    def make(aside: Path) -> None:
+        table = pa.table(columns)
+        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+
+    return str(kept(folder_of("tokens") / f"{key}.arrow", make))
+
+
+def _number(run: Run, name: str, function: Any, found: Any, place: int) -> int:
+    """Errors: `RunError`."""
+    with own.asked(run, name, f" of item {place}"):
+        number = int(function(found))
+    least = 1 if name == "length" else 0
+    if not least <= number < 2**31:
+        raise RunError(f"task.{name}: item {place} has {number}; wanted is a whole number of at least {least}")
+    return number

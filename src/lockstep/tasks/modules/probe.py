@@ -1,0 +1,313 @@
+"""What nobody says about a model, a loss and metrics of the user's, found out on a few items before any process starts.
+
+In: the user's functions. Out: `Found`, which the prepared data keep; or a `RunError` where it cannot be told.
+
+A loss is a mean when a batch and the same batch twice over have the same loss, and a sum when the second is twice the
+first. A mean is taken only if it adds up: weighted by targets, the means of two batches must give that of both
+together.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import user_code
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.randomness import seed_everything
+from lockstep.tasks.modules import items, own, running
+from lockstep.tasks.modules.running import Calling
+
+FIRST, SECOND = 8, 5  # items of the two batches
+NEAR = 1e-3  # how far sums in float32 may be apart, relatively
+
+
+@dataclass
+class Found:
+    """What was found out."""
+
+    loss: str  # "sum", "mean", or "each"
+    each: int  # targets of an example, unless `task.targets` says it
+    metrics: dict[str, str] = field(default_factory=dict)  # name -> "sum", "mean", "each", or "pair"
+    called_once: list[str] = field(default_factory=list)  # modules that every forward calls exactly once
+    doubts: list[str] = field(default_factory=list)  # what may make the result depend on the number of processes
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The model on the CPU, and batches of a few items: A, B, A with A again, A with B."""
+
+    run: Run
+    model: nn.Module
+    calling: Calling
+    batches: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    weights: Mapping[str, int]  # targets of each batch; examples where nobody says more
+
+    def forward(self, name: str) -> tuple[Any, Any]:
+        """The model's outputs for a batch, and what the loss sees of it. Errors: `RunError`."""
+        (arguments, named), seen = self.calling.arguments(self.batches[name])
+        seed_everything(self.run.seed, -3)
+        with own.asked(self.run, "model", ": forward"):
+            return self.model(*arguments, **named), seen
+
+    def loss(self, name: str) -> Any:
+        """The user's loss of a batch. Errors: `RunError`."""
+        outputs, seen = self.forward(name)
+        with own.asked(self.run, "loss"):
+            return self.calling.loss(outputs, seen)
+
+
+def probe(run: Run, data: Any, places: np.ndarray) -> Found:
+    """Try the user's functions on items of the training split. Errors: `RunError`."""
+    chosen = places[np.linspace(0, len(places) - 1, FIRST + SECOND).astype(np.int64)]
+    read = [items.item(run, data, int(place), -1) for place in chosen]
+    doubts = _unsteady(run, data, chosen, read)
+    parts = {"A": read[:FIRST], "B": read[FIRST:], "AA": read[:FIRST] * 2, "AB": read}
+    targets = own.function(run, "targets")
+    collate = own.function(run, "collate") or items.default_collate
+    batches, weights = {}, {}
+    for name, part in parts.items():
+        seed_everything(run.seed, -3)
+        batches[name] = items.collated(run, collate, list(part))
+        with own.asked(run, "targets"):
+            weights[name] = sum(int(targets(each)) for each in part) if targets else len(part)
+    model = own.model(run)
+    calling = Calling(
+        run, own.function(run, "loss"), "", own.function(run, "metrics"), {}, None, running.names_of(model)
+    )
+    trial = _Trial(run, model, calling, batches, {name: len(part) for name, part in parts.items()}, weights)
+    model.eval()
+    with torch.no_grad(), _Calls(model) as calls:
+        kind, each, doubt = _kind_of_loss(trial)
+        metrics = _kinds_of_metrics(trial)
+    found = Found(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
+    model.train()
+    with torch.no_grad(), _Calls(model) as training_calls:
+        found.doubts += _remembers(trial)
+    found.called_once = [name for name in calls.once() if name in training_calls.once()]
+    return found
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+
+
+def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
+    """Its kind, targets of an example, and doubts. Errors: `RunError`."""
+    values = {name: trial.loss(name) for name in trial.batches}
+    for value in values.values():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise RunError(f"task.loss: wanted is a tensor of floats, and it gave {running.kind_of(value)}")
+    named = trial.run.task.options.get("targets") is not None
+    if values["A"].numel() > 1:
+        ratios = {value.numel() / trial.sizes[name] for name, value in values.items()}
+        each = ratios.pop()
+        if not named and (ratios or each != int(each)):
+            raise RunError(
+                f"task.loss: it gives {values['A'].numel()} numbers for {trial.sizes['A']} examples and "
+                f"{values['B'].numel()} for {trial.sizes['B']}, so it does not say how many targets there are; "
+                f"{running.COUNT}"
+            )
+        return "each", 1 if named else int(each), []
+    numbers = {name: float(value) for name, value in values.items()}
+    if not all(map(math.isfinite, numbers.values())):
+        raise RunError(f"task.loss: the loss of the untrained model is {numbers['A']}, which is no finite number")
+    kind = _kind(numbers)
+    if kind is None:
+        raise RunError(
+            f"task.loss: a batch has the loss {numbers['A']:.6g}, and the same batch twice over {numbers['AA']:.6g}: "
+            "that is neither a sum over targets nor their mean; return a sum, or one number a target "
+            "(reduction='none')"
+        )
+    if _adds_up(kind, numbers, trial.weights):
+        return kind, 1, []
+    if kind == "mean":
+        raise RunError(
+            f"task.loss: it is a mean, but not over {'targets' if named else 'examples'}: batches of "
+            f"{trial.weights['A']} and {trial.weights['B']} with {numbers['A']:.6g} and {numbers['B']:.6g} have "
+            f"{numbers['AB']:.6g} together. Return a sum (reduction='sum'), or one number a target; {running.COUNT}"
+        )
+    return kind, 1, [
+        f"task.loss: the loss of two batches together ({numbers['AB']:.6g}) is not the sum of both "
+        f"({numbers['A'] + numbers['B']:.6g}): what an example counts depends on the others in its micro-batch, and so "
+        "on micro_batches (not on the number of processes)"
+    ]  # fmt: skip
+
+
+def _kind(numbers: Mapping[str, float]) -> str | None:
+    """Whether a number is a sum or a mean; None: neither, or it cannot be told."""
+    one, two = numbers["A"], numbers["AA"]
+    if abs(one) < 1e-12:
+        return None
+    if abs(two - one) <= NEAR * abs(one):
+        return "mean"
+    return "sum" if abs(two - 2 * one) <= NEAR * abs(one) else None
+
+
+def _adds_up(kind: str, numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
+    factors = weights if kind == "mean" else dict.fromkeys(weights, 1)
+    a, b, both = (numbers[name] * factors[name] for name in ("A", "B", "AB"))
+    return abs(both - (a + b)) <= NEAR * max(abs(a), abs(b), abs(both))
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
+    """Errors: `RunError`."""
+    if trial.calling.metrics is None:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for batch in trial.batches:
+        outputs, seen = trial.forward(batch)
+        with own.asked(trial.run, "metrics"):
+            values = trial.calling.metrics(outputs, seen)
+        if not isinstance(values, Mapping) or not values:
+            raise RunError(f"task.metrics: wanted is a mapping of names to numbers, it gave {running.kind_of(values)}")
+        for name, value in values.items():
+            found.setdefault(str(name), {})[batch] = value
+    if taken := {"loss", "examples"} & found.keys():
+        raise RunError(f"task.metrics: {taken.pop()} is there already; choose another name")
+    return {name: _kind_of_metric(trial, name, values) for name, values in found.items()}
+
+
+def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
+    """Errors: `RunError` for one that cannot be put together from batches."""
+    if len(values) < len(trial.batches):
+        raise RunError(f"task.metrics: {name} is not there for every batch")
+    if isinstance(values["A"], tuple) and len(values["A"]) == 2:
+        return "pair"
+    if isinstance(values["A"], Tensor) and values["A"].dim() > 0:
+        return "each"
+    try:
+        numbers = {batch: float(value) for batch, value in values.items()}
+    except (TypeError, ValueError):
+        raise RunError(f"task.metrics: {name} is {running.kind_of(values['A'])}; {METRICS}") from None
+    kind = _kind(numbers)
+    if kind is None or not _adds_up(kind, numbers, trial.sizes):
+        why = "is 0 for the items it was tried on, so it cannot be told whether it is a sum or a mean"
+        why = why if kind is None and not numbers["A"] else "is neither a sum over examples nor their mean"
+        raise RunError(f"task.metrics: {name} {why}; {METRICS}")
+    return kind
+
+
+METRICS = "return one number an example (a tensor), or a pair (sum, count)"
+
+
+# -- what would depend on the number of processes --------------------------------------------------------------------
+
+
+def _unsteady(run: Run, data: Any, chosen: np.ndarray, read: list[Any]) -> list[str]:
+    """Items that are something else when they are read again with the same random numbers."""
+    for place, before in zip(chosen, read, strict=True):
+        if not items.same(before, items.item(run, data, int(place), -1)):
+            return [
+                f"task.data: item {place} is something else when it is read again, though Python's, numpy's and "
+                "torch's generators are seeded alike: the data set keeps state, or has a generator of its own"
+            ]
+    return []
+
+
+def _remembers(trial: _Trial) -> list[str]:
+    """A model whose loss is another one for the same batch and the same random numbers. Buffers are put back between:
+    those that training changes are looked at elsewhere."""
+    buffers = {name: b.detach().clone() for name, b in trial.model.named_buffers()}
+    before = _attributes(trial.model)
+    losses = []
+    for _ in range(2):
+        try:
+            losses.append(trial.loss("AB"))
+        except RunError as caught:
+            if losses:
+                return [f"task.model: the second batch fails where the same one did not before: {caught}"]
+            raise
+        for name, buffer in trial.model.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
+    if torch.equal(*losses):
+        return []
+    changed = [name for name, value in _attributes(trial.model).items() if not _alike(value, before.get(name))]
+    which = f": {', '.join(changed[:4])}" if changed else ", or draws from a generator of its own"
+    return [
+        f"task.model: the same batch with the same random numbers has another loss the second time: the model keeps "
+        f"state between batches{which}"
+    ]
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """What modules hold beside weights, buffers and modules, by name."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not (name.startswith("_") and name.endswith(("hooks", "_parameters", "_buffers", "_modules"))):
+                found[f"{path}.{name}" if path else name] = value.clone() if isinstance(value, Tensor) else (
+                    list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else value
+                )  # fmt: skip
+    return found
+
+
+def _alike(first: Any, second: Any) -> bool:
+    try:
+        return items.same(first, second)
+    except Exception:  # an object of the user's that cannot be looked into
+        return first is second
+
+
+def foreign_sums(run: Run, model: nn.Module) -> list[str]:
+    """Where the user's own code speaks with other ranks, or its model normalises over them."""
+    found = [
+        f"task.model: {name} is a SyncBatchNorm, which normalises over what all ranks compute at the same moment; "
+        "BatchNorm normalises over a micro-batch, which is the same at any number of processes"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+    ][:1]
+    names = user_code.named(run, strategy=False).values()
+    for file, path in sorted(user_code.files_of(name for name in names if user_code.is_own(name)).items()):
+        tree = ast.parse(path.read_bytes())
+        for node in ast.walk(tree):
+            named = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                named = [f"{node.module}.{a.name}" for a in node.names]
+            if isinstance(node, ast.Attribute):
+                named = [ast.unparse(node)]
+            if any(f"{name}.".startswith("torch.distributed.") for name in named):
+                told = (
+                    f"{file}, line {node.lineno}: code of yours uses torch.distributed: what it gets depends on the "
+                    "number of processes and on which micro-batches they run at the same moment"
+                )
+                return [*found, told]
+    return found
+
+
+class _Calls:
+    """Counts how often each module is called in a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.counts: dict[str, int] = {}
+
+    def __enter__(self) -> _Calls:
+        self.hooks = [m.register_forward_pre_hook(self._counter(name)) for name, m in self.model.named_modules()]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _counter(self, name: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+        return count
+
+    def once(self) -> list[str]:
+        """Those that every forward calls once."""
+        forwards = self.counts.get("", 0)
+        return [name for name, count in self.counts.items() if name and count == forwards]

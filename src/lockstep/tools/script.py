@@ -1,0 +1,85 @@
+"""What a script or a module hands to `lockstep.fit`, by the name that other processes import it under.
+
+In: functions, classes and data sets. Out: dotted names. A script needs no `__main__` guard: whoever imports it again to
+find a function stops at its first call that starts a job (`plugins.starts_a_job`), so what is handed over has to be
+defined before that call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.run import RunError
+
+_first: dict[str, Any] = {}  # what the script had defined when it first started a job
+
+
+def begins() -> None:
+    """A job is about to be started from here."""
+    if not _first:
+        _first.update(vars(sys.modules["__main__"]))
+
+
+def name_of(thing: Any, what: str) -> str:
+    """The dotted name of something. Errors: `RunError` for what has none that other processes know."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if (
+        not isinstance(module, str)
+        or not isinstance(name, str)
+        or not name.isidentifier()
+        or not _is(module, name, thing)
+    ):
+        module, name = "__main__", _variable(thing)
+    if name is None:
+        raise RunError(
+            f"{what}: other processes have to import it, and {_said(thing)} has no name of its own at the top of a file"
+            ": write a function or a variable at the top of the script, or of a module, and hand over that"
+        )
+    if module != "__main__":
+        return f"{module}.{name}"
+    found = f"{_script(what, name)}.{name}"
+    if _first and _first.get(name) is not thing:
+        raise RunError(
+            f"{what}: {name} is defined after the script's first call that starts a job, where other processes stop to "
+            "read it: define it before that call, or in a file of its own"
+        )
+    return found
+
+
+def _is(module: str, name: str, thing: Any) -> bool:
+    return vars(sys.modules.get(module, object)).get(name) is thing if module in sys.modules else False
+
+
+def _variable(thing: Any) -> str | None:
+    """A variable at the top of the script that holds it."""
+    own: Mapping[str, Any] = vars(sys.modules["__main__"])
+    return next((name for name, value in own.items() if value is thing and not name.startswith("__")), None)
+
+
+def _script(what: str, name: str) -> str:
+    """The name under which the running script is imported. Errors: `RunError` for a session or a name that is taken."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:  # python -m
+        return main.__spec__.name
+    file = getattr(main, "__file__", None)
+    if file is None or not Path(file).is_file():
+        raise RunError(
+            f"{what}: {name} is defined in this session, and other processes cannot import it: put it into a file, "
+            f"my_file.py, and write from my_file import {name}"
+        )
+    stem = Path(file).stem
+    spec = importlib.util.find_spec(stem) if stem.isidentifier() else None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve():
+        raise RunError(
+            f"{what}: other processes import {name} from {Path(file).name}, and cannot under that name"
+            f"{f', which is that of {spec.origin}' if spec is not None else ''}; rename the script"
+        )
+    return stem
+
+
+def _said(thing: Any) -> str:
+    return f"{getattr(thing, '__qualname__', f'an object of {type(thing).__name__}')}"

@@ -1,0 +1,156 @@
+"""The task `module`: which data sets it takes and how items reach the model; what it exports."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from own_modules import MEAN, NET, NET_FUNCTIONS, found_of, job
+
+import lockstep
+from lockstep.config.run import Run, RunError
+from lockstep.data.prepare import prepare
+from lockstep.tasks.module import Module
+from lockstep.tasks.modules.items import INPUT
+
+HEAD = MEAN.partition("def data")[0]
+TAIL = "\n\ndef loss(outputs, answers):\n    return torch.nn.functional.mse_loss(outputs, answers)\n"
+PAIRS = "[(torch.randn(3), torch.randn(2)) for _ in range({})]"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def of_data(data: str) -> str:
+    return f"{HEAD}def data():\n    return {data}\n{TAIL}"
+
+
+def task_of(run: Run) -> Module:
+    return Module(run, prepare(run, Module))
+
+
+@pytest.mark.parametrize(
+    ("data", "sizes"),
+    [
+        (PAIRS.format(20), {"train": 18, "validation": 2}),
+        (f"{PAIRS.format(20)}, {PAIRS.format(5)}", {"train": 20, "validation": 5}),
+        (f"{{'train': {PAIRS.format(20)}, 'dev': {PAIRS.format(5)}, 'test': {PAIRS.format(4)}}}",
+         {"train": 20, "validation": 5, "test": 4}),
+    ],
+)  # fmt: skip
+def test_data_sets_by_split(data: str, sizes: dict[str, int], here: Path) -> None:
+    task = task_of(job(here, of_data(data)))
+    assert {split: len(columns) for split, columns in task.splits.items()} == sizes
+    limited = task_of(job(here, of_data(data), "data.limit=3", "batch_size=4"))
+    assert max(map(len, limited.splits.values())) <= 3
+
+
+REFUSED = {
+    "(x for x in [1])": "is a generator, which can only be gone through from its beginning",
+    "torch.utils.data.DataLoader([1])": "is a DataLoader; give its data set",
+    "[]": "is empty",
+    "{'trian': [1]}": "gives a split 'trian'; known are train,",
+    "{'test': [1]}": "gives no split train, only test",
+    "[1 / 0]": "failed: ZeroDivisionError: division by zero (mine_",
+    "[torch.randn(i + 1) for i in range(30)]": "default_collate cannot make a batch of these items",
+    "[(torch.randn(3), 1, 2)] * 30": "a batch is 3 things in a row",
+    "[{'x': torch.randn(3)}] * 30": "forward takes input, and a batch holds x",
+}
+
+
+@pytest.mark.parametrize("data", REFUSED)
+def test_data_that_cannot_be_used_are_refused(data: str, here: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        found_of(job(here, of_data(data)))
+    assert REFUSED[data] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hugging_face_data_set_gives_tensors(here: Path) -> None:
+    rows = "{'input': [[float(i), 1.0, 2.0] for i in range(30)], 'answers': [[1.0, 2.0]] * 30}"
+    code = of_data(f"datasets.Dataset.from_dict({rows})").replace("import random", "import datasets")
+    task = task_of(job(here, code.replace("(outputs, answers)\n", "(outputs, answers['answers'])\n")))
+    batch = task.collate(task.splits["train"], np.arange(4), 0).inputs[INPUT].batch  # type: ignore[attr-defined]
+    assert batch["input"].shape == (4, 3)
+
+
+def test_what_an_item_draws_hangs_on_seed_step_and_place_alone(here: Path) -> None:
+    task = task_of(job(here, NET, functions=NET_FUNCTIONS))
+    columns = task.splits["train"]
+
+    def pixels(rows: list[int], index: int, step: int) -> torch.Tensor:
+        random.seed(index * 7), np.random.seed(1), torch.manual_seed(step * 3)
+        micro: Any = task.collate_at(columns, np.array(rows), index, step)
+        return micro.inputs[INPUT].batch["pixels"]
+
+    first = pixels([3, 4, 5], 0, 7)
+    assert torch.equal(first[2], pixels([5, 9], 3, 7)[0])
+    assert not torch.equal(first[2], pixels([5, 9], 3, 8)[0])
+    jobs = [(7, 0, np.array([3, 4, 5])), (7, 1, np.array([5, 9])), (8, 0, np.arange(0))]
+    task.run = task.run.model_copy(update={"data": task.run.data.model_copy(update={"workers": 2})})
+    made: list[Any] = list(task.in_workers(columns, jobs))  # type: ignore[arg-type]
+    assert torch.equal(made[0].inputs[INPUT].batch["pixels"], first)
+    assert [micro.index for micro in made] == [0, 1, 0]
+    assert made[2].inputs[INPUT].blank
+    assert not (made[2].targets >= 0).any()
+
+
+def test_an_error_in_a_worker_names_the_item(here: Path) -> None:
+    run = job(here, NET.replace("noise = ", "assert i != 50 or random.getstate() is None\n        noise = "))
+    with pytest.raises(RunError, match=r"item 50 failed: AssertionError.*\(mine_.*, line"):
+        found_of(run)
+
+
+def test_a_batch_of_targets_that_differ_from_the_first_count_is_refused(here: Path) -> None:
+    code = of_data(PAIRS.format(20)) + "\n\ndef targets(item):\n    return 1 + int(2 * torch.rand(()))\n"
+    task = task_of(job(here, code, functions=("targets",)))
+    with pytest.raises(RunError, match=r"task\.targets: item \d+ of the train split holds \d targets, and held \d"):
+        [task.collate_at(task.splits["train"], np.arange(18), 0, step) for step in range(9)]
+
+
+def test_other_data_have_another_key(here: Path) -> None:
+    code = of_data("[(torch.full((3,), float(open(PLACE).read())), torch.randn(2)) for _ in range(20)]")
+    (place := here / "number").write_text("1")
+    run = job(here, code.replace("PLACE", repr(str(place))))
+    first = prepare(run, Module)
+    assert prepare(run, Module) == first
+    place.write_text("2")
+    assert prepare(run, Module).key != first.key
+
+
+def test_the_export_is_loaded_again_by_its_import_path(here: Path) -> None:
+    run = job(here, MEAN)
+    model = task_of(run).model()
+    (here / "out/export").mkdir(parents=True)
+    task_of(run).write(here / "out/export", model.state_dict())
+    assert json.loads((here / "out/export/config.json").read_text())["model"] == run.task.options["model"]
+    loaded = lockstep.load(here / "out")
+    assert not loaded.training
+    inputs = torch.randn(4, 3)
+    assert torch.equal(loaded(inputs), model.eval()(inputs))
+    (here / "out/export/config.json").write_text("{}")
+    with pytest.raises(RunError, match="holds no model of the task module"):
+        lockstep.load(here / "out")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.type=gpt2", "model: of no use with task module, where task.model makes the model (on the command"),
+        ("data.source=x", "data.source: of no use with task module, where task.data makes the data sets"),
+        ("task.loss=null", "task.loss: "),
+        ("task.metrics=metrics", "task.metrics: 'metrics' names no file: write my_file.metrics"),
+        ("task.metrics=nowhere.metrics", "task.metrics: cannot import 'nowhere.metrics'"),
+    ],
+)
+def test_keys_that_cannot_be_meant_are_refused(override: str, said: str, here: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        found_of(job(here, MEAN, override))
+    assert said in str(caught.value)
