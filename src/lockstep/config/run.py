@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import disclosure, plugins
+from lockstep.config import disclosure, foreign_names, plugins
 from lockstep.config import errors as messages
 from lockstep.config.sections import (
     CheckpointSection,
@@ -31,12 +31,14 @@ from lockstep.config.sections import (
     OptimSection,
     PluginSection,
     Positive,
+    Precision,
     ProfileSection,
     Section,
     StrategySection,
     TaskSection,
     TokenizerSection,
     TrackSection,
+    at_length,
 )
 
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
@@ -70,7 +72,7 @@ class Run(Section):
     micro_batches: Positive = Field(
         8, description="micro-batches a step is cut into; defines the arithmetic, whatever the number of processes"
     )
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights and moments stay fp32")
+    precision: Precision = Field("fp32", description="bf16: autocast; weights and moments stay fp32")
     optim: OptimSection = Field(default_factory=OptimSection)  # type: ignore[arg-type]
     strategy: StrategySection = Field(default_factory=StrategySection)  # type: ignore[arg-type]
     launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
@@ -84,7 +86,7 @@ class Run(Section):
     @classmethod
     def _defaults(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            values = dict(values)
+            values = {key: at_length(key, value) for key, value in values.items()}
             if values.get("epochs") is None and values.get("steps") is None:
                 values["epochs"] = 3
             if values.get("output") is None:
@@ -274,8 +276,8 @@ class _Source:
         for name in dict.fromkeys([*section.to, *section.options]):
             key, given = f"track.{name}", section.options.get(name, {})
             if name not in section.to and "." not in name and name not in (there := plugins.names("track")):
-                near = difflib.get_close_matches(name, [*type(section).model_fields, *there], 1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"trackers are {', '.join(there)}"
+                beside = [*type(section).model_fields, *there]
+                hint = foreign_names.near(key, given, beside, messages.keys_of(Run))
                 raise RunError(f"unknown key {key!r}: {hint} ({self.where(key)})")
             if not isinstance(given, dict):
                 raise RunError(f"{key}: wanted is a mapping of the tracker's keys, not {given!r} ({self.where(key)})")
@@ -332,11 +334,6 @@ def aside_of(name: str) -> str:
     return f".{name}.{socket.gethostname()}-{os.getpid()}.partial"
 
 
-def schema() -> dict[str, Any]:
-    """The JSON Schema of a run file, for editors."""
-    return Run.model_json_schema()
-
-
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -373,9 +370,14 @@ def _copied(values: Any) -> Any:
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key. What stands for a section (`strategy=fsdp2`) sets its main key, and leaves its others."""
+    if "." not in key and isinstance(long := at_length(key, value), dict) and not isinstance(value, dict):
+        ((inner, value),) = long.items()
+        key = f"{key}.{inner}"
     *parents, last = key.split(".")
     for parent in parents:
-        if not isinstance(values.get(parent), dict):
+        values[parent] = at_length(parent, values.get(parent))
+        if not isinstance(values[parent], dict):
             values[parent] = {}
         values = values[parent]
     values[last] = value

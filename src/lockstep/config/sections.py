@@ -8,10 +8,39 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+
+# Sections that a text may stand for, as in `model: gpt2` -> the key that it gives.
+SHORT = {
+    "task": "name",
+    "data": "source",
+    "model": "source",
+    "tokenizer": "source",
+    "optim": "name",
+    "strategy": "name",
+    "launch": "name",
+    "track": "to",
+}
+# What other systems call the two precisions.
+PRECISIONS = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32": "fp32", "32-true": "fp32"}
+
+
+def at_length(section: str, value: Any) -> Any:
+    """What a section is written as, where a text (of `track` also a list) stands for its main key."""
+    short = isinstance(value, str) or (section == "track" and isinstance(value, list))
+    return {SHORT[section]: value} if section in SHORT and short else value
+
+
+def _listed(value: Any) -> Any:
+    """One name, or several with commas between them, as a list."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+Precision = Annotated[Literal["fp32", "bf16"], BeforeValidator(lambda value: PRECISIONS.get(str(value), value))]
+Names = Annotated[list[str], BeforeValidator(_listed)]
 
 
 class Section(BaseModel):
@@ -201,7 +230,7 @@ class CheckpointSection(Section):
 
 
 class TrackSection(OpenSection):
-    to: list[str] = Field(
+    to: Names = Field(
         default_factory=list,
         description="tensorboard | wandb | mlflow | trackio, or your.module.Class; console and jsonl always; each has "
         "keys of its own under its name",
