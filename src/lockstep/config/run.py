@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 from lockstep.config import disclosure, foreign_names, plugins
 from lockstep.config import errors as messages
 from lockstep.config.sections import (
+    SHORT,
     CheckpointSection,
     DataSection,
     EvaluateSection,
@@ -39,6 +40,7 @@ from lockstep.config.sections import (
     TokenizerSection,
     TrackSection,
     at_length,
+    choose_best,
 )
 
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
@@ -80,6 +82,11 @@ class Run(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
     track: TrackSection = Field(default_factory=TrackSection)  # type: ignore[arg-type]
     profile: ProfileSection = Field(default_factory=ProfileSection)  # type: ignore[arg-type]
+    export: Literal["best", "last"] | None = Field(
+        None,
+        description="the best evaluated model, by checkpoint.best, or that of the last step; default: best where "
+        "checkpoint.best or evaluate.patience is given, else last",
+    )
     hub: HubSection = Field(default_factory=HubSection)  # type: ignore[arg-type]
 
     @model_validator(mode="before")
@@ -91,12 +98,13 @@ class Run(Section):
                 values["epochs"] = 3
             if values.get("output") is None:
                 values["output"] = f"outputs/{values.get('name', 'run')}"
+            choose_best(values)
         return values
 
     @model_validator(mode="after")
     def _consistent(self) -> Run:
         if self.checkpoint.best and not self.evaluate.every:
-            raise ValueError("checkpoint.best needs evaluations to choose from: set evaluate.every")
+            raise ValueError("the best model is chosen from evaluations: set evaluate.every to steps, or to epoch")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
         if self.micro_batches > self.batch_size:
@@ -142,7 +150,18 @@ class Run(Section):
         With `strategy.exact` neither the strategy nor the number of processes is among them.
         """
         values = self.model_dump(mode="json")
-        for key in ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "hub"):
+        for key in (
+            "name",
+            "output",
+            "stop_after",
+            "launch",
+            "evaluate",
+            "checkpoint",
+            "track",
+            "profile",
+            "export",
+            "hub",
+        ):
             del values[key]
         values["model"].pop("trust_remote_code")
         for key in plugins.find("tasks", self.task.name).shown:  # type: ignore[attr-defined]
@@ -371,13 +390,10 @@ def _copied(values: Any) -> Any:
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key. What stands for a section (`strategy=fsdp2`) sets its main key, and leaves its others."""
-    if "." not in key and isinstance(long := at_length(key, value), dict) and not isinstance(value, dict):
-        ((inner, value),) = long.items()
-        key = f"{key}.{inner}"
+    if (long := at_length(key, value)) is not value:
+        key, value = f"{key}.{SHORT[key]}", long[SHORT[key]]
     *parents, last = key.split(".")
     for parent in parents:
-        values[parent] = at_length(parent, values.get(parent))
-        if not isinstance(values[parent], dict):
-            values[parent] = {}
-        values = values[parent]
+        inner = at_length(parent, values.get(parent))
+        values[parent] = values = inner if isinstance(inner, dict) else {}
     values[last] = value
