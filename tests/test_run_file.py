@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.config.run import Run, RunError, load, schema
+from lockstep.config.run import Run, RunError, load
+from lockstep.config.schema import schema
 
 GOOD = """\
 name: emotion

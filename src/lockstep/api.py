@@ -34,7 +34,8 @@ class Result:
 
     status: Literal["done", "stopped", "submitted"]  # stopped: the same call goes on; submitted: a scheduler has it
     folder: Path  # OUTPUT
-    metrics: Mapping[str, Mapping[str, float]] = field(repr=False)  # split -> name -> value, the last of each split
+    metrics: Mapping[str, Mapping[str, float]] = field(repr=False)
+    """Split -> name -> value, with the step they are of: of the exported model once there is one, else the last."""
     export: Path | None  # what `from_pretrained` loads; None until the run is done
 
     def history(self) -> list[dict[str, Any]]:
@@ -243,6 +244,8 @@ def _result(folder: Path, status: int) -> Result:
     for line in history.lines_of(folder / "metrics.jsonl", ("step", "split")):
         metrics[line["split"]] = {k: v for k, v in line.items() if k != "split" and isinstance(v, int | float)}
     done = status == 0 and export.is_dir()
+    if done and (scores := history.scores_of(folder)):
+        metrics |= {split: {"step": scores["step"], **found} for split, found in scores["splits"].items()}
     state: Literal["done", "stopped", "submitted"] = "done" if done else "stopped" if status == STOPPED else "submitted"
     return Result(state, folder, metrics, export if done else None)
 

@@ -29,6 +29,7 @@ from lockstep.checkpoint.manifest import (
     name_of,
     newest_first,
 )
+from lockstep.checkpoint.progress import Progress, best_first, score_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.journal import launched_by
@@ -71,6 +72,7 @@ class Checkpoints:
         self.meter: dict[str, Any] = {}  # of the log line that is being gathered; travels too
         self.newest: int | None = None  # step of the last one that was written or resumed from
         self.best: float | None = None  # the highest score of `checkpoint.best` that is kept
+        self.progress = Progress.of(run, {})  # of evaluations; travels too
         self._shard: Shard | None = None
         self._saving: _Saving | None = None
         self._sees: bool | None = None  # whether this rank's OUTPUT is that of rank 0
@@ -103,6 +105,7 @@ class Checkpoints:
             scores={name: float(value) for name, value in (scores or {}).items()},
             trackers=dict(self.trackers),  # a tracker's thread may add to it
             meter=self.meter,
+            progress=self.progress.dump(),
             **self._facts(),
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
@@ -157,34 +160,34 @@ class Checkpoints:
             self._saving.work.wait(1.0)  # shorter than a collective may take, however slow the disk is
             self.advance()
 
+    def evaluated(self, step: int, scores: Mapping[str, float]) -> bool:
+        """Count an evaluation. Returns whether training is over by `evaluate.patience`: the same on every rank."""
+        if self.run.checkpoint.best:
+            self.progress = self.progress.after(step, score_of(self.run, scores))
+        return self.progress.over(self.run)
+
     def add(self, scores: Mapping[str, float], meter: dict[str, Any]) -> None:
         """Put the scores of an evaluation that was made up for into the checkpoint that the run goes on from, on every
         rank. Where that cannot be written, the next start evaluates again."""
         assert self.newest is not None
         if self.world.is_main:
             with suppress(OSError):
-                manifests.add(self.folder / name_of(self.newest), scores, meter)
+                manifests.add(self.folder / name_of(self.newest), scores, meter, self.progress.dump())
         self._heed(scores)
 
     def is_best(self, scores: Mapping[str, float]) -> bool:
         """Whether an evaluation is the best so far by `checkpoint.best`. The same on every rank, as the scores are.
         Errors: `RunError` when there is no such score."""
-        score = self._score(scores)
-        if score is None and self.run.checkpoint.best:
+        score = score_of(self.run, scores)
+        if self.run.checkpoint.best and self.run.checkpoint.best.removeprefix("-") not in scores:
             raise RunError(
                 f"checkpoint.best: {self.run.checkpoint.best!r} is no metric of this task; it has "
                 f"{', '.join(sorted(scores))} (with a minus where less is better)"
             )
         return score is not None and (self.best is None or score > self.best)
 
-    def _score(self, scores: Mapping[str, float]) -> float | None:
-        """More is better."""
-        wanted = self.run.checkpoint.best or ""
-        score = scores.get(wanted.removeprefix("-"))
-        return None if score is None else (-score if wanted.startswith("-") else score)
-
     def _heed(self, scores: Mapping[str, float]) -> None:
-        score = self._score(scores)
+        score = score_of(self.run, scores)
         if score is not None and (self.best is None or score > self.best):
             self.best = score
 
@@ -247,17 +250,8 @@ class Checkpoints:
             link.symlink_to(final.name)
             os.replace(link, self.folder / "latest")
         with suppress(OSError):  # what is too much may stay
-            for path in self._superfluous(final):
+            for path in manifests.superfluous(self.run, final):
                 self._remove(path)
-
-    def _superfluous(self, newest: Path) -> list[Path]:
-        """All but the `keep` newest and the best."""
-        found = list(newest_first(self.run))
-        kept = {newest, *(path for path, _ in found[: self.run.checkpoint.keep])}
-        scored = [(score, path) for path, m in found if (score := self._score(m.scores)) is not None]
-        if scored:
-            kept.add(max(scored, key=lambda entry: entry[0])[1])  # of equal ones the newest
-        return [path for path, _ in found if path not in kept]
 
     def _remove(self, path: Path) -> None:
         """Never half: a checkpoint that is being deleted has no checkpoint's name."""
@@ -295,8 +289,6 @@ class Checkpoints:
         notes, faults = list[str](), list[str]()
         here = candidates(self.run) if self.world.is_main else ()
         found = self.world.broadcast([(path.name, manifest) for path, manifest in here])
-        scores = [s for _, m in found if isinstance(m, Manifest) and (s := self._score(m.scores)) is not None]
-        self.best = max(scores, default=None)
         for name, manifest in found:
             if (fault := self._fault(self.folder / name, manifest)) is not None:
                 faults.append(f"{name}: {fault}")
@@ -307,11 +299,32 @@ class Checkpoints:
             self.newest = manifest.step
             self.trackers.update(manifest.trackers)
             self.meter = manifest.meter
+            self.progress = Progress.of(self.run, manifest.progress)
+            before = {m.step: m.scores for _, m in found if isinstance(m, Manifest) and m.step <= manifest.step}
+            self.best = next((best.score for best in best_first(self.run, before)), None)
             return manifest.step, notes + self._differences(name, manifest, strategy.gives_bits(self.run))
         if faults:
             raise RunError(manifests.none_usable(self.run, faults))
         self._clear_away()
         return 0, notes
+
+    def take_best(self, strategy: ShardedState, step: int, last: float | None) -> tuple[int, list[str]]:
+        """Load the best evaluated checkpoint, if one is better than the state after `step`, whose score is `last`.
+        Returns the step of what is loaded now (`step`: nothing was, the last is as good) and what the user should know.
+        Collective."""
+        notes = list[str]()
+        here = newest_first(self.run) if self.world.is_main else ()
+        found = self.world.broadcast({m.step: m for _, m in here if m.step <= step})
+        for best in best_first(self.run, {s: m.scores for s, m in found.items()}):
+            if best.step == step or (last is not None and best.score < last):
+                break
+            name, manifest = name_of(best.step), found[best.step]
+            if (fault := self._fault(self.folder / name, manifest)) is not None:
+                notes.append(f"{name}, the best one, is damaged ({fault}) and is not used")
+                continue
+            strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
+            return best.step, notes
+        return step, notes
 
     def _clear_away(self) -> None:
         """What processes that were killed have left half done."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import exported
+from lockstep.checkpoint.progress import Progress, best_first
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
@@ -54,10 +55,11 @@ class Manifest:
     launch: str = ""  # how they were started
     meter: dict[str, Any] = field(default_factory=dict)  # what the next line of the log tells of steps before this one
     code: dict[str, str] = field(default_factory=dict)  # of the user's own files that decide the weights, their hashes
+    progress: dict[str, Any] = field(default_factory=dict)  # what evaluations came to so far: progress.py
 
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
-        newer = ("hosts", "launch", "meter", "code")  # older manifests have none of them
+        newer = ("hosts", "launch", "meter", "code", "progress")  # older manifests have none of them
         values = {k: v for k, v in asdict(self).items() if v or k not in newer}
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
@@ -95,13 +97,14 @@ def read_manifest(folder: Path) -> Manifest | str:
     return found if name_of(found.step) == folder.name else f"{FILE} is that of step {found.step}"
 
 
-def add(folder: Path, scores: Mapping[str, float], meter: dict[str, Any]) -> None:
+def add(folder: Path, scores: Mapping[str, float], meter: dict[str, Any], progress: dict[str, Any]) -> None:
     """Replace these in a checkpoint's manifest, at once. Errors: `OSError`; then it is as it was."""
     from lockstep.checkpoint.storage import write
 
     if isinstance(manifest := read_manifest(folder), Manifest):
         plain = {name: float(value) for name, value in scores.items()}
-        write(aside := folder / f".{FILE}.partial", [replace(manifest, scores=plain, meter=meter).dump()])
+        told = replace(manifest, scores=plain, meter=meter, progress=progress)
+        write(aside := folder / f".{FILE}.partial", [told.dump()])
         os.replace(aside, folder / FILE)
 
 
@@ -140,6 +143,14 @@ def misfit(path: Path, manifest: Manifest) -> str | None:
         return f"{FILE} names no file"
     missing = sorted(manifest.hashes.keys() - there)
     return f"{missing[0]} is missing" if missing else None
+
+
+def superfluous(run: Run, newest: Path) -> list[Path]:
+    """All checkpoints but the `keep` newest and the best; of equally good ones the earliest is kept."""
+    found = list(newest_first(run))
+    best = best_first(run, {manifest.step: manifest.scores for _, manifest in found})[:1]
+    kept = {newest.name, *(path.name for path, _ in found[: run.checkpoint.keep]), *(name_of(b.step) for b in best)}
+    return [path for path, _ in found if path.name not in kept]
 
 
 def newest_whole(run: Run) -> int | None:
@@ -243,5 +254,10 @@ def none_usable(run: Run, reasons: Iterable[str]) -> str:
 
 
 def finished(run: Run, manifest: Manifest | None) -> bool:
-    """Whether the run has reached its last step and its export is there, as it was written. Reads the export."""
-    return manifest is not None and manifest.step >= manifest.steps and exported.damage(run.folder) is None
+    """Whether the run has come to its end and its export is there, as it was written. Reads the export."""
+    return manifest is not None and ended(run, manifest) and exported.damage(run.folder) is None
+
+
+def ended(run: Run, manifest: Manifest) -> bool:
+    """Whether no step comes after this checkpoint: it is that of the last one, or training ended early there."""
+    return manifest.step >= manifest.steps or Progress.of(run, manifest.progress).over(run)

@@ -5,7 +5,6 @@ In: pydantic's errors, or raw values. Out: text for a person.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
@@ -15,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from lockstep.config import disclosure
+from lockstep.config import disclosure, foreign_names, plugins
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -103,11 +102,9 @@ def explain(
             location = location[:depth]
         key = ".".join(location)
         if item["type"] == "extra_forbidden":
-            parent, _, last = key.rpartition(".")
+            parent = key.rpartition(".")[0]
             siblings = [name for o in options for name in o.model_fields] or _siblings(model, parent)
-            near = difflib.get_close_matches(last, siblings, 1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(siblings)}"
-            message = f"unknown key {key!r}: {hint}"
+            message = f"unknown key {key!r}: {foreign_names.near(key, item['input'], siblings, keys_of(model))}"
         elif item["type"] == "missing" and not isinstance(item["loc"][-1], int):
             message = f"{key}: missing, and it has no default"
         elif item["type"] == "value_error":
@@ -180,6 +177,22 @@ def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, type[BaseMode
         found[key] = section
         if section is not None:
             found |= _fields(section, f"{key}.")
+    return found
+
+
+_SECTIONS = {"tasks": "task", "launchers": "launch"}
+
+
+def keys_of(model: type[BaseModel]) -> dict[str, str]:
+    """Every dotted key of a run file, those of plug-ins among them -> when it is one: "" for always. Imports tasks and
+    launchers, which need no torch for it."""
+    found = dict.fromkeys(_described(model), "")
+    for kind, section in _SECTIONS.items():
+        for name in plugins.names(kind):
+            for option in plugins.find(kind, name).Options.model_fields:  # type: ignore[attr-defined]
+                key = f"{section}.{option}"
+                if key not in found or found[key]:
+                    found[key] = f"{found[key]}, {name}" if key in found else f"with {section}.name: {name}"
     return found
 
 

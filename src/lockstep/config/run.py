@@ -19,9 +19,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import disclosure, origins, places, plugins
+from lockstep.config import disclosure, foreign_names, origins, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.sections import (
+    SHORT,
     CheckpointSection,
     DataSection,
     EvaluateSection,
@@ -31,12 +32,15 @@ from lockstep.config.sections import (
     OptimSection,
     PluginSection,
     Positive,
+    Precision,
     ProfileSection,
     Section,
     StrategySection,
     TaskSection,
     TokenizerSection,
     TrackSection,
+    at_length,
+    choose_best,
 )
 
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
@@ -70,7 +74,7 @@ class Run(Section):
     micro_batches: Positive = Field(
         8, description="micro-batches a step is cut into; defines the arithmetic, whatever the number of processes"
     )
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast; weights and moments stay fp32")
+    precision: Precision = Field("fp32", description="bf16: autocast; weights and moments stay fp32")
     optim: OptimSection = Field(default_factory=OptimSection)  # type: ignore[arg-type]
     strategy: StrategySection = Field(default_factory=StrategySection)  # type: ignore[arg-type]
     launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
@@ -78,23 +82,29 @@ class Run(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
     track: TrackSection = Field(default_factory=TrackSection)  # type: ignore[arg-type]
     profile: ProfileSection = Field(default_factory=ProfileSection)  # type: ignore[arg-type]
+    export: Literal["best", "last"] | None = Field(
+        None,
+        description="the best evaluated model, by checkpoint.best, or that of the last step; default: best where "
+        "checkpoint.best or evaluate.patience is given, else last",
+    )
     hub: HubSection = Field(default_factory=HubSection)  # type: ignore[arg-type]
 
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            values = dict(values)
+            values = {key: at_length(key, value) for key, value in values.items()}
             if values.get("epochs") is None and values.get("steps") is None:
                 values["epochs"] = 3
             if values.get("output") is None:
                 values["output"] = f"outputs/{values.get('name', 'run')}"
+            choose_best(values)
         return values
 
     @model_validator(mode="after")
     def _consistent(self) -> Run:
         if self.checkpoint.best and not self.evaluate.every:
-            raise ValueError("checkpoint.best needs evaluations to choose from: set evaluate.every")
+            raise ValueError("the best model is chosen from evaluations: set evaluate.every to steps, or to epoch")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
         if self.micro_batches > self.batch_size:
@@ -140,7 +150,18 @@ class Run(Section):
         With `strategy.exact` neither the strategy nor the number of processes is among them.
         """
         values = self.model_dump(mode="json")
-        for key in ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "hub"):
+        for key in (
+            "name",
+            "output",
+            "stop_after",
+            "launch",
+            "evaluate",
+            "checkpoint",
+            "track",
+            "profile",
+            "export",
+            "hub",
+        ):
             del values[key]
         values["model"].pop("trust_remote_code")
         values["data"].pop("workers")
@@ -281,8 +302,8 @@ class _Source:
         for name in dict.fromkeys([*section.to, *section.options]):
             key, given = f"track.{name}", section.options.get(name, {})
             if name not in section.to and "." not in name and name not in (there := plugins.names("track")):
-                near = difflib.get_close_matches(name, [*type(section).model_fields, *there], 1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"trackers are {', '.join(there)}"
+                beside = [*type(section).model_fields, *there]
+                hint = foreign_names.near(key, given, beside, messages.keys_of(Run))
                 raise RunError(f"unknown key {key!r}: {hint} ({self.where(key)})")
             if not isinstance(given, dict):
                 raise RunError(f"{key}: wanted is a mapping of the tracker's keys, not {given!r} ({self.where(key)})")
@@ -339,11 +360,6 @@ def aside_of(name: str) -> str:
     return f".{name}.{socket.gethostname()}-{os.getpid()}.partial"
 
 
-def schema() -> dict[str, Any]:
-    """The JSON Schema of a run file, for editors."""
-    return Run.model_json_schema()
-
-
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -380,9 +396,11 @@ def _copied(values: Any) -> Any:
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key. What stands for a section (`strategy=fsdp2`) sets its main key, and leaves its others."""
+    if (long := at_length(key, value)) is not value:
+        key, value = f"{key}.{SHORT[key]}", long[SHORT[key]]
     *parents, last = key.split(".")
     for parent in parents:
-        if not isinstance(values.get(parent), dict):
-            values[parent] = {}
-        values = values[parent]
+        inner = at_length(parent, values.get(parent))
+        values[parent] = values = inner if isinstance(inner, dict) else {}
     values[last] = value

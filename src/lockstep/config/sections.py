@@ -8,10 +8,53 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Interval = Steps | Literal["epoch"]  # every so many steps, or at the end of every epoch
+
+# Sections that a text may stand for, as in `model: gpt2` -> the key that it gives.
+SHORT = {
+    "task": "name",
+    "data": "source",
+    "model": "source",
+    "tokenizer": "source",
+    "optim": "name",
+    "strategy": "name",
+    "launch": "name",
+    "track": "to",
+}
+# What other systems call the two precisions.
+PRECISIONS = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32": "fp32", "32-true": "fp32"}
+
+
+def at_length(section: str, value: Any) -> Any:
+    """What a section is written as, where a text (of `track` also a list) stands for its main key."""
+    short = isinstance(value, str) or (section == "track" and isinstance(value, list))
+    return {SHORT[section]: value} if section in SHORT and short else value
+
+
+def choose_best(values: dict[str, Any]) -> None:
+    """Fill in which model is exported, and by which metric the best one is found, in a run file's top level."""
+    given = {key: values.get(key) or {} for key in ("evaluate", "checkpoint")}
+    given = {key: found.model_dump() if isinstance(found, Section) else found for key, found in given.items()}
+    if not all(isinstance(found, dict) for found in given.values()):
+        return  # a mistake that validation tells of
+    asked = given["checkpoint"].get("best") is not None or given["evaluate"].get("patience") is not None
+    if values.get("export") is None:
+        values["export"] = "best" if asked else "last"
+    if given["checkpoint"].get("best") is None and (asked or values["export"] == "best"):
+        values["checkpoint"] = given["checkpoint"] | {"best": "-loss"}
+
+
+def _listed(value: Any) -> Any:
+    """One name, or several with commas between them, as a list."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+Precision = Annotated[Literal["fp32", "bf16"], BeforeValidator(lambda value: PRECISIONS.get(str(value), value))]
+Names = Annotated[list[str], BeforeValidator(_listed)]
 
 
 ONE_ORIGIN = "give either source (pretrained) or type (from scratch), and not both"
@@ -193,20 +236,23 @@ class LaunchSection(PluginSection):
 
 
 class EvaluateSection(Section):
-    every: Steps = Field(0, description="steps between evaluations; 0: only at the end")
+    every: Interval = Field(0, description="steps between evaluations, or epoch; 0: only at the end")
+    patience: Positive | None = Field(
+        None, description="evaluations in a row without a better one by checkpoint.best, after which training ends"
+    )
     batch_size: Positive | None = Field(
         None, description="examples per evaluation batch on a rank; default: 4 micro-batches"
     )
 
 
 class CheckpointSection(Section):
-    every: Steps = Field(200, description="steps between checkpoints; 0: only at a stop and at the end")
+    every: Interval = Field(200, description="steps between checkpoints, or epoch; 0: only at a stop and at the end")
     keep: Positive = Field(2, description="newest checkpoints kept")
     best: str | None = Field(
         None,
         pattern=r"^-?\w+$",
         description="metric by which the best evaluated checkpoint is saved and kept too: accuracy, or -loss (less is "
-        "better)",
+        "better); default: -loss where export or evaluate.patience needs one",
     )
     on_failure: Literal["continue", "stop"] = Field(
         "continue", description="when a checkpoint cannot be written: train on, or stop with status 1"
@@ -217,7 +263,7 @@ class CheckpointSection(Section):
 
 
 class TrackSection(OpenSection):
-    to: list[str] = Field(
+    to: Names = Field(
         default_factory=list,
         description="tensorboard | wandb | mlflow | trackio, or your.module.Class; console and jsonl always; each has "
         "keys of its own under its name",

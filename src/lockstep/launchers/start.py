@@ -61,7 +61,7 @@ def ready(run: Run, launcher: Launcher, plan: Plan) -> int | None:
         return None
     from lockstep.checkpoint import export as hub
     from lockstep.checkpoint import exported
-    from lockstep.checkpoint.manifest import check_resumable, finished
+    from lockstep.checkpoint.manifest import check_resumable, ended, finished
 
     console = Console(True, voice=run.track.console)
     for note in hub.check(run):
@@ -73,9 +73,9 @@ def ready(run: Run, launcher: Launcher, plan: Plan) -> int | None:
         if not history.told_whole(run.folder):  # the start before was killed after its export
             from lockstep.training.rank import conclude
 
-            conclude(run, prepared, manifest.steps)
-        return manifest.steps
-    if manifest is not None and manifest.step >= manifest.steps and (run.folder / "export").exists():
+            conclude(run, prepared, manifest.step)
+        return manifest.step
+    if manifest is not None and ended(run, manifest) and (run.folder / "export").exists():
         fault = exported.damage(run.folder)
         console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
     return None

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -43,6 +44,10 @@ class Feed:
             self.order = ByLength(self.columns.lengths, run.batch_size, run.seed, run.data.group_by_length)
         self.micro_batches, self.seed = run.micro_batches, run.seed
         self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
+
+    def interval(self, every: int | Literal["epoch"]) -> int:
+        """In steps."""
+        return self.order.steps_per_epoch if every == "epoch" else every
 
     def make(self, step: int, made: Iterator[MicroBatch] | None = None) -> StepBatch:
         """One step's batch: every rank cuts the same micro-batches and collates its own, or takes those that workers

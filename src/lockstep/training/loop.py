@@ -158,17 +158,21 @@ class Counts:
 def train(session: Session, step: int) -> tuple[int, Counts]:
     """Train from `step` updates done to the run's last, or until asked to stop. Collective.
 
-    Returns updates done (fewer than `feed.total` after a stop; a checkpoint of them is written) and what they took.
+    Returns updates done and what they took. They are fewer than `feed.total` after a stop, or where
+    `evaluate.patience` has ended training; a checkpoint of them is written.
     """
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
     checkpoints, journal, sinks = session.checkpoints, session.journal, session.sinks
     meter, profiler, phases = Meter(checkpoints.meter), Profiler(run, world), strategy.phases
-    if checkpoints.meter.get("owed") and due(step, run.evaluate.every, False):
+    if checkpoints.meter.get("owed") and due(step, feed.interval(run.evaluate.every), False):
         with meter.paused():
             scores = evaluation(session, step)
         if not scores:
             return step, meter.total
+        checkpoints.evaluated(step, scores)
         checkpoints.add(scores, meter.state())
+    if checkpoints.progress.over(run):
+        return step, meter.total
     phases.take()  # what came before the first step is not in its phases
     try:
         for batch in phases.during("data", feed.steps(after=step)):
@@ -203,18 +207,19 @@ def between_steps(session: Session, meter: Meter, profiler: Profiler, step: int,
     """What is due after `step` updates: an evaluation, a checkpoint. `last`: no step comes after it now. Returns the
     same, as it is afterwards. Collective."""
     run, strategy, checkpoints, phases = session.run, session.strategy, session.checkpoints, session.strategy.phases
+    feed = session.feed
     scores, owed = {}, False
     with phases("profile"):
         profiler.advance(step)
     with phases("checkpoint"):
         checkpoints.advance()
     session.journal.saved(checkpoints.newest)
-    if due(step, run.evaluate.every, False) and step < session.feed.total:
+    if due(step, feed.interval(run.evaluate.every), False) and step < feed.total:
         strategy.settle()
         scores = evaluation(session, step, last)
         owed = not scores
-        last = last or owed
-    if due(step, run.checkpoint.every, last) or (scores and checkpoints.is_best(scores)):
+        last = last or owed or checkpoints.evaluated(step, scores)  # asked to stop before: nothing was evaluated
+    if due(step, feed.interval(run.checkpoint.every), last) or (scores and checkpoints.is_best(scores)):
         PLACE.at(f"saving after step {step}")
         strategy.settle()
         checkpoints.meter = meter.state() | ({"owed": True} if owed else {})

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ import transformers
 
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import pending, push_pending, require, write_export
+from lockstep.checkpoint.progress import score_of
 from lockstep.config import plugins
 from lockstep.config.disclosure import said, struck_all
 from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
@@ -41,6 +42,7 @@ from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
 from lockstep.tasks.task import Task
 from lockstep.track.console import LOG, Console, append, error, strike_tracebacks
+from lockstep.track.report import history
 from lockstep.track.report.history import told_whole
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
@@ -106,6 +108,8 @@ def main_of_file(path: str, job: Sequence[str] = TRAIN) -> None:
 class Trained:
     """What came of a run that reached its last step."""
 
+    step: int  # updates done: fewer than the run's where evaluate.patience has ended it
+    exported: int  # the step whose model is exported
     counts: Counts
     scores: dict[str, dict[str, float]]  # split -> metrics
     tables: dict[str, dict[str, Any]]  # split -> name -> table
@@ -188,21 +192,26 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
         step, counts = train(replace(session, sinks=sinks), step)
         sinks.advance(step)
         console.stop()
-        found = final_scores(session, console, step) if step == session.feed.total else None
-        if found is None:
+        ended = step == session.feed.total or session.checkpoints.progress.over(run)
+        final = final_scores(session, console, sinks, step) if ended else None
+        if final is None:
             console.say(stopped_at(session, step))
             strategy.close()
             session.journal.event("stop", step)
             end = "stopped"
             return None
+        exported, found = final
         with strategy.phases("evaluation"):
             for split, (scores, _) in found.items():
-                sinks.log(step, split, scores)
+                if split != "validation" or exported == step:  # else logged after its own step
+                    sinks.log(step, split, scores)
             sinks.show(step, samples(task, strategy, world))
         session.journal.event("evaluation", step)
         session.journal.last_times(step, strategy.phases.take())
         end = "done"
         return Trained(
+            step,
+            exported,
             counts,
             {split: scores for split, (scores, _) in found.items()},
             {split: tables for split, (_, tables) in found.items()},
@@ -217,22 +226,53 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
 
 
 def final_scores(
-    session: Session, console: Console, step: int
-) -> dict[str, tuple[dict[str, float], dict[str, Any]]] | None:
-    """Metrics and tables of each split after the last step; None when all were asked to stop, and the next start can go
-    on from the last step. Collective."""
+    session: Session, console: Console, sinks: Sinks, step: int
+) -> tuple[int, dict[str, tuple[dict[str, float], dict[str, Any]]]] | None:
+    """Which step's model is exported, which the strategy holds from here on, and its metrics and tables of each split.
+    None when all were asked to stop, and the next start can go on from the last step. Collective."""
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     console.facts({"precision": precisions(run, strategy)})
 
-    def stop() -> bool:
-        return world.asked_to_stop(by_clock=False) and session.checkpoints.newest == step
+    def final(split: str) -> tuple[dict[str, float], dict[str, Any]]:
+        def stop() -> bool:
+            return world.asked_to_stop(by_clock=False) and session.checkpoints.newest == step
+
+        return scored(run, world, task, strategy, task.splits[split], stop=stop)
 
     with strategy.phases("evaluation"):
         splits = [split for split in ("validation", "test") if split in task.splits]
         try:
-            return {split: scored(run, world, task, strategy, task.splits[split], stop=stop) for split in splits}
+            exported, found = step, {}
+            if run.export == "best":
+                exported, found = best_model(session, console, step, final)
+                if exported != step and found:
+                    sinks.log(step, "validation", found.pop("validation")[0])
+            return exported, found | {split: final(split) for split in splits if split not in found}
         except Interrupted:
             return None
+
+
+def best_model(
+    session: Session, console: Console, step: int, final: Callable[[str], tuple[dict[str, float], dict[str, Any]]]
+) -> tuple[int, dict[str, tuple[dict[str, float], dict[str, Any]]]]:
+    """Let the strategy hold the best evaluated model, of which a checkpoint is kept, unless the last is better. Returns
+    its step, and what the last one scored if that was asked. Collective. Errors: `Interrupted`."""
+    run, checkpoints, progress = session.run, session.checkpoints, session.checkpoints.progress
+    found = {}
+    if progress.over(run):  # the last one was evaluated, and is not the best
+        console.say(
+            f"training ends after step {step} of {session.feed.total}: {progress.since} evaluations since step "
+            f"{progress.step} were not better by {run.checkpoint.best} (evaluate.patience)"
+        )
+    else:
+        found["validation"] = final("validation")
+    last = score_of(run, found["validation"][0]) if found else None
+    exported, notes = checkpoints.take_best(session.strategy, step, last)
+    for text in notes:
+        console.note(text)
+    which = "that of the last step" if exported == step else f"that of step {exported} of {step}"
+    console.say(f"the best model by {run.checkpoint.best} is {which}, and is exported")
+    return exported, found
 
 
 def stopped_at(session: Session, step: int) -> str:
@@ -250,13 +290,15 @@ def stopped_at(session: Session, step: int) -> str:
 def deliver(session: Session, console: Console, found: Trained, weights: Mapping[str, torch.Tensor]) -> int:
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
     collective. Rank 0 only. Returns the exit status."""
-    run, task, steps = session.run, session.task, session.feed.total
-    with suppress(OSError):  # before the export, which is what says that the run is finished
-        aside = run.folder / aside_of("tables.json")
-        aside.write_text(json.dumps(struck_all(found.tables, said)), encoding="utf-8")
-        os.replace(aside, run.folder / "tables.json")
+    run, task, steps = session.run, session.task, found.step
+    told = {"tables.json": found.tables, history.SCORES: {"step": found.exported, "splits": found.scores}}
+    for name, values in told.items():
+        with suppress(OSError):  # before the export, which is what says that the run is finished
+            aside = run.folder / aside_of(name)
+            aside.write_text(json.dumps(struck_all(values, said)), encoding="utf-8")
+            os.replace(aside, run.folder / name)
     try:
-        write_export(run, task, weights, found.scores, steps)
+        write_export(run, task, weights, found.scores, found.exported)
     except OSError as caught:
         raise TrainingFailed(
             f"{run.folder}/export could not be written ({caught.strerror or caught}); the same command writes it from "
@@ -324,7 +366,7 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
             keep(run)
             require(run)
             if found and manifest is not None and not told_whole(run.folder):
-                conclude(run, prepared, manifest.steps)
+                conclude(run, prepared, manifest.step)
         except RunError as caught:
             found = str(caught)
     found = world.broadcast(found)

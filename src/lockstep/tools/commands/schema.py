@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from lockstep.config.run import schema
+from lockstep.config.schema import schema
 
 HELP = "print the JSON Schema of run files"
 

@@ -40,7 +40,7 @@ def main(known: argparse.Namespace) -> int:
     sound, damaged = checkpoints(run, known.verify)
     total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
     step = max([line["step"] for line in metrics.values()] + list(sound), default=0)
-    finished = bool(sound) and max(sound) >= (total or 0) and (run.folder / "export" / "config.json").exists()
+    finished = came_to_its_end(run, sound, total or 0) and (run.folder / "export" / "config.json").exists()
     if known.verify and finished and (fault := exported.damage(run.folder)) is not None:
         finished, damaged["export"] = False, fault
     if known.json:
@@ -158,6 +158,13 @@ def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str
         else:
             damaged[path.name] = reason or "not readable"
     return sound, damaged
+
+
+def came_to_its_end(run: Run, sound: dict[int, Manifest], total: int) -> bool:
+    """Whether no step comes after the newest checkpoint."""
+    from lockstep.checkpoint.manifest import ended
+
+    return bool(sound) and (max(sound) >= total or ended(run, sound[max(sound)]))
 
 
 def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:

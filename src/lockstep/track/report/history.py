@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+SCORES = "scores.json"  # in OUTPUT: what the exported model scores
 # Phases that are the rank's own work where no waiting for other ranks is inside; see phases.py.
 COMPUTE = ("forward", "backward", "forward+backward")
 
@@ -57,6 +58,7 @@ class History:
     samples: list[dict[str, Any]]
     tables: dict[str, dict[str, Any]]  # split -> name of a table -> the table
     profiles: list[dict[str, Any]]
+    scores: dict[str, Any]  # of the exported model: its step, and numbers by split
 
     @property
     def name(self) -> str:
@@ -69,7 +71,10 @@ class History:
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
-        """split -> its last numbers, for all splits but train."""
+        """split -> its numbers, for all splits but train: those of the exported model once there is one, else the
+        last ones."""
+        if self.state == "finished" and self.scores:
+            return {split: {"step": self.scores["step"], **numbers} for split, numbers in self.scores["splits"].items()}
         found: dict[str, dict[str, Any]] = {}
         for line in self.metrics:
             if line["split"] != "train":
@@ -206,6 +211,7 @@ def read(folder: Path) -> History:
         list(lines_of(folder / "samples.jsonl", ("step", "samples"))),
         _object(folder / "tables.json"),
         [found for path in sorted(folder.glob("profile/*.summary.json")) if (found := _object(path))],
+        scores_of(folder),
     )
 
 
@@ -229,6 +235,12 @@ def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(line, dict) and all(key in line for key in needed):
                 yield line
+
+
+def scores_of(folder: Path) -> dict[str, Any]:
+    """What the exported model of an output folder scores: its `step`, and numbers by name in `splits`; or nothing."""
+    found = _object(folder / SCORES)
+    return found if isinstance(found.get("step"), int) and isinstance(found.get("splits"), dict) else {}
 
 
 def _object(path: Path) -> dict[str, Any]:
