@@ -139,6 +139,20 @@ def test_on_a_narrow_terminal_lines_go_on_below_their_beginning() -> None:
     assert out.getvalue().splitlines()[-1].startswith(" " * 13)
 
 
+def test_columns_can_be_scanned() -> None:
+    rows = [["ddp", "same bits", "gradients travel in buckets"], ["hf_accelerate", "rounding", "x"]]
+    for cut, lines in (
+        (True, ["  ddp            same bits  gradients travel in b…", "  hf_accelerate  rounding   x"]),
+        (False, ["  ddp            same bits  gradients travel in", " " * 28 + "buckets"]),
+    ):
+        told, out = console(True, width=50)
+        told.columns("strategies", rows, cut)
+        assert out.getvalue().splitlines()[: len(lines) + 1] == ["strategies", *lines]
+    told, out = console(False, width=40)
+    told.columns("strategies", rows, cut=True)
+    assert "gradients travel in buckets" in out.getvalue(), "elsewhere nothing is cut"
+
+
 class Model:
     """A strategy, as far as its parameters are concerned."""
 

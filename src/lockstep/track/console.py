@@ -13,12 +13,13 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO, cast
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.progress import (
@@ -36,7 +37,7 @@ from rich.text import Text
 from lockstep.config.disclosure import said
 from lockstep.track.best import Best
 from lockstep.track.busy import Busy
-from lockstep.track.samples import joined, on_a_line
+from lockstep.track.samples import joined, on_a_line, shortened
 
 LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
 Voice = Literal["normal", "quiet", "verbose"]
@@ -231,6 +232,20 @@ class Console:
         if self._bar is not None:
             self._bar.rest()
             self._bar = None
+
+    def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
+        """Rows below a title, in columns without lines between them. On a terminal the last column goes on below itself
+        where it is too long, or is `cut`, so that each row is a line."""
+        widths = [max(map(cell_len, column)) + 2 for column in zip(*rows, strict=True)]
+        if self._voice == "quiet":
+            return
+        self.rich.print(f"[bold]{_plain(title)}[/bold]")
+        for row in rows:
+            front = "  " + "".join(set_cell_size(cell, w) for cell, w in zip(row[:-1], widths, strict=False))
+            room, last = self.rich.width - cell_len(front), row[-1]
+            if cut and self.rich.is_terminal:
+                last = shortened(last, max(8, room))
+            self.rich.print(_plain(self._hung(front + last, cell_len(front), len(front)).rstrip()))
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         """A small table: columns with a number in them are set right, the first one and those of words left."""

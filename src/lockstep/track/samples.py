@@ -20,10 +20,10 @@ def on_a_line(sample: Mapping[str, str], room: int) -> str:
     columns each)."""
     names, values = list(sample), [" ".join(value.split()) for value in sample.values()]
     for most in range(min(room, max(map(cell_len, values), default=0)), 7, -1):
-        text = _joined(names, [_cut(value, most) for value in values])
+        text = _joined(names, [shortened(value, most) for value in values])
         if cell_len(text) <= room:
             return text
-    return _joined(names, [_cut(value, 8) for value in values])
+    return _joined(names, [shortened(value, 8) for value in values])
 
 
 def _joined(names: Sequence[str], values: Sequence[str]) -> str:
@@ -33,6 +33,6 @@ def _joined(names: Sequence[str], values: Sequence[str]) -> str:
     return text
 
 
-def _cut(text: str, most: int) -> str:
+def shortened(text: str, most: int) -> str:
     """At most so many columns, with an ellipsis where something is left out."""
     return text if cell_len(text) <= most else set_cell_size(text, most - 1).rstrip() + "\u2026"
