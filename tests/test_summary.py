@@ -1,4 +1,4 @@
-"""The line `next` at the end of a run: a command that can be pasted, and does what it says."""
+"""The line `repeat` at the end of a run: a command that can be pasted, and does what it says."""
 
 import shlex
 from pathlib import Path
@@ -9,7 +9,7 @@ from harness import tiny
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
-from lockstep.training.summary import what_next
+from lockstep.training.summary import the_same_elsewhere
 
 
 @pytest.mark.parametrize("output", ["out", "my runs/a $HOME 'run'", "2024", "a: b"])
@@ -45,7 +45,7 @@ def test_where_another_number_gives_other_bits_or_cannot_be_started_here(
     assert "same training" in said
     run = tiny("launch.name=slurm", output="my out")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert what_next(run, World(run))[0] == "lockstep evaluate 'my out'"
+    assert the_same_elsewhere(run, World(run))[0] == "lockstep evaluate 'my out'"
 
 
 def pasted(run: Run, processes: int, command: str = "train") -> tuple[Run, str]:
@@ -54,7 +54,7 @@ def pasted(run: Run, processes: int, command: str = "train") -> tuple[Run, str]:
     (run.folder / "run.yaml").write_text(run.dump())
     world = World(run)
     world.size = processes
-    words, said = what_next(run, world)
+    words, said = the_same_elsewhere(run, world)
     name, verb, *rest = shlex.split(words)
     assert (name, verb) == ("lockstep", command)
     path, overrides = rest[0], rest[1:]

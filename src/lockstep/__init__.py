@@ -8,10 +8,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["JobFailed", "Result", "Run", "RunError", "Verdict", "evaluate", "fit", "load", "predict", "train", "verify"]
+__all__ = [
+    "Event",
+    "JobFailed",
+    "Result",
+    "Run",
+    "RunError",
+    "Verdict",
+    "evaluate",
+    "fit",
+    "load",
+    "predict",
+    "train",
+    "verify",
+]
 
 if TYPE_CHECKING:
-    from lockstep.api import JobFailed, Result, Verdict, evaluate, fit, load, predict, train, verify
+    from lockstep.api import Event, JobFailed, Result, Verdict, evaluate, fit, load, predict, train, verify
     from lockstep.config.run import Run, RunError
 
 _HOMES = {name: "lockstep.config.run" if name in ("Run", "RunError") else "lockstep.api" for name in __all__}

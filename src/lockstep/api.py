@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +19,9 @@ from lockstep.config import plugins
 from lockstep.config.exit_status import STOPPED
 from lockstep.config.run import Run, RunError, overrides_of
 from lockstep.launchers import start
-from lockstep.tools import script
+from lockstep.tools import notebook, script
 from lockstep.tools.child import Child
+from lockstep.tools.following import Event, Following
 from lockstep.track.report import history
 
 
@@ -52,19 +53,36 @@ class Verdict:
     differences: tuple[str, ...]  # what differs by more than that, by name; then a guess why
 
 
-def train(run: Run, show: Callable[[str], object] | None = print) -> Result:
+def train(
+    run: Run,
+    show: Callable[[str], object] | None = print,
+    on_event: Callable[[Event], object] | None = None,
+) -> Result:
     """Train to the end, or on from the newest checkpoint; a finished run is not trained again.
 
-    `show` is given each line of what `lockstep train` says; None: nothing. Errors: `RunError` for bad input,
-    `JobFailed` when training fails. On Ctrl-C (a notebook's stop button) the job writes a checkpoint, and then
-    `KeyboardInterrupt` goes on.
+    `show` is given each line of what `lockstep train` says; None: nothing. `on_event` is given an `Event` for each
+    step that is logged, evaluation, checkpoint and so on, within about a tenth of a second; in a notebook there is also
+    a progress bar, unless `show` is None. Errors: `RunError` for bad input, `JobFailed` when training fails. What these
+    functions raise ends the job at once, but a `KeyboardInterrupt` asks it to stop. On Ctrl-C (a notebook's stop
+    button) the job writes a checkpoint, and then `KeyboardInterrupt` goes on.
     """
     _begins()
     _importable(run)
     start.launcher_of(run).plan(run)
+    following = Following(run.folder)
+    listening = [each for each in (on_event, notebook.bar(run.checkpoint.best) if show else None) if each is not None]
+
+    def tell(events: Iterable[Event]) -> None:
+        for event in events:
+            for listener in listening:
+                listener(event)
+
     with _written(run) as path:
-        status = _job("lockstep.cli.main", ["train", str(path)], show)
-    return _result(run.folder, status)
+        follow = (lambda: tell(following.new())) if listening else None
+        status = _job("lockstep.cli.main", ["train", str(path)], show, follow=follow)
+    result = _result(run.folder, status)
+    tell([following.end(result.status)])
+    return result
 
 
 def fit(
@@ -203,16 +221,23 @@ def _written(run: Run) -> Iterator[Path]:
 
 
 def _job(
-    function: str, words: Sequence[str], show: Callable[[str], object] | None, fine: tuple[int, ...] = (0, STOPPED)
+    function: str,
+    words: Sequence[str],
+    show: Callable[[str], object] | None,
+    fine: tuple[int, ...] = (0, STOPPED),
+    follow: Callable[[], object] | None = None,
 ) -> int:
-    """Run to its end in a process of its own. Returns its status if that is `fine`. Errors: `RunError` for status 2,
-    `JobFailed` for any other."""
+    """Run to its end in a process of its own. Returns its status if that is `fine`. `follow` is called meanwhile, and
+    once after the end. Errors: `RunError` for status 2, `JobFailed` for any other."""
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         child = Child(function, words, Path(folder), "job")
         try:
-            while not child.wait(0.1):
+            over = False
+            while not over:
+                over = child.wait(0.1)
                 _show(child, show)
-            _show(child, show)
+                if follow is not None:
+                    follow()
         except KeyboardInterrupt:
             child.stop()
             try:

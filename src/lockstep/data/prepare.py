@@ -19,6 +19,7 @@ from lockstep.data import source
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.tokenizer import TARGET
 from lockstep.data.tokens import VERSION, Prepared, content, digest
+from lockstep.distributed.place import PLACE
 
 
 class Prepares(Protocol):
@@ -51,7 +52,9 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         task.fingerprint(run),
     )
     path = cache_folder() / "prepared" / f"{key}.json"
+    PLACE.at("waiting for another process that prepares the same data")
     with locked(key):
+        PLACE.at("looking for the data in the cache")
         local = run.data.source in (source.BUILTIN, None) or bool(source.files_of(run.data))
         began, found, damaged = time.monotonic(), Prepared.read(path) if local or not fresh else None, {}
         if found is not None and (damaged := found.damages()):
@@ -61,6 +64,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         if tell is not None and found is not None:
             tell(f"from the cache in {cache_folder()}")
         if found is None:
+            PLACE.at("reading the data")
             with made_by(digest(code)):
                 found = task.prepare(run)
             if user_code.is_own(run.task.name):  # the key that such a task gives may follow its code, or its paths

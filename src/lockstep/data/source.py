@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import readable, text_files
+from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 
 if TYPE_CHECKING:
@@ -289,7 +290,8 @@ def _from_hub(data: DataSection) -> Source:
 
     assert data.source is not None
     try:
-        found = datasets.load_dataset(data.source, data.config, revision=data.revision)
+        with downloading(data.source, "dataset"):
+            found = datasets.load_dataset(data.source, data.config, revision=data.revision)
     except (
         Exception
     ) as error:  # network, authorisation, no such data set, a config to choose: all are the user's to mend

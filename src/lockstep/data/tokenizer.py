@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.cache import folder_of, kept
+from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 from lockstep.data.tokens import digest
+from lockstep.distributed.place import PLACE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,7 +122,8 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
     key = "tokenizer.source" if run.tokenizer.source else "model.source"
     source, revision, trusted = _local(source), _revision(run), run.model.trust_remote_code
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted, **place)
+        with downloading(source, "model"):
+            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted, **place)
     except (
         Exception
     ) as error:  # a missing file, a Hub that cannot be reached, an unknown type: all are the user's to mend
@@ -193,6 +196,7 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
             [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
         )
         trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+    PLACE.at(f"training a tokenizer ({kind}, at most {size:,} entries)")
     tokenizer.train_from_iterator(texts, trainer)
     start = "" if generative or _causal(run) else "[CLS] "
     pair = f"{start}$A:0 [SEP]:0 $B:1 [SEP]:1"

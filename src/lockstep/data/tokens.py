@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from lockstep.config.run import RunError
 from lockstep.data.cache import cache_folder, damage, folder_of, inside, kept
+from lockstep.distributed.place import PLACE
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -106,9 +107,17 @@ def encode(
     The caller holds the lock. `key` stands for the content of both. Errors: `RunError` when it cannot be written.
     """
 
+    done = 0
+
+    def counted(batch: dict[str, list]) -> dict[str, list]:
+        nonlocal done
+        PLACE.at(f"tokenising, {done:,} of {len(dataset):,} examples")
+        done += len(next(iter(batch.values()), []))
+        return encoder(batch)
+
     def make(aside: Path) -> None:
         dataset.map(
-            encoder,
+            counted,
             batched=True,
             remove_columns=dataset.column_names,
             features=features,

@@ -13,9 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep import __version__
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, check_output, keep
 from lockstep.distributed import launched
+from lockstep.distributed.place import PLACE
 from lockstep.distributed.stops import listen_no_more
 from lockstep.launchers.processes import accelerate_config, ownership, srun
 from lockstep.strategies.engines import zero_agreement
@@ -36,13 +38,19 @@ def train(run: Run) -> int:
         return agent(run, task)
     if joining():
         return joined(run)
-    launcher, plan = planned(run)
-    if not launcher.leads(run, plan):  # another process of the job speaks for it
-        ready(run, launcher, plan)
-        return launcher.start(run, plan)
-    with ownership.owned(run, Console(True).note) as lock:
-        only_one(run, launcher)
-        steps = ready(run, launcher, plan)
+    console = Console(True, voice=run.track.console)
+    console.facts({"lockstep": f"{__version__}, preparing {run.name}"})  # before anything is imported that takes long
+    PLACE.at("importing torch")
+    with ExitStack() as stack:
+        with console.busy(lambda: PLACE.name):
+            launcher, plan = planned(run)
+            leads = launcher.leads(run, plan)  # else another process of the job speaks for it
+            lock = stack.enter_context(ownership.owned(run, console.note)) if leads else None
+            if lock is not None:
+                only_one(run, launcher)
+            steps = ready(run, launcher, plan, console)
+        if lock is None:
+            return launcher.start(run, plan)
         if steps is not None:
             return lock.verdict(concluded(run, plan.processes, steps))
         keep(run)
@@ -52,20 +60,20 @@ def train(run: Run) -> int:
         return lock.verdict(started(run, launcher, plan))
 
 
-def ready(run: Run, launcher: Launcher, plan: Plan) -> int | None:
+def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | None:
     """Everything that can be checked, and the data, before a process starts. Returns the steps of a run that is
     finished already, else None. Errors: `RunError`."""
     launcher.check(run, plan)
     # a machine that only submits may have no torch: the ranks make the same checks
     if launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None):
         return None
+    PLACE.at("importing torch and transformers")
     from lockstep.checkpoint import export as hub
     from lockstep.checkpoint import exported
     from lockstep.checkpoint.manifest import check_resumable, ended, finished
 
-    console = Console(True, voice=run.track.console)
     for note in hub.check(run):
-        Console(True).say(f"note: {note}")
+        console.note(note)
     check_output(run)
     prepared = checked(run, plan, lambda text: console.facts({"tokens": text}))
     manifest = check_resumable(run, prepared)

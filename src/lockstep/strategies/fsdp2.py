@@ -133,6 +133,10 @@ class FSDP2(Strategy):
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def trained_count(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
     # -- building ----------------------------------------------------------------------------------------------------
 
     def build(self, task: Task) -> None:

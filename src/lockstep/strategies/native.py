@@ -36,6 +36,10 @@ class Native(Strategy):
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def trained_count(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
     def build(self, task: Task) -> None:
         self.task = task
         self.model = make_model(task).to(self.world.device)

@@ -103,6 +103,10 @@ class Pipeline(Strategy):
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.cut.whole.parameters())
 
+    @property
+    def trained_count(self) -> int:
+        return sum(p.numel() for p in self.cut.whole.parameters() if p.requires_grad)
+
     # -- building ----------------------------------------------------------------------------------------------------
 
     def build(self, task: Task) -> None:

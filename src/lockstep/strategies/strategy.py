@@ -128,6 +128,11 @@ class Strategy(ABC):
     def parameter_count(self) -> int:
         """Parameters of the whole model."""
 
+    @property
+    @abstractmethod
+    def trained_count(self) -> int:
+        """Those of them that are trained: all, but with an adapter, or where a model has frozen some."""
+
     def own_micro_batches(self) -> Iterable[int]:
         """The micro-batches of a step that this rank runs, ascending."""
         return share(self.run.micro_batches, self.data_parallel.rank, self.data_parallel.size)

@@ -1,3 +1,3 @@
 """Where numbers go: the terminal, OUTPUT, trackers, the report."""
 
-SHARED = {"console", "tracker", "trackers"}  # the files here that are no plug-ins
+SHARED = {"best", "busy", "console", "samples", "tracker", "trackers"}  # the files here that are no plug-ins

@@ -9,15 +9,17 @@ from __future__ import annotations
 import io
 import os
 import sys
+import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO, cast
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.progress import (
@@ -33,6 +35,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.config.disclosure import said
+from lockstep.track.best import Best
+from lockstep.track.busy import Busy
+from lockstep.track.samples import joined, on_a_line, shortened
 
 LOG = "log.txt"  # in OUTPUT: what rank 0 said, and what any rank said of a failure
 Voice = Literal["normal", "quiet", "verbose"]
@@ -87,19 +92,41 @@ class Console:
         self._bar: _Bar | None = None
         self._memory = ""
         self._began = self._last_line = 0.0
+        self._best, self._per_epoch, self._done = Best(), 0, 0
+        self.samples: list[Mapping[str, str]] = []  # the last that were shown
 
-    def facts(self, rows: Mapping[str, str]) -> None:
-        """`name  value` lines."""
+    def facts(self, rows: Mapping[str, str], whole: bool = False) -> None:
+        """`name  value` lines. `whole`: a value is to be pasted, and is never cut into lines."""
         for name, value in rows.items():
             if self._voice != "quiet":
-                self.rich.print(f"[bold]{name:<10}[/bold] {_plain(value)}")
+                self.rich.print(f"[bold]{name:<10}[/bold] {_plain(value if whole else self._hung(value, 11))}")
             append(self._log, f"{name:<10} {value}")
 
-    def say(self, text: str) -> None:
-        """One line or more."""
+    def say(self, text: str, hang: int | None = None) -> None:
+        """One line or more. `hang`: on a terminal, where a line that is too long goes on."""
         if self._voice != "quiet":
-            self.rich.print(_plain(text))
+            self.rich.print(_plain(text if hang is None else self._hung(text, hang, hang)))
         append(self._log, text)
+
+    def _hung(self, text: str, hang: int, ahead: int = 0) -> str:
+        """A text in lines that fit the terminal, all but the first `hang` columns in; `ahead` of these columns are part
+        of the text. Elsewhere a line stays one line, for whoever searches there."""
+        if not self.rich.is_terminal:
+            return text
+        first, rest = text[:ahead], text[ahead:]
+        room = max(20, self.rich.width - hang)
+        lines = [
+            part
+            for line in rest.split("\n")
+            for part in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
+        ]
+        return first + f"\n{' ' * hang}".join(lines)
+
+    def busy(self, place: Callable[[], str]) -> AbstractContextManager[object]:
+        """For `with`: what is going on while nothing else is said. `place` says what that is."""
+        if not self._loud or self._voice == "quiet":
+            return nullcontext()
+        return Busy(self.rich, lambda text: self.facts({"preparing": text}), place)
 
     def tracker(self, text: str) -> None:
         """Where a tracker shows the run."""
@@ -107,13 +134,17 @@ class Console:
 
     def note(self, text: str) -> None:
         """Something that a person should know, also one who asked for quiet."""
-        self.rich.print(f"[yellow]note:[/yellow] {_plain(text)}")
+        self.rich.print(f"[yellow]note:[/yellow] {_plain(self._hung(text, 6))}")
         append(self._log, f"note: {text}")
 
-    def start(self, total: int, done: int, place: Callable[[], str] = str) -> None:
+    def start(
+        self, total: int, done: int, place: Callable[[], str] = str, per_epoch: int = 0, best: Best | None = None
+    ) -> None:
         """Show progress over `total` steps, `done` of which lie behind. `place` says where the program is, if it is not
-        in a step."""
-        self._total, self._began = total, time.monotonic()
+        in a step. `per_epoch`: steps of an epoch, where epochs are counted. `best`: what evaluations are judged by, and
+        the best of them so far."""
+        self._total, self._began, self._done = total, time.monotonic(), done
+        self._per_epoch, self._best = per_epoch, best or Best()
         if self._loud and self._voice != "quiet" and self.rich.is_interactive:
             self._bar = _Bar(self.rich, total, done, place)
             self._bar.start()
@@ -130,7 +161,9 @@ class Console:
         elif split == "train":
             self._train(step, numbers)
         else:
-            self.say(f"step {step:>6}  {split}: " + _listed({k: v for k, v in numbers.items() if k != "examples"}))
+            better = split == "validation" and self._best.seen(step, numbers)
+            text = _listed({k: v for k, v in numbers.items() if k != "examples"})
+            self.say(f"step {step:>6}  {split}: {text}{'; best yet' if better else ''}", hang=13)
 
     def _system(self, step: int, numbers: Mapping[str, float]) -> None:
         held = {kind: _highest(numbers, kind) for kind in ("memory_gb", "gpu_memory_gb")}
@@ -140,24 +173,30 @@ class Console:
             if value is not None
         )
         if self._voice == "verbose":
-            self.say(f"step {step:>6}  system: {_listed(numbers)}")
+            self.say(f"step {step:>6}  system: {_listed(numbers)}", hang=13)
 
     def _train(self, step: int, numbers: Mapping[str, float]) -> None:
         if "skipped_steps" in numbers:
             self.note(f"step {step}: {numbers['skipped_steps']:.0f} step(s) skipped: not finite")
         if "spike" in numbers:
             self.note(f"step {step}: the loss jumped to {numbers['loss']:.4g}")
-        text = (
-            f"loss {numbers['loss']:.4f}  rate {numbers['learning_rate']:.2e}  {numbers['examples_per_s']:,.0f} "
-            f"examples/s  {numbers['tokens_per_s']:,.0f} tokens/s{self._memory}"
-        )
+        parts = [
+            f"loss {numbers['loss']:.4f}",
+            f"epoch {step / self._per_epoch:.2f}/{self._total / self._per_epoch:.4g}" if self._per_epoch else "",
+            self._best.text,
+            f"rate {numbers['learning_rate']:.2e}",
+            f"{numbers['examples_per_s']:,.0f} examples/s",
+            f"{numbers['tokens_per_s']:,.0f} tokens/s{self._memory}",
+        ]
+        text = "  ".join(filter(None, parts))
         if self._bar is not None:
             self._bar.numbers = text
         if self._voice == "verbose":
-            self.say(f"step {step:>6}  train: {_listed(numbers)}")
+            self.say(f"step {step:>6}  train: {_listed(numbers)}", hang=13)
         elif self._loud and self._is_time(step):
-            left = (self._total - step) * numbers["seconds_per_step"]
-            line = f"step {step:>6}/{self._total}  {text}  {clock(left)} left"
+            left = clock((self._total - step) * numbers["seconds_per_step"])
+            line = f"step {step:>6}/{self._total}  {text}"
+            line += f"  {left} left" if step > self._done + 1 else ""  # a first step is no measure of the others
             if self._bar is None:
                 self.say(line)
             else:
@@ -172,19 +211,41 @@ class Console:
         return True
 
     def show(self, step: int, samples: Iterable[Mapping[str, str]]) -> None:
-        """What the model makes of a few examples after `step` updates."""
-        for sample in samples:
-            first, *rest = sample.items()
-            text = first[1] + "".join(
-                f" \u27f6 {value}" if place == 0 else f" ({name}: {value})" for place, (name, value) in enumerate(rest)
-            )
-            self.say(f"step {step:>6}  sample: " + text.replace("\n", "\n" + " " * 13))
+        """What the model makes of a few examples after `step` updates. The log has all of them; the terminal the last
+        ones, by `last_samples`, unless it is told everything."""
+        self.samples = list(samples)
+        for sample in self.samples:
+            text = f"step {step:>6}  sample: " + joined(sample).replace("\n", "\n" + " " * 13)
+            if self._voice == "verbose":
+                self.say(text)
+            else:
+                append(self._log, text)
+
+    def last_samples(self) -> None:
+        """What the model made of a few examples at last, each cut to a line."""
+        room = max(40, self.rich.width if self.rich.is_terminal else 120) - 11
+        for place, sample in enumerate(self.samples if self._voice == "normal" else ()):
+            self.rich.print(f"[bold]{'' if place else 'samples':<10}[/bold] {_plain(on_a_line(sample, room))}")
 
     def stop(self) -> None:
         """End the progress bar."""
         if self._bar is not None:
             self._bar.rest()
             self._bar = None
+
+    def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
+        """Rows below a title, in columns without lines between them. On a terminal the last column goes on below itself
+        where it is too long, or is `cut`, so that each row is a line."""
+        widths = [max(map(cell_len, column)) + 2 for column in zip(*rows, strict=True)]
+        if self._voice == "quiet":
+            return
+        self.rich.print(f"[bold]{_plain(title)}[/bold]")
+        for row in rows:
+            front = "  " + "".join(set_cell_size(cell, w) for cell, w in zip(row[:-1], widths, strict=False))
+            room, last = self.rich.width - cell_len(front), row[-1]
+            if cut and self.rich.is_terminal:
+                last = shortened(last, max(8, room))
+            self.rich.print(_plain(self._hung(front + last, cell_len(front), len(front)).rstrip()))
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         """A small table: columns with a number in them are set right, the first one and those of words left."""

@@ -184,7 +184,7 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
             meter.add(batch, result)
             sinks.advance(step)
             journal.answer()
-            if due(step, run.track.every, step == feed.total):  # no line more where a run was stopped on the way
+            if due(step, run.track.every, step in (1, feed.total)):  # no line more where a run was stopped on the way
                 sinks.log(step, "train", meter.line(result, rate))
                 journal.times(step, phases.take())
             with meter.paused():

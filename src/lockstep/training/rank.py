@@ -41,9 +41,10 @@ from lockstep.distributed.usage import Usage
 from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
 from lockstep.tasks.task import Task
+from lockstep.track.best import Best
 from lockstep.track.console import LOG, Console, append, error, strike_tracebacks
 from lockstep.track.report import history
-from lockstep.track.report.history import told_whole
+from lockstep.track.report.history import lines_of, told_whole
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
@@ -147,8 +148,11 @@ def work(run: Run, world: World) -> int:
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
         return pushed(run, world, console) if world.is_main else DONE
-    session = replace(build_session(run, world, prepared, console.note), journal=Journal(world, run.folder))
-    found = through(session, console, resumed(session, console))
+    PLACE.at("building the model")
+    with console.busy(lambda: PLACE.name):
+        session = replace(build_session(run, world, prepared, console.note), journal=Journal(world, run.folder))
+        step = resumed(session, console)
+    found = through(session, console, step)
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = session.strategy.export()
@@ -166,7 +170,9 @@ def resumed(session: Session, console: Console) -> int:
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     for doubt in session.task.doubts:
         console.note(doubt)
+    PLACE.at("trying a step with the longest examples")
     try_a_step(session, lambda: try_the_end(session))
+    PLACE.at("looking for a checkpoint")
     if world.is_main:
         launched.arrived(run.folder, world.size, session.feed.total)
     step, notes = session.checkpoints.resume(strategy)
@@ -187,8 +193,12 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
     sinks = Outlets(console, trackers, Usage(world))
     watch = Watch(world, run.launch.hang_s).start()
     end: End = "failed"
+    best = Best(run.checkpoint.best)
+    for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step and world.is_main else ():
+        if line["split"] == "validation" and line["step"] <= step:
+            best.seen(line["step"], line)
     try:
-        console.start(session.feed.total, step, lambda: PLACE.name)
+        console.start(session.feed.total, step, lambda: PLACE.name, session.feed.order.steps_per_epoch, best)
         step, counts = train(replace(session, sinks=sinks), step)
         sinks.advance(step)
         console.stop()

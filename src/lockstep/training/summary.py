@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,13 +36,22 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
     return {
         "run": f"{run.name} -> {run.folder}",
         "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task)}",
-        "model": f"{task.origin}, {strategy.parameter_count / 1e6:.2f}M parameters; {precisions(run, strategy)}",
+        "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
         **task.opening,
         "processes": f"{world.size} ({run.strategy.name}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
         "steps",
     }
+
+
+def parameters(strategy: Strategy) -> str:
+    """How many the model has, and how many of them are trained where that is not all of them, as with an adapter."""
+    whole, trained = strategy.parameter_count, strategy.trained_count
+    text = f"{whole / 1e6:.2f}M parameters"
+    if trained < whole:
+        text += f", {trained / 1e6:.2f}M of them trained ({100 * trained / whole:.2g} %)"
+    return text
 
 
 def left_out(task: Task) -> str:
@@ -81,6 +91,7 @@ def closing(
             row.append(f"{value:,.0f}" if name == "examples" else f"{value:.4f}{limit}")
         rows.append(row)
     console.table("results", ["", *scores], rows)
+    console.last_samples()
     if counts.steps:
         rate = f"{counts.tokens / counts.seconds:,.0f} {task.unit}/s; " if task.unit else ""
         speed = f"{counts.examples / counts.seconds:.0f} examples/s, {rate}"
@@ -90,19 +101,24 @@ def closing(
         one = task.unit.removesuffix("s")
         said = f"{padding:.2f} {task.unit} computed per real {one}; cut at random it would have been {by_chance:.2f}"
         console.facts({"padding": said})
-    folder = run.folder
-    command, does = what_next(run, world)
-    console.facts(
-        {
-            "weights": f"sha256 {weights}",
-            "results": f"{folder}/export ({task.loader} loads it), {folder}/report.html, {folder}/metrics.jsonl",
-            "next": command,
-            "": does,
-        }
-    )
+    command, does = the_same_elsewhere(run, world)
+    console.facts({"weights": f"sha256 {weights}", "model": f"{run.folder}/export ({task.loader} loads it)"})
+    console.facts({"report": (run.folder / "report.html").resolve().as_uri()}, whole=True)  # a browser opens it
+    console.facts({"repeat": command, "": does, "next": what_next(task, console.samples)}, whole=True)
 
 
-def what_next(run: Run, world: World) -> tuple[str, str]:
+def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
+    """A command for the shell that asks the model something: what the first sample was about, its first words."""
+    output = str(task.run.folder)
+    if type(task).predict.__func__ is Task.predict.__func__:  # type: ignore[attr-defined] - a task of one's own
+        return shlex.join(["lockstep", "evaluate", output])
+    if task.run.task.options.get("text_pair"):
+        return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
+    text = next(iter(samples[0].values()), "") if samples else ""
+    return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or "some text"])
+
+
+def the_same_elsewhere(run: Run, world: World) -> tuple[str, str]:
     """A command for the shell and the folder that this run was started in, and what it does."""
     file = str(run.folder / "run.yaml")
     if run.launch.name != "local":  # whose ranks this shell may not be able to start

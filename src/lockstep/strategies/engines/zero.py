@@ -121,6 +121,10 @@ class Sharded(Strategy):
     def parameter_count(self) -> int:
         return sum(shape.numel() for shape in self.shapes.values())
 
+    @property
+    def trained_count(self) -> int:
+        return sum(self.shapes[n].numel() for n, p in self.model.named_parameters() if p.requires_grad)
+
     # -- one update --------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
+from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters
@@ -243,14 +244,15 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         with torch.device("meta" if empty else "cpu"):
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
     else:
-        model = auto.from_pretrained(
-            local_or_id(run),
-            config=config,
-            revision=run.model.revision,
-            trust_remote_code=run.model.trust_remote_code,
-            ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
-            **options,
-        )
+        with downloading(local_or_id(run), "model"):
+            model = auto.from_pretrained(
+                local_or_id(run),
+                config=config,
+                revision=run.model.revision,
+                trust_remote_code=run.model.trust_remote_code,
+                ignore_mismatched_sizes=True,  # a head for other labels is drawn anew
+                **options,
+            )
         freeze_as_from_config(model, auto)
     if run.model.adapter:
         with torch.device("meta" if empty else "cpu"):

@@ -8,9 +8,12 @@ from typing import Any
 
 from lockstep.config import plugins
 from lockstep.config.disclosure import one_line
+from lockstep.config.run import RunError
 from lockstep.track.console import Console
 
 HELP = "tasks, strategies, launchers and trackers a run file can name"
+# kind of plug-in -> the key of the run file that names one
+_KEYS = {"tasks": "task.name", "strategies": "strategy.name", "launchers": "launch.name", "track": "track.to"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,24 +22,37 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(known: argparse.Namespace) -> int:
     console = Console(True)
-    rows = []
-    for name in plugins.names("strategies"):
-        try:
-            strategy: Any = plugins.find("strategies", name)
-        except Exception as caught:  # an engine that lacks what this package knows of it takes no other down
-            rows.append([name, "", "", f"no: cannot be loaded: {one_line(caught, 200)}"])
-            continue
-        summary = (sys.modules[strategy.__module__].__doc__ or "").strip().partition("\n")[0]
-        lacking = strategy.lacking()
-        rows.append(
-            [
-                name,
-                summary,
-                "same bits" if strategy.exact else "rounding",
-                "yes" if not lacking else f"no: pip install 'lockstep-train[{lacking[0]}]'",
-            ]
-        )
-    console.table("strategies", ["name", "what it is", "against single", "runs here"], rows)
-    for kind in ("tasks", "launchers", "track"):
-        console.facts({kind: ", ".join(plugins.names(kind))})
+    for kind, key in _KEYS.items():
+        console.columns(f"{kind if kind != 'track' else 'trackers'} ({key})", rows_of(kind), cut=True)
     return 0
+
+
+def rows_of(kind: str) -> list[list[str]]:
+    """A row for each plug-in: its name and what it is; of a strategy also what it is beside one process (the same bits,
+    or equal to rounding), of a strategy and a tracker whether what it needs is installed."""
+    rows = []
+    for name in plugins.names(kind):
+        try:
+            plugin: Any = plugins.find(kind, name)
+            lacking = _lacking(kind, plugin)
+        except Exception as caught:  # an engine that lacks what this package knows of it takes no other down
+            unknown = {"strategies": ["", "broken"], "track": ["broken"]}.get(kind, [])
+            rows.append([name, *unknown, f"cannot be loaded: {one_line(caught, 200)}"])
+            continue
+        summary = (sys.modules[plugin.__module__].__doc__ or "").strip().partition("\n")[0]
+        told = ["same bits" if plugin.exact else "rounding"] if kind == "strategies" else []
+        told += ["lacking" if lacking else "ready"] if kind in ("strategies", "track") else []
+        rows.append([name, *told, f"{lacking}; {summary}" if lacking else summary])
+    return rows
+
+
+def _lacking(kind: str, plugin: Any) -> str:
+    """The command that installs what is missing; empty where nothing is, or for kinds that import nothing further."""
+    if kind == "strategies" and (missing := plugin.lacking()):
+        return f"pip install 'lockstep-train[{missing[0]}]'"
+    if kind == "track":
+        try:
+            plugin.check()
+        except RunError as caught:
+            return str(caught).rpartition(": ")[2]
+    return ""

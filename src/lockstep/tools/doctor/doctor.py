@@ -142,7 +142,7 @@ def tell(report: dict[str, Any]) -> None:
     for name, facts in report.items():
         if name in ("ranks", "problems"):
             continue
-        console.facts({name: _text(facts) if name not in ("packages", "tokens", "programs") else _present(name, facts)})
+        console.columns(name, _rows(name, facts))
     if "ranks" in report:
         _tell_ranks(console, report["ranks"])
     for problem in report["problems"]:
@@ -154,9 +154,9 @@ def _tell_ranks(console: Console, ranks: Facts) -> None:
     if "failed" in ranks:
         return
     plain = {key: value for key, value in ranks.items() if key not in ("differs", "folder")}
-    console.facts({"ranks": _text(plain)})
+    console.columns("ranks", _rows("ranks", plain))
     for host, facts in ranks["folder"]["of_host"].items():
-        console.facts({"folder": f"on {host}: {_text(facts)}"})
+        console.columns(f"folder on {host}", _rows("folder", facts))
     rows = [
         [each["what"], _sides(each), f"yes: {each['breaks']}" if each["breaks"] else "no"] for each in ranks["differs"]
     ]
@@ -175,18 +175,14 @@ def _sides(each: dict[str, Any]) -> str:
     )
 
 
-def _present(name: str, facts: Facts) -> str:
-    if "failed" in facts:
-        return _text(facts)
-    if name == "packages":
-        there = ", ".join(f"{package} {version}" for package, version in facts.items() if version)
-        return (
-            f"{there}; not installed: {', '.join(package for package, version in facts.items() if not version) or '-'}"
-        )
-    there = ", ".join(key for key, value in facts.items() if value) or "none"
-    return (
-        f"{there}; {'not set' if name == 'tokens' else 'not found'}: {', '.join(k for k, v in facts.items() if not v)}"
-    )
+def _rows(name: str, facts: Facts) -> list[tuple[str, str]]:
+    """A row for each fact of a section; what is not there is told last, on one row."""
+    if name not in ("packages", "tokens", "programs") or "failed" in facts:
+        return [(key, _text(each)) for key, each in facts.items() if each not in (None, [], {})]
+    there = [(key, "yes" if each is True else str(each)) for key, each in facts.items() if each]
+    absent = {"packages": "not installed", "tokens": "not set", "programs": "not found"}[name]
+    gone = ", ".join(key for key, each in facts.items() if not each)
+    return [*there, *([(absent, gone)] if gone else [])]
 
 
 def _text(value: Any) -> str:

@@ -170,7 +170,10 @@ def _translation(found: Look) -> Fit | None:
 def _sides(languages: list[str]) -> Fit:
     """From the first to the second; nothing says that it is not the other way round."""
     source, target = languages[:2]
-    return Fit({"source": source, "target": target}, {"source": f"of {', '.join(languages)}: nothing says which one is translated into which"})
+    return Fit(
+        {"source": source, "target": target},
+        {"source": f"of {', '.join(languages)}: nothing says which one is translated into which"},
+    )
 
 
 def _language_modeling(found: Look) -> Fit | None:

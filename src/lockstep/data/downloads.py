@@ -1,0 +1,52 @@
+"""How much has come of what the Hub is asked for, for whoever shows where the program is.
+
+In: a Hub id, and `with` around the call that loads it. Out: `PLACE`, twice a second. What comes is seen from outside,
+as files that grow in the Hub's cache: the libraries' own bars draw over one another and over ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+from lockstep.distributed.place import PLACE
+
+
+@contextmanager
+def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None]:
+    """While the Hub is asked for `source`; nothing is said of a local folder."""
+    if Path(source).is_dir():
+        PLACE.at(f"reading {source}")
+        yield
+        return
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE) / f"{kind}s--{source.replace('/', '--')}" / "blobs"
+    before, over = _bytes_in(folder), threading.Event()
+    PLACE.at(f"loading {source}")
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            if (come := _bytes_in(folder) - before) > 0:
+                PLACE.at(f"downloading {source}, {come / 1e6:,.1f} MB so far")
+
+    watcher = threading.Thread(target=watch, name="lockstep-download", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of all files of a repository in the Hub's cache, whole or growing."""
+    total = 0
+    with suppress(OSError):
+        for file in folder.iterdir():
+            with suppress(OSError):  # renamed meanwhile
+                total += file.stat().st_size
+    return total

@@ -1,0 +1,36 @@
+"""The best evaluation of a run so far, by one metric of its validation split.
+
+In: metrics as they come. Out: which step had the best, for the terminal and the report. `checkpoint.best` of the run
+file names the metric; where it names none, the loss decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+class Best:
+    """`by` is a metric's name, `-loss` where less is better."""
+
+    def __init__(self, by: str | None = None) -> None:
+        self.name = (by or "-loss").removeprefix("-")
+        self._less = (by or "-loss").startswith("-")
+        self.step: int | None = None
+        self.value = 0.0
+
+    def seen(self, step: int, numbers: Mapping[str, Any]) -> bool:
+        """Whether the evaluation after `step` is better than all before it."""
+        value = numbers.get(self.name)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        if self.step is not None and not (value < self.value if self._less else value > self.value):
+            return False
+        self.step, self.value = step, float(value)
+        return True
+
+    @property
+    def text(self) -> str:
+        """`best validation loss 0.5 (step 200)`; empty before the first evaluation."""
+        return f"best validation {self.name} {self.value:.4g} (step {self.step})" if self.step is not None else ""
