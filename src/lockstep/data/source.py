@@ -65,7 +65,7 @@ def files_of(data: DataSection) -> list[Path]:
 
 def given(data: DataSection) -> bool:
     """Whether the run file says where data are."""
-    return any(getattr(data, key) is not None for key in ("source", *_USUAL))
+    return any(getattr(data, key) is not None for key in ("source", *USUAL))
 
 
 def load(data: DataSection, seed: int, plain: str | None = None) -> Source:
