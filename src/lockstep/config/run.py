@@ -43,7 +43,7 @@ from lockstep.config.sections import (
     choose_best,
 )
 
-_NO_ARITHMETIC = "name output stop_after launch evaluate checkpoint track profile export hub".split()
+_NO_ARITHMETIC = ["name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "export", "hub"]
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
 
 
