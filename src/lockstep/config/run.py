@@ -43,7 +43,7 @@ from lockstep.config.sections import (
     choose_best,
 )
 
-_NO_ARITHMETIC = ["name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "export", "hub"]
+_FREE = ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "export", "hub")
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
 
 
@@ -151,7 +151,7 @@ class Run(Section):
         With `strategy.exact` neither the strategy nor the number of processes is among them.
         """
         values = self.model_dump(mode="json")
-        for key in _NO_ARITHMETIC:
+        for key in _FREE:
             del values[key]
         values["model"].pop("trust_remote_code")
         values["data"].pop("workers")
