@@ -26,6 +26,8 @@ os.environ["HF_DATASETS_CACHE"] = f"{_cache.name}/datasets"
 import kernel  # noqa: E402 - what these import reads the variables
 from command import LOCKSTEP, ended, processes_in, start_anew, until, write  # noqa: E402
 
+from lockstep.distributed.stops import STOP_SIGNALS  # noqa: E402
+
 _started: list[str] = []  # processes that the test at hand has started
 
 
@@ -69,6 +71,15 @@ def _what_starts_processes_says_so(request: pytest.FixtureRequest) -> Iterator[N
     yield
     if "processes" not in request.keywords:
         assert not _started, f"starts processes, and is not marked `processes`: {_started[:3]}"
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_heard_as_before() -> Iterator[None]:
+    """A run that ends in this process ignores those that ask it to stop, and what is started later would, too."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

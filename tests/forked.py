@@ -31,6 +31,7 @@ import numpy
 
 import lockstep.__main__
 from lockstep import cli
+from lockstep.distributed.stops import STOP_SIGNALS
 from lockstep.launchers.processes import elastic  # noqa: F401
 
 # Variables that libraries read while they are imported; PYTHONPATH is seen to.
@@ -71,7 +72,8 @@ class Forked:
         server_environment()  # started before its first child
         context = multiprocessing.get_context("forkserver")
         (out, its_out), (err, its_err), (ready, its_ready) = (context.Pipe(duplex=False) for _ in range(3))
-        arguments = (words, str(folder), environment, most_bytes, its_out, its_err, its_ready)
+        ignored = [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
+        arguments = (words, str(folder), environment, most_bytes, ignored, its_out, its_err, its_ready)
         self._process = context.Process(target=_become, args=arguments, daemon=True)  # no end of tests waits for it
         self._process.start()
         for theirs in (its_out, its_err, its_ready):
@@ -131,6 +133,7 @@ def _become(
     folder: str,
     environment: dict[str, str],
     most_bytes: int | None,
+    ignored: list[signal.Signals],
     out: Connection,
     err: Connection,
     ready: Connection,
@@ -150,7 +153,10 @@ def _become(
     tempfile.tempdir = None
     numpy.random.seed()  # torch begins with the same number in every process, numpy does not
     _no_handlers()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in STOP_SIGNALS:  # which the server may ignore, when a launcher of a test has started it
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _alone()
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
