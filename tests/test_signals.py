@@ -105,13 +105,13 @@ def test_after_the_last_step(
 def test_an_evaluation_on_the_way_is_left_to_the_next_start(
     processes: int, tmp_path: Path, cache: Path, calm: Path
 ) -> None:
-    write(tmp_path, track={"every": 25}, checkpoint={"every": 1000, "best": "-loss"})
+    write(tmp_path, track={"every": 25}, checkpoint={"every": 1000, "best": "-loss"}, export="last")
     variable = variables("step 20 evaluated", signal.SIGTERM)
     command = [*LOCKSTEP, "train", "run.yaml", SIGNALLED, f"launch.processes={processes}"]
     status, out, err = ended(start([*command, "evaluate.batch_size=4"], tmp_path, cache, **variable))
     assert status == 75, (out, err)
     assert "stopped on request after step 20 of 60; the same command goes on from there" in out
-    assert lines(tmp_path) == []  # neither a score of a half evaluation, nor a line for the step it was stopped at
+    assert [line["step"] for line in lines(tmp_path)] == [1]  # no score of a half evaluation, no line for the last step
     assert "20  validation" in (said := finish(tmp_path, cache, "launch.processes=1")), said
     each_step_once(tmp_path, calm)
     assert bits(tmp_path)["export"] == bits(calm)["export"]
