@@ -173,6 +173,15 @@ def test_on_another_machine_one_without_a_beat_is_dead_after_a_while(torn: bool,
     lock.release()
 
 
+def test_one_that_is_about_to_write_its_name_is_let_do_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the making of a lock and its first line there is a moment in which others may come."""
+    path = written(tmp_path)
+    path.write_bytes(b"")
+    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: written(tmp_path))
+    with pytest.raises(RunError, match="process 7 on elsewhere"):
+        take(tmp_path, nothing)
+
+
 @pytest.mark.processes
 def test_one_that_is_long_dead_is_watched_for_three_beats(tmp_path: Path) -> None:
     os.utime(written(tmp_path), (0, 0))

@@ -206,19 +206,22 @@ def _wait_for_the_end(path: Path, found: Look, say: Callable[[str], None], beat_
     """Take the lock of a dead holder away. Errors: `RunError` where it lives, `OSError`."""
     since = time.monotonic()
     patience_s = 3 * beat_s if _clock_of(path.parent) - found.beat[1] / 1e9 > stale_s else stale_s
-    if found.alive is None:
-        say(
-            f"{path.parent} is held by {found.holder or 'a process that cannot be read'}, which cannot be asked from "
-            f"{socket.gethostname()}; its last heartbeat is {found.age_s:.0f} s old. Watching it for {patience_s:g} s: "
-            f"the run begins if there is none. Where you know that it is gone, delete {path}"
-        )
+    told = False
     now: Look | None = found
     while now is not None:
         if now.alive or now.beat != found.beat:
             raise RunError(taken(path.parent, now))
-        if now.alive is False or time.monotonic() - since >= patience_s:
+        watched_s = time.monotonic() - since
+        if now.alive is False or watched_s >= patience_s:
             _take_away(path, now)
             return
+        if not told and (now.holder is not None or watched_s > beat_s / 2):  # else it may be about to write its name
+            told = True
+            say(
+                f"{path.parent} is held by {now.holder or 'a process that cannot be read'}, which cannot be asked from "
+                f"{socket.gethostname()}; its last heartbeat is {now.age_s:.0f} s old. Watching it for "
+                f"{patience_s:g} s: the run begins if there is none. Where you know that it is gone, delete {path}"
+            )
         time.sleep(min(1.0, beat_s / 5))
         now = look(path)
 
