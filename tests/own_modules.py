@@ -79,7 +79,7 @@ class Pictures(Dataset):
         return len(self.labels)
 
     def __getitem__(self, i):
-        noise = torch.rand(1, 6, 6) + random.random() + np.random.rand(1, 6, 6).astype("float32")
+        noise = torch.rand(1, 6, 6) + random.random() + torch.from_numpy(np.random.rand(1, 6, 6)).float()
         return {"pixels": self.pixels[i] + 0.1 * noise, "label": self.labels[i]}
 
 

@@ -17,7 +17,7 @@ from lockstep.tasks.module import Module
 from lockstep.tasks.modules.items import INPUT
 
 HEAD = MEAN.partition("def data")[0]
-TAIL = "\n\ndef loss(outputs, answers):\n    return torch.nn.functional.mse_loss(outputs, answers)\n"
+TAIL = "\n\ndef loss(outputs, answers):\n    return torch.nn.functional.mse_loss(outputs, answers)\n\n"
 PAIRS = "[(torch.randn(3), torch.randn(2)) for _ in range({})]"
 
 
@@ -81,6 +81,7 @@ def test_a_hugging_face_data_set_gives_tensors(here: Path) -> None:
     assert batch["input"].shape == (4, 3)
 
 
+@pytest.mark.processes
 def test_what_an_item_draws_hangs_on_seed_step_and_place_alone(here: Path) -> None:
     task = task_of(job(here, NET, functions=NET_FUNCTIONS))
     columns = task.splits["train"]
@@ -109,7 +110,8 @@ def test_an_error_in_a_worker_names_the_item(here: Path) -> None:
 
 
 def test_a_batch_of_targets_that_differ_from_the_first_count_is_refused(here: Path) -> None:
-    code = of_data(PAIRS.format(20)) + "\n\ndef targets(item):\n    return 1 + int(2 * torch.rand(()))\n"
+    code = of_data(PAIRS.format(20)).replace("answers)\n\n", "answers, reduction='sum')\n\n")
+    code += "\n\ndef targets(item):\n    return 1 + int(2 * torch.rand(()))\n"
     task = task_of(job(here, code, functions=("targets",)))
     with pytest.raises(RunError, match=r"task\.targets: item \d+ of the train split holds \d targets, and held \d"):
         [task.collate_at(task.splits["train"], np.arange(18), 0, step) for step in range(9)]
