@@ -1,0 +1,67 @@
+"""Modules of a user's own with the classic mistakes, for `lockstep verify` to find and name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+
+def data() -> Any:
+    inputs = torch.randn(60, 3)
+    return TensorDataset(inputs, inputs.sum(-1, keepdim=True) + 3)
+
+
+def loss(outputs: Tensor, answers: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, answers)
+
+
+class Base(nn.Module):
+    """Without a mistake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 1)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden.tanh()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.between(self.first(inputs)))
+
+
+class AcrossRanks(Base):
+    """Normalises over what all ranks compute at the moment."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        mean = hidden.detach().mean(0)
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return (hidden - mean).tanh()
+
+
+class Remembers(Base):
+    """Adds what the batch before left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: Tensor | None = None
+
+    def between(self, hidden: Tensor) -> Tensor:
+        before, self.memory = self.memory, hidden.detach().mean(0)
+        return hidden.tanh() if before is None else (hidden + before).tanh()
+
+
+class OwnDice(Base):
+    """Draws noise from a generator that nobody seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dice = torch.Generator().manual_seed(0)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return (hidden + torch.randn(hidden.shape[-1], generator=self.dice)).tanh()
