@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -31,17 +30,6 @@ class Base(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.last(self.between(self.first(inputs)))
-
-
-class AcrossRanks(Base):
-    """Normalises over what all ranks compute at the moment."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        mean = hidden.detach().mean(0)
-        if dist.is_initialized():
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-        return (hidden - mean).tanh()
 
 
 class Remembers(Base):

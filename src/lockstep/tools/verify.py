@@ -117,7 +117,7 @@ def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[s
     for name, value in alone.probe.items():
         if (mine.bits or name == "loss") and (apart := relative(mine.probe[name], value)) > allowed:
             said.append(f"before training: {name} without dropout differs by {apart:.1e}: the models are not the same")
-            return said
+            return said + _suspected(mine)
     for step in steps:
         at = f"step {step.step.number}"
         if step.step.seen != step.step.targets:
@@ -134,12 +134,13 @@ def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[s
                 more = f" and {len(difference.wrong) - 1} more" if len(difference.wrong) > 1 else ""
                 said.append(f"{at}: the {what} {difference.wrong[0]} differs by {difference.largest:.1e}{more}")
         if said:  # what comes after a wrong step differs because of it
-            return said + (mine.doubts or _uncovered(mine) or _guess(step, allowed))
+            return said + (_suspected(mine) or _guess(step, allowed))
     return said
 
 
-def _uncovered(mine: Recording) -> list[str]:
-    return [f"{UNCOVERED}: {', '.join(mine.uncovered)}"] if mine.uncovered else []
+def _suspected(mine: Recording) -> list[str]:
+    """What was found in the user's own code before anything was trained, which is a better guess."""
+    return mine.doubts + ([f"{UNCOVERED}: {', '.join(mine.uncovered)}"] if mine.uncovered else [])
 
 
 def _guess(step: Compared, allowed: float) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,13 +50,15 @@ class _Trial:
     batches: Mapping[str, Any]
     sizes: Mapping[str, int]
     weights: Mapping[str, int]  # targets of each batch; examples where nobody says more
+    fresh: bool = False  # a new model for every batch: this one keeps state between them
 
     def forward(self, name: str) -> tuple[Any, Any]:
         """The model's outputs for a batch, and what the loss sees of it. Errors: `RunError`."""
         (arguments, named), seen = self.calling.arguments(self.batches[name])
+        model = own.model(self.run).train(self.model.training) if self.fresh else self.model
         seed_everything(self.run.seed, -3)
         with own.asked(self.run, "model", ": forward"):
-            return self.model(*arguments, **named), seen
+            return model(*arguments, **named), seen
 
     def loss(self, name: str) -> Any:
         """The user's loss of a batch. Errors: `RunError`."""
@@ -85,13 +87,16 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
     )
     trial = _Trial(run, model, calling, batches, {name: len(part) for name, part in parts.items()}, weights)
     model.eval()
-    with torch.no_grad(), _Calls(model) as calls:
-        kind, each, doubt = _kind_of_loss(trial)
-        metrics = _kinds_of_metrics(trial)
+    with torch.no_grad():
+        with _Calls(model) as calls:
+            first, again = trial.loss("AB"), trial.loss("AB")
+        tried = replace(trial, fresh=not items.same(first, again))
+        kind, each, doubt = _kind_of_loss(tried)
+        metrics = _kinds_of_metrics(tried)
     found = Found(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
-    model.train()
-    with torch.no_grad(), _Calls(model) as training_calls:
-        found.doubts += _remembers(trial)
+    new = own.model(run).train()  # has seen nothing yet
+    with torch.no_grad(), _Calls(new) as training_calls:
+        found.doubts += _remembers(replace(trial, model=new))
     found.called_once = [name for name in calls.once() if name in training_calls.once()]
     return found
 
@@ -132,7 +137,8 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
         raise RunError(
             f"task.loss: it is a mean, but not over {'targets' if named else 'examples'}: batches of "
             f"{trial.weights['A']} and {trial.weights['B']} with {numbers['A']:.6g} and {numbers['B']:.6g} have "
-            f"{numbers['AB']:.6g} together. Return a sum (reduction='sum'), or one number a target; {running.COUNT}"
+            f"{numbers['AB']:.6g} together. Return a sum (reduction='sum'), or one number a target; {running.COUNT}. "
+            "(Or an example's loss depends on the others: padding without a mask, a normalisation over the batch)"
         )
     return kind, 1, [
         f"task.loss: the loss of two batches together ({numbers['AB']:.6g}) is not the sum of both "
