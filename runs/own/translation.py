@@ -4,39 +4,22 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-PAD, BEGIN, END = 0, 1, 2
-LETTERS = "...abcdefghijklmnopqrstuvwxyzäöüß- "
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-ONES = (ONES + "seventeen eighteen nineteen").split()
-TENS = ". . twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
-EINER = "null eins zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn "
-EINER = (EINER + "siebzehn achtzehn neunzehn").split()
-ZEHNER = ". . zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()  # noqa: SIM905
+PAD, BEGIN, END, LETTERS = 0, 1, 2, "...abcdefghijklmnopqrstuvwxyzäöüß- "
+ONES = "one two three four five six seven eight nine".split()  # noqa: SIM905
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
+EINER = "ein zwei drei vier fünf sechs sieben acht neun".split()  # noqa: SIM905
+ZEHNER = "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()  # noqa: SIM905
 
 
-def english(n):
-    if n < 20:
-        return ONES[n]
-    if n < 100:
-        return TENS[n // 10] + (f"-{ONES[n % 10]}" if n % 10 else "")
-    return f"{ONES[n // 100]} hundred" + (f" {english(n % 100)}" if n % 100 else "")
-
-
-def german(n):
-    if n < 20:
-        return EINER[n]
-    first = lambda k: "ein" if k == 1 else EINER[k]  # noqa: E731
-    if n < 100:
-        return (f"{first(n % 10)}und" if n % 10 else "") + ZEHNER[n // 10]
-    return f"{first(n // 100)}hundert" + (german(n % 100) if n % 100 else "")
+def pair(i, j, k):  # two hundred forty-one: zweihunderteinundvierzig
+    return f"{ONES[i]} hundred {TENS[j]}-{ONES[k]}", f"{EINER[i]}hundert{EINER[k]}und{ZEHNER[j]}"
 
 
 def data():
-    def coded(text):
-        return torch.tensor([BEGIN, *map(LETTERS.index, text), END])
-
-    pairs = [{"source": coded(english(n)), "target": coded(german(n))} for n in torch.randperm(1000).tolist()]
-    return {"train": pairs[:900], "validation": pairs[900:]}  # lists are data sets, too
+    texts = [pair(n // 72, n // 9 % 8, n % 9) for n in torch.randperm(648).tolist()]
+    codes = [[torch.tensor([BEGIN, *map(LETTERS.index, text), END]) for text in both] for both in texts]
+    pairs = [dict(zip(("source", "target"), both, strict=True)) for both in codes]
+    return {"train": pairs[:500], "validation": pairs[500:]}  # lists are data sets, too
 
 
 def collate(items):
@@ -105,17 +88,15 @@ def loss(outputs, batch):
 
 
 def metrics(outputs, batch):
-    real = batch["target"][:, 1:] != PAD
-    right = (outputs.argmax(-1) == batch["target"][:, 1:]) | ~real
-    return {"letters": ((right & real).sum(), real.sum()), "words": right.all(-1).float()}
+    right, real = outputs.argmax(-1) == batch["target"][:, 1:], batch["target"][:, 1:] != PAD
+    return {"letters": ((right & real).sum(), real.sum()), "words": (right | ~real).all(-1).float()}
 
 
 def generate(model, batch):
     source, written = batch["source"], batch["target"][:, :1]
     for _ in range(40):
-        padded = torch.cat([written, written[:, :1]], dim=1)  # the last column is what the model does not see
-        written = torch.cat([written, model(source, padded)[:, -1:].argmax(-1)], dim=1)
-    told = lambda row: "".join(LETTERS[i] for i in row[1:]).partition(LETTERS[END])[0].strip(".")  # noqa: E731
+        more = model(source, torch.cat([written, written[:, :1]], 1))  # it does not see the last column
+        written = torch.cat([written, more[:, -1:].argmax(-1)], 1)
     columns = {"source": source, "written": written, "reference": batch["target"]}
-    rows = zip(*(map(told, codes.tolist()) for codes in columns.values()), strict=True)
-    return [dict(zip(columns, row, strict=True)) for row in rows]
+    texts = [["".join(LETTERS[i] for i in row[1:]).partition(".")[0] for row in c.tolist()] for c in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*texts, strict=True)]
