@@ -111,7 +111,7 @@ def test_blocks_are_found_by_size_or_named(here: Path) -> None:
     run = job(here, NET, strategy={"name": "fsdp2"})
     model = Module(run, prepare(run, Module)).model()
     assert {"blocks.0", "blocks.0.0", "head"} <= set(model.lockstep_called_once)  # type: ignore[arg-type]
-    row: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.BatchNorm1d(8))
+    row: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.PReLU())
     row.lockstep_called_once = ["0", "1", "2", "4", "5", "6"]
     assert layers.blocks(row) == [row[i] for i in (0, 1, 2, 4, 5)]  # the last one is small
     assert layers.named_blocks(model, ["blocks.*.0", "head"]) == [*(block[0] for block in model.blocks), model.head]
