@@ -75,7 +75,8 @@ def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | N
     for note in hub.check(run):
         console.note(note)
     check_output(run)
-    prepared = checked(run, plan, lambda text: console.facts({"tokens": text}))
+    task: Any = plugins.find("tasks", run.task.name)
+    prepared = checked(run, plan, lambda text: console.facts({"checks" if task.own_model else "tokens": text}))
     manifest = check_resumable(run, prepared)
     if manifest is not None and finished(run, manifest) and not launcher.joins:
         if not history.told_whole(run.folder):  # the start before was killed after its export

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.tokens import Columns, Prepared, digest
 from lockstep.tasks.task import Task
@@ -60,6 +60,7 @@ class Module(Task):
     library = "lockstep"
     loader = "lockstep.load"
     pipeline = "other"
+    unit = None
 
     @property
     def usage(self) -> str:
@@ -114,7 +115,8 @@ class Module(Task):
         self.options = ModuleOptions.model_validate(run.task.options)
         self.sets, _ = own.data_sets(run)
         self.splits = {s: Items(*self.sets[s], path, s) for s, path in prepared.splits.items()}  # type: ignore[misc]
-        self.unit = "units" if self.options.length else None  # type: ignore[misc]
+        if self.options.length is not None:
+            self.unit = "units"  # type: ignore[misc]
 
     @property
     def origin(self) -> str:
@@ -216,10 +218,6 @@ class Module(Task):
         asked: Any = {INPUT: replace(bundle, asks="generate")}
         rows = json.loads(bytes(forward(asked).cpu().numpy()).decode())
         return [{str(key): str(value) for key, value in row.items()} for row in rows]
-
-    @classmethod
-    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
-        raise RunError("task module knows no texts: load the model in Python, model = lockstep.load(OUTPUT)")
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.modules import exported

@@ -186,7 +186,8 @@ class Console:
             self._best.text,
             f"rate {numbers['learning_rate']:.2e}",
             f"{numbers['examples_per_s']:,.0f} examples/s",
-            f"{numbers['tokens_per_s']:,.0f} tokens/s{self._memory}",
+            f"{numbers['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in numbers else "",
+            self._memory.strip(),
         ]
         text = "  ".join(filter(None, parts))
         if self._bar is not None:

@@ -55,9 +55,9 @@ class Meter:
         self._line += Counts(1, *counts)
         self._used.append(result.used)
 
-    def line(self, result: StepResult, rate: float) -> dict[str, float]:
-        """The numbers of a line of the log: this step's, and rates since the last line. The host waits for the
-        device here."""
+    def line(self, result: StepResult, rate: float, lengths: bool = True) -> dict[str, float]:
+        """The numbers of a line of the log: this step's, and rates since the last line. `lengths`: whether examples
+        have any. The host waits for the device here."""
         numbers = {"loss": float(result.loss), "learning_rate": rate, "grad_norm": float(result.grad_norm)}
         self._stop_clock()
         self._count_skipped()
@@ -66,10 +66,14 @@ class Meter:
             numbers["skipped_steps"] = line.skipped
         if self._spikes.seen(numbers["loss"]):
             numbers["spike"] = 1
-        return numbers | {
+        numbers |= {
             "examples_per_s": line.examples / line.seconds,
-            "tokens_per_s": line.tokens / line.seconds,
             "seconds_per_step": line.seconds / line.steps,
+        }
+        if not lengths:
+            return numbers
+        return numbers | {
+            "tokens_per_s": line.tokens / line.seconds,
             "padding": line.padded / line.tokens,
             "padding_by_chance": line.padded_by_chance / line.tokens,
         }
@@ -185,7 +189,7 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
             sinks.advance(step)
             journal.answer()
             if due(step, run.track.every, step in (1, feed.total)):  # no line more where a run was stopped on the way
-                sinks.log(step, "train", meter.line(result, rate))
+                sinks.log(step, "train", meter.line(result, rate, session.task.unit is not None))
                 journal.times(step, phases.take())
             with meter.paused():
                 last = between_steps(session, meter, profiler, step, last)
