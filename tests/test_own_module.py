@@ -2,10 +2,16 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import yaml
 from own_modules import TOY, found_of, job
 
-from lockstep.config.run import RunError
+from lockstep.config.run import Run, RunError
+from lockstep.data.prepare import prepare
+from lockstep.tasks.module import Module
+from lockstep.tasks.modules import own
 
 
 @pytest.fixture
@@ -53,3 +59,90 @@ def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, here: Path)
 def test_a_sum_that_hangs_on_the_other_examples_is_told(here: Path) -> None:
     loss = "((outputs - outputs.mean(0)) ** 2).sum()"
     assert "not the sum of both" in found_of(job(here, TOY.replace("LOSS", loss)))["doubts"][0]
+
+
+def test_the_example_of_the_page(here: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs/own-module.md").read_text()
+    (here / "my_file.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    values = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    assert found_of(Run.load(values))["loss"] == "mean"
+
+
+def test_a_list_of_modules_is_a_row_of_them(here: Path) -> None:
+    code = (
+        TOY.replace("LOSS", "outputs.sum()")
+        .replace("nn.Sequential(", "[")
+        .replace("nn.Linear(8, 2))", "nn.Linear(8, 2)]")
+    )
+    assert isinstance(own.model(job(here, code)), torch.nn.Sequential)
+
+
+METRICS = {
+    "{'a': (outputs > 0).float().mean()}": {"a": "mean"},
+    "{'a': (outputs > 0).sum(), 'b': (outputs > 0).float(), 'c': (outputs.sum(), 3)}": {
+        "a": "sum",
+        "b": "each",
+        "c": "pair",
+    },
+    "{'a': outputs.median()}": "a is neither a sum over examples nor their mean; return one number an example",
+    "{'a': outputs.sum() * 0}": "a is 0 for the items it was tried on",
+    "{'loss': outputs.sum()}": "loss is there already",
+    "outputs": "wanted is a mapping of names to numbers, it gave a tensor of shape",
+}
+
+
+@pytest.mark.parametrize("metrics", METRICS)
+def test_what_a_metric_is_is_found_out(metrics: str, here: Path) -> None:
+    code = TOY.replace("LOSS", "outputs.sum()") + f"\n\ndef metrics(outputs, answers):\n    return {metrics}\n"
+    run, wanted = job(here, code, functions=("metrics",)), METRICS[metrics]
+    if isinstance(wanted, dict):
+        assert found_of(run)["metrics"] == wanted
+        return
+    with pytest.raises(RunError) as caught:
+        found_of(run)
+    assert wanted in str(caught.value)
+
+
+def test_a_loss_of_other_lengths_needs_to_know_its_targets(here: Path) -> None:
+    code = RAGGED.replace("REDUCTION", "mean")
+    with pytest.raises(RunError, match=r"a mean, but not over examples.*give task\.targets"):
+        found_of(job(here, code, functions=("collate",)))
+    assert found_of(job(here, code, functions=("collate", "targets")))["loss"] == "mean"
+    with pytest.raises(RunError, match="does not say how many targets there are"):
+        found_of(job(here, RAGGED.replace("REDUCTION", "none"), functions=("collate",)))
+    run = job(here, RAGGED.replace("REDUCTION", "none"), functions=("collate", "targets", "length"))
+    task = Module(run, prepare(run, Module))
+    columns = task.splits["train"]
+    assert columns.lengths.tolist() == [int(n) + 1 for n in columns.targets]  # type: ignore[attr-defined]
+    micro = task.collate(columns, np.array([3, 0]), 0)
+    assert int((micro.targets >= 0).sum()) == task.count_targets(columns, np.array([3, 0]))
+
+
+RAGGED = """
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Embedding(5, 5)
+
+
+def data():
+    return [torch.randint(1, 5, (int(n),)) for n in torch.randint(1, 9, (40,))]
+
+
+def collate(items):
+    return nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+
+def targets(item):
+    return len(item)
+
+
+def length(item):
+    return len(item) + 1
+
+
+def loss(outputs, batch):
+    return nn.functional.cross_entropy(outputs.transpose(1, 2), batch, ignore_index=0, reduction="REDUCTION")
+"""
