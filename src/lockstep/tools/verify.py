@@ -134,12 +134,12 @@ def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[s
                 more = f" and {len(difference.wrong) - 1} more" if len(difference.wrong) > 1 else ""
                 said.append(f"{at}: the {what} {difference.wrong[0]} differs by {difference.largest:.1e}{more}")
         if said:  # what comes after a wrong step differs because of it
-            return said + (_suspected(mine) or _guess(step, allowed))
+            return said + _guess(step, allowed) + _suspected(mine)
     return said
 
 
 def _suspected(mine: Recording) -> list[str]:
-    """What was found in the user's own code before anything was trained, which is a better guess."""
+    """What was found in the user's own code before anything was trained."""
     return mine.doubts + ([f"{UNCOVERED}: {', '.join(mine.uncovered)}"] if mine.uncovered else [])
 
 

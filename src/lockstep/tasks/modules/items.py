@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.config.run import Run, RunError
@@ -40,20 +39,27 @@ class Bundle:
 
     def to(self, device: Any, non_blocking: bool = False) -> Bundle:
         """Every tensor in it, and what else has a `to`, on a device."""
-        return replace(self, batch=_mapped(lambda part: part.to(device, non_blocking=non_blocking), self.batch))
+        return replace(self, batch=_mapped("to", self.batch, device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Bundle:
         """Every tensor in it in page-locked memory."""
-        return replace(self, batch=_mapped(lambda part: part.pin_memory(), self.batch))
+        return replace(self, batch=_mapped("pin_memory", self.batch))
 
     def __getitem__(self, first: slice) -> Bundle:
         """Of `MicroBatch.blank`: the same batch, which counts for nothing."""
         return replace(self, blank=True)
 
 
-def _mapped(change: Callable[[Any], Any], batch: Any) -> Any:
-    """Tensors, and objects of the user's that move as tensors do, wherever they are in a batch."""
-    return _pytree.tree_map(lambda part: change(part) if hasattr(part, "to") else part, batch)
+def _mapped(method: str, part: Any, *arguments: Any, **named: Any) -> Any:
+    """A method of tensors, and of objects of the user's that have it too, wherever they are in a batch."""
+    if hasattr(part, method):
+        return getattr(part, method)(*arguments, **named)
+    if isinstance(part, Mapping):
+        return {key: _mapped(method, inner, *arguments, **named) for key, inner in part.items()}
+    if isinstance(part, list | tuple):
+        parts = [_mapped(method, inner, *arguments, **named) for inner in part]
+        return type(part)(parts) if type(part) in (list, tuple) else type(part)(*parts)  # the latter: named ones
+    return part
 
 
 class Items(Columns):

@@ -142,7 +142,7 @@ def model(run: Run, empty: bool = False) -> nn.Module:
         found = nn.Sequential(*found)
     if not isinstance(found, nn.Module):
         raise RunError(f"task.model: {name} gives a {type(found).__name__}, and wanted is a torch.nn.Module")
-    if isinstance(found, torch.jit.ScriptModule) or hasattr(found, "_orig_mod"):
+    if isinstance(found, torch.jit.ScriptModule) or type(found).__name__ == "OptimizedModule":
         raise RunError(f"task.model: {name} gives a compiled model; give the module itself")
     return found.to("meta") if empty else found
 

@@ -47,7 +47,7 @@ class Calling:
     def arguments(self, batch: Any) -> tuple[Arguments, Any]:
         """What the model is given of a batch, and what the loss is. Errors: `RunError`."""
         seen = batch
-        if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
+        if type(batch) in (list, tuple):  # and none with names for its parts
             if len(batch) != 2:
                 raise RunError(
                     f"task.data: a batch is {len(batch)} things in a row; wanted is a pair (the model sees the first, "
