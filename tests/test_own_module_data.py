@@ -11,6 +11,7 @@ import torch
 from own_modules import MEAN, NET, NET_FUNCTIONS, found_of, job
 
 import lockstep
+from lockstep.checkpoint.manifest import code_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
@@ -156,3 +157,12 @@ def test_keys_that_cannot_be_meant_are_refused(override: str, said: str, here: P
     with pytest.raises(RunError) as caught:
         found_of(job(here, MEAN, override))
     assert said in str(caught.value)
+
+
+def test_the_files_of_its_functions_are_what_a_checkpoint_compares(here: Path) -> None:
+    run = job(here, MEAN, "task.loss=torch.nn.functional.cross_entropy")
+    file = str(run.task.options["model"]).partition(".")[0] + ".py"
+    assert set(code_of(run)) == {file}
+    before = code_of(run)
+    (here / file).write_text(MEAN.replace("Linear(3, 8)", "Linear(3, 9)"))
+    assert code_of(run) != before

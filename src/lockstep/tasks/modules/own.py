@@ -5,6 +5,7 @@ In: the task section, whose keys name them. Out: functions, splits, a model; or 
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ def function(run: Run, key: str) -> Any:
         return None
     if "." not in name:
         raise RunError(f"task.{key}: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
+    if name.rpartition(".")[0] not in sys.modules:  # what is drawn at its top is the same in every process
+        seed_libraries(run.seed)
     try:
         found = plugins.attribute(name)
     except plugins.PluginError as error:
