@@ -146,3 +146,36 @@ def length(item):
 def loss(outputs, batch):
     return nn.functional.cross_entropy(outputs.transpose(1, 2), batch, ignore_index=0, reduction="REDUCTION")
 """
+
+
+@pytest.mark.parametrize("state", ["self.dice.random()", "next(self.count)"])
+def test_items_that_are_others_the_second_time_are_told(state: str, here: Path) -> None:
+    code = TOY.replace("LOSS", "outputs.sum()").partition("def data")[0] + UNSTEADY.replace("STATE", state)
+    assert "is something else when it is read again" in found_of(job(here, code))["doubts"][0]
+    assert (
+        found_of(job(here, code.replace(state, "random.random() + np.random.rand() + torch.rand(())")))["doubts"] == []
+    )
+
+
+UNSTEADY = """
+import itertools
+
+
+class Items(Dataset):
+    def __init__(self):
+        self.dice, self.count = np.random.default_rng(0), itertools.count()
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, i):
+        return torch.ones(3) * (STATE), i
+
+
+def data():
+    return Items()
+
+
+def loss(outputs, numbers):
+    return outputs.sum()
+"""

@@ -114,9 +114,9 @@ class Module(Task):
         self.run, self.prepared = run, prepared
         self.options = ModuleOptions.model_validate(run.task.options)
         self.sets, _ = own.data_sets(run)
-        self.splits = {s: Items(*self.sets[s], path, s) for s, path in prepared.splits.items()}  # type: ignore[misc]
+        self.splits = {s: Items(*self.sets[s], path, s) for s, path in prepared.splits.items()}
         if self.options.length is not None:
-            self.unit = "units"  # type: ignore[misc]
+            self.unit = "units"
 
     @property
     def origin(self) -> str:
@@ -154,7 +154,7 @@ class Module(Task):
             functions["generate"],
             running.names_of(found),
         )
-        found.lockstep_called_once = facts["called_once"]  # type: ignore[assignment]  # of which engines make blocks
+        found.lockstep_called_once = facts["called_once"]  # of which engines make blocks
         return running.adapt(found, calling)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:

@@ -152,7 +152,7 @@ def in_workers(
 
     loader: Any = DataLoader(
         Batches(run, columns),
-        sampler=_Jobs(told),  # type: ignore[arg-type]
+        sampler=_Jobs(told),
         batch_size=None,
         num_workers=count,
         # Forked from this rank: they need no pickled data set, and see when it is gone. Ranks would have a server each

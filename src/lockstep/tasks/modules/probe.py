@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -274,22 +274,26 @@ def foreign_sums(run: Run, model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.SyncBatchNorm)
     ][:1]
-    names = user_code.named(run, strategy=False).values()
-    for file, path in sorted(user_code.files_of(name for name in names if user_code.is_own(name)).items()):
-        tree = ast.parse(path.read_bytes())
-        for node in ast.walk(tree):
-            named = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                named = [f"{node.module}.{a.name}" for a in node.names]
-            if isinstance(node, ast.Attribute):
-                named = [ast.unparse(node)]
-            if any(f"{name}.".startswith("torch.distributed.") for name in named):
+    for file, path in sorted(user_code.files_of(user_code.named(run, strategy=False).values()).items()):
+        for line, name in _named(ast.parse(path.read_bytes())):
+            if f"{name}.".startswith("torch.distributed."):
                 told = (
-                    f"{file}, line {node.lineno}: code of yours uses torch.distributed: what it gets depends on the "
-                    "number of processes and on which micro-batches they run at the same moment"
+                    f"{file}, line {line}: code of yours uses torch.distributed: what it gets depends on the number of "
+                    "processes and on which micro-batches they run at the same moment"
                 )
                 return [*found, told]
     return found
+
+
+def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of what code imports and of the attributes that it asks for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
 
 
 class _Calls:

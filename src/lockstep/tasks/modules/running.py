@@ -128,8 +128,8 @@ class Adapted(nn.Module):
     def forward(self, *arguments: Any, lockstep_batch: Bundle | None = None, **named: Any) -> Any:
         """The user's own, or a `Computed`."""
         if lockstep_batch is None:
-            return super().forward(*arguments, **named)  # type: ignore[misc]
-        return computed(self, super().forward, self.lockstep_calling, lockstep_batch)  # type: ignore[misc, arg-type]
+            return super().forward(*arguments, **named)
+        return computed(self, super().forward, self.lockstep_calling, lockstep_batch)  # type: ignore[arg-type]
 
 
 def computed(model: nn.Module, forward: Callable[..., Any], calling: Calling, bundle: Bundle) -> Computed:
