@@ -48,10 +48,14 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
 def parameters(strategy: Strategy) -> str:
     """How many the model has, and how many of them are trained where that is not all of them, as with an adapter."""
     whole, trained = strategy.parameter_count, strategy.trained_count
-    text = f"{whole / 1e6:.2f}M parameters"
+    text = f"{_millions(whole)} parameters"
     if trained < whole:
-        text += f", {trained / 1e6:.2f}M of them trained ({100 * trained / whole:.2g} %)"
+        text += f", {_millions(trained)} of them trained ({100 * trained / whole:.2g} %)"
     return text
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.2f}M" if count >= 10_000 else f"{count:,}"
 
 
 def left_out(task: Task) -> str:
