@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,21 @@ def test_what_an_item_draws_hangs_on_seed_step_and_place_alone(here: Path) -> No
     assert not (made[2].targets >= 0).any()
 
 
-def test_an_error_in_a_worker_names_the_item(here: Path) -> None:
+def test_an_error_in_an_item_names_it(here: Path) -> None:
     run = job(here, NET.replace("noise = ", "assert i != 50 or random.getstate() is None\n        noise = "))
     with pytest.raises(RunError, match=r"item 50 failed: AssertionError.*\(mine_.*, line"):
         found_of(run)
+
+
+@pytest.mark.processes
+def test_an_error_in_a_worker_is_one_line(here: Path) -> None:
+    code = NET.replace("noise = ", "assert torch.utils.data.get_worker_info() is None, 'here'\n        noise = ")
+    task = task_of(job(here, code, "data.workers=1"))
+    with pytest.raises(RunError) as caught:
+        list(task.in_workers(task.splits["train"], [(0, 0, np.array([3]))]))  # type: ignore[arg-type]
+    assert re.fullmatch(
+        r"task\.data: mine_\w+\.data: item 3 failed: AssertionError: here \(mine.*\)", str(caught.value)
+    )
 
 
 def test_a_batch_of_targets_that_differ_from_the_first_count_is_refused(here: Path) -> None:
