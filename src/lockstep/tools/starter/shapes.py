@@ -103,10 +103,10 @@ def _header(data: DataSection, tables: dict[str, list[Path]], talk: Talk) -> Dat
     if named:
         return data
     talk.console.say(f"{file.name} has no header; its first row is: {shown}")
-    names = _names(data, len(first), talk)
-    data = data.model_copy(update={"columns": names})
     fewer = source.first_row(tables["test"][0], data.encoding) if tables.get("test") else first
-    return without_test(data, talk) if len(fewer) < len(first) and data.test is None else data
+    if len(fewer) < len(first) and data.test is None:
+        data = without_test(data, talk)
+    return data.model_copy(update={"columns": _names(data, len(first), talk)})
 
 
 def without_test(data: DataSection, talk: Talk) -> DataSection:

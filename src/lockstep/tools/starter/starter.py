@@ -64,15 +64,16 @@ def free(path: Path, force: bool) -> None:
         raise RunError(f"{path}: there is no folder {path.absolute().parent}")
 
 
-def checked(path: Path, text: str) -> Run:
-    """Write the file, if what it says can be loaded and planned. Errors: `RunError`; then nothing was written."""
+def checked(path: Path, text: str, planned: bool = True) -> Run:
+    """Write the file, if what it says can be loaded, and `planned`. Errors: `RunError`; then nothing was written."""
     from lockstep.launchers.start import launcher_of
 
     aside = path.with_name(f".{path.name}.partial")
     try:
         aside.write_text(text, encoding="utf-8")
         run = load(aside, [])
-        launcher_of(run).plan(run)
+        if planned:
+            launcher_of(run).plan(run)
         os.replace(aside, path)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
@@ -177,10 +178,10 @@ def _tried_with_model(
     default = guesses.model_for(task["name"], found, here)
 
     def tried(model: str) -> tuple[dict[str, Any], Trial]:
-        filled = guesses.values(path, _from(path, "data", data), task, _local(path, model), found, here)
+        filled = guesses.values(path, _from(path, "data", data), task, local(path, model), found, here)
         for key, value in given.items():
             if not (key.startswith("data.") and key.partition(".")[2] in places.PATHS["data"]):
-                _set(filled, key, value)
+                set_key(filled, key, value)
         talk.console.say("reading the data as training will (its tokens are kept for it)")
         return filled, _trial(path, filled, found, here, talk)
 
@@ -256,14 +257,14 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
 
 def _from(path: Path, section: str, values: DataSection) -> DataSection:
     """The same with local paths as the run file has to write them: from its own folder."""
-    paths = {key: _local(path, value) for key in places.PATHS[section] if (value := getattr(values, key)) is not None}
+    paths = {key: local(path, value) for key in places.PATHS[section] if (value := getattr(values, key)) is not None}
     return values.model_copy(update=paths)
 
 
-def _local(path: Path, value: Any) -> Any:
+def local(path: Path, value: Any) -> Any:
     """A path from the folder of the run file, where it is one from here."""
     if isinstance(value, list):
-        return [_local(path, each) for each in value]
+        return [local(path, each) for each in value]
     folder = path.absolute().parent
     if os.path.isabs(value) or value.startswith("~") or folder == Path.cwd():
         return value
@@ -307,11 +308,13 @@ def _unread(found: Look, task: dict[str, Any]) -> str:
     return f"; not read: {', '.join(rest)}" if rest else ""
 
 
-def _set(filled: dict[str, Any], key: str, value: Any) -> None:
+def set_key(filled: dict[str, Any], key: str, value: Any) -> None:
     """A key that was given, instead of what was guessed."""
     *sections, last = key.split(".")
     for section in sections:
-        filled = filled.setdefault(section, {})
+        if not isinstance(filled.get(section), dict):
+            filled[section] = {}
+        filled = filled[section]
     if last in ("steps", "epochs"):
         filled.pop("epochs", None)
     if last == "warmup_steps":
