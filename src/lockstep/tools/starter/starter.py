@@ -212,9 +212,9 @@ def _trial(path: Path, filled: dict[str, Any], found: Look, here: Here, talk: Ta
                     "of that name, and what it wants, was not tried"
                 )
                 small = filled | {"task": dict(filled["task"])}
-                scratch = guesses.values(path, DataSection(), filled["task"], SCRATCH, found, here)
                 exact = filled["task"]["name"] != "language_modeling"
-                small |= {"model": scratch["model"], "tokenizer": scratch["tokenizer"]}
+                length = filled["task"].get("block_size") or filled["data"]["max_length"]
+                small |= guesses.scratch(filled["task"]["name"], length, found.sizes["train"])
                 if filled["task"].get("messages"):
                     small["task"].setdefault("chat_template", CHAT)
                 return _prepared(path, small, found, exact)

@@ -43,11 +43,14 @@ def move(
         moved.set(key, value, "")
     looked = _look(moved, flags["data"] is not None, talk)
     _fit(moved, looked, talk)
+    if moved.keys.get("model.source") == guesses.SCRATCH:
+        _from_scratch(moved, looked)
     _settle(path, moved, looked, talk)
     run = _written(path, origin, found.source.called, moved, talk)
     for name, why in moved.left:
         talk.console.say(f"no counterpart: {name} ({why})")
-    talk.console.say(f"wrote {path}: {run.task.name}; what has no counterpart is listed in it, too")
+    told = "; what has no counterpart is listed in it, too" if moved.left else ""
+    talk.console.say(f"wrote {path}: {run.task.name}{told}")
     empty = [key for key, value in moved.keys.items() if value == FILL_IN]
     first = f"fill in {' and '.join(empty)}; then " if empty else ""
     talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
@@ -108,6 +111,16 @@ def _columns(moved: Moved, found: fit.Fit, talk: Talk) -> None:
         talk.note(f"task.{key}: {found.keys.get(key)}; {why}")
 
 
+def _from_scratch(moved: Moved, looked: Look | None) -> None:
+    """A small model, instead of one of that name."""
+    del moved.keys["model.source"]
+    length = int(moved.keys.get("task.block_size") or moved.keys.get("data.max_length") or 128)
+    rows = looked.sizes["train"] if looked is not None else 0
+    for section, values in guesses.scratch(str(moved.keys["task.name"]), length, rows).items():
+        for key, value in values.items():
+            moved.keys.setdefault(f"{section}.{key}", value)
+
+
 def _settle(path: Path, moved: Moved, looked: Look | None, talk: Talk) -> None:
     """What depends on other keys: names, paths, lengths, and intervals that were shares of an epoch or of the run."""
     for note in moved.notes:
@@ -130,8 +143,11 @@ def _settle(path: Path, moved: Moved, looked: Look | None, talk: Talk) -> None:
     if looked is not None:
         rows = looked.sizes["train"] * (0.9 if "validation" not in looked.sizes else 1)
         epoch, total = guesses.steps_of({"batch_size": batch, **moved.keys}, round(rows))
+    total = total if total is not None else moved.keys.get("steps")
     for key in _INTERVALS:
-        _interval(moved, key, epoch, total if total is not None else moved.keys.get("steps"))
+        _interval(moved, key, epoch, total)
+        if total is not None and int(moved.keys.get(key) or 0) > total:
+            talk.note(f"{key} is {moved.keys[key]}, and the run has about {total} steps: it never comes due")
     if moved.keys.get("checkpoint.best") and not moved.keys.get("evaluate.every"):
         moved.drop("checkpoint.best", moved.keys.pop("checkpoint.best"), "it needs evaluations: set evaluate.every")
 

@@ -138,9 +138,9 @@ def _script(path: Path, text: str) -> Read:
         try:
             given.keys[word.arg] = _value(word.value, constants)
         except ValueError:
-            given.left.append(
-                (f"{word.arg}: {ast.unparse(word.value)[:60]}", "its value is known when the script runs")
-            )
+            why = "its value is known when the script runs; a default is taken where there is one"
+            given.left.append((f"{word.arg}: {ast.unparse(word.value)[:60]}", why))
+            given.keys[word.arg] = None
     if found[0].args:
         given.keys.setdefault("output_dir", _text(found[0].args[0], constants))
     for call in calls:

@@ -55,7 +55,7 @@ def apply(table: Table, theirs: Mapping[str, Any], moved: Moved) -> None:
         elif row.joined:
             continue
         elif not row.here:
-            if not _is_off(value) and value != row.default and str(value) != str(row.default):
+            if not _is_off(value) and value != row.default:
                 moved.drop(name, value, row.how)
         elif value is None:
             continue

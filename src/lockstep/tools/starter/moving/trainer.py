@@ -31,6 +31,14 @@ _SAVED = "checkpoints hold all that a run needs, and nothing else is chosen"
 _LOGS = "what is said: track.console; what is written: metrics.jsonl"
 _AGAIN = "an option of strategy.name=hf_trainer; else more micro_batches need less memory"
 _KERNELS = "an option of strategy.name=hf_trainer (strategy.options), where it may change the bits"
+_ACCELERATOR = {
+    "split_batches": False,
+    "dispatch_batches": None,
+    "even_batches": True,
+    "use_seedable_sampler": True,
+    "non_blocking": False,
+    "gradient_accumulation_kwargs": None,
+}
 _SAME = "every example once an epoch; the order is a function of seed, epoch and place"
 
 TABLE: Table = {
@@ -147,7 +155,7 @@ TABLE: Table = {
     "save_safetensors": Row("", _SAVED, default=True),
     "enable_jit_checkpoint": Row("", "lockstep stop, and SIGTERM, save at the next step"),
     "overwrite_output_dir": Row("", "a run goes on where its output ends; another output starts anew"),
-    "hub_token": Row("", "secrets come from the environment: HF_TOKEN"),
+    "hub_token": Row("", "secrets come from the environment: HF_TOKEN", default="<HUB_TOKEN>"),
     "hub_strategy": Row("", _HUB, default="every_save"),
     "hub_always_push": Row("", _HUB),
     "hub_revision": Row("", _HUB),
@@ -156,7 +164,7 @@ TABLE: Table = {
     "resume_from_checkpoint": Row("", "the same command goes on from the newest checkpoint that is whole"),
     "full_determinism": Row("", "strategy.exact, which is the default"),
     "data_seed": Row("", "seed is that of the order of data, too"),
-    "accelerator_config": Row("", _SUMS),
+    "accelerator_config": Row("", _SUMS, default=_ACCELERATOR),
     "parallelism_config": Row("", "strategy.name and its options"),
     "dataloader_drop_last": Row("", _SAME),
     "dataloader_num_workers": Row("", _FEED),
