@@ -235,8 +235,17 @@ def test_with_data_columns_and_intervals_follow(here: Path, capsys: pytest.Captu
     (here / "args.json").write_text(json.dumps({"eval_strategy": "epoch", "num_train_epochs": 2, "save_steps": 999}))
     run = moved(here / "args.json", "--data", "a.csv", "--model", "scratch")
     assert (run.data.columns, run.task.options["label"], run.model.type) == (["text", "label"], "label", "gpt2")
-    assert run.evaluate.every == 23  # 180 of 200 rows, 8 a step
+    assert run.evaluate.every == "epoch"
     assert "checkpoint.every is 999" in capsys.readouterr().out
+
+
+def test_parts_of_an_epoch_are_steps_once_the_data_are_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "a.jsonl").write_text("".join(json.dumps({"text": f"a text {i}"}) + "\n" for i in range(200)))
+    (here / "ax.yaml").write_text("base_model: a/b\nmicro_batch_size: 9\nevals_per_epoch: 4\nsaves_per_epoch: 1\n")
+    run = moved(here / "ax.yaml", "--data", "a.jsonl", "epochs=3")
+    assert (run.evaluate.every, run.checkpoint.every, run.task.options["text"]) == (5, "epoch", "text")  # of 20
+    assert moved(here / "ax.yaml").evaluate.every == 0
+    assert "no counterpart: evals_per_epoch 4 (evaluate.every counts steps" in capsys.readouterr().out
 
 
 def test_a_value_that_will_not_do_is_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

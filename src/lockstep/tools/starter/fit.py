@@ -81,8 +81,9 @@ def guess(found: Look) -> tuple[str, Fit]:
 def unfit(found: Look) -> str | None:
     """What a data set seems to be for that no task here is, with what to do; None where nothing seems so."""
     own = (
-        "No task here learns that. Either make it a column of one label (an integer or a text) a row; or write a task "
-        "of your own (task.name=your.module.Class, see CONTRIBUTING.md); or leave it out: --task language_modeling"
+        "None of the tasks for texts learns that. Make it a column of one label (an integer or a text) a row; or bring "
+        "a model and a loss of your own (task: {name: module, ...}: docs/recipes.md); or leave it out: --task "
+        "language_modeling"
     )
     pairs = {name for pair in found.aligned for name in pair}
     several = [c for c, k in found.kinds.items() if k in ("texts", "labels", "list") and is_label(c) and c not in pairs]

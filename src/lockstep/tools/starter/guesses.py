@@ -108,7 +108,7 @@ def with_steps(filled: dict[str, Any], examples: int, here: Here) -> dict[str, A
     micro = filled["micro_batches"] if filled["micro_batches"] > 1 else _micro_batches(batch, here)
     epoch, total = steps_of(filled | {"batch_size": batch}, examples)
     each = max(1, min(epoch, total // 2))  # the end is evaluated and saved anyway
-    evaluate = {"every": each} | filled.get("evaluate", {})
+    evaluate = {"every": "epoch" if epoch < total else each} | filled.get("evaluate", {})
     checkpoint = {"every": min(200, each)} | filled.get("checkpoint", {})
     track = filled.get("track", {}) | ({} if total >= 30 else {"every": max(1, total // 10)})
     more = {"evaluate": evaluate, "checkpoint": checkpoint} | ({"track": track} if track else {})

@@ -242,7 +242,7 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
     try:
         aside.write_text(sheet.write(filled, [], {}), encoding="utf-8")
         run = load(aside, [])
-        prepared = prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[arg-type]
+        prepared = prepare(run, plugins.find("tasks", run.task.name))
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
     except RunError as error:

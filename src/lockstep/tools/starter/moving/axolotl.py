@@ -82,6 +82,7 @@ TABLE: Table = {
     "output_dir": Row("output"),
     "seed": Row("seed"),
     "hub_model_id": Row("hub.push_to"),
+    "early_stopping_patience": Row("evaluate.patience", "by checkpoint.best; its default is -loss"),
     "ddp_timeout": Row("launch.timeout_s"),
     "fsdp": Row("strategy.name", "fsdp2", joined=True),
     "fsdp_version": Row("strategy.name", "fsdp2", joined=True),
@@ -116,7 +117,6 @@ TABLE: Table = {
     "liger_fused_linear_cross_entropy": Row("", _KERNELS),
     "rl": Row("", _PREFERENCES),
     "reward_model": Row("", _PREFERENCES),
-    "early_stopping_patience": Row("", "a run goes to its last step; checkpoint.best keeps the best checkpoint"),
     "resume_from_checkpoint": Row("", "the same command goes on from the newest checkpoint that is whole"),
     "auto_resume_from_checkpoints": Row("", "the same command goes on from the newest checkpoint that is whole"),
     "local_rank": Row("", "a launcher tells a process who it is"),
@@ -166,7 +166,7 @@ def move(theirs: Mapping[str, Any], moved: Moved, processes: int | None) -> None
         ("checkpoint.every", "saves_per_epoch", "save_steps"),
     ):
         if (times := whole(theirs.get(count), 0)) > 0:
-            moved.set(ours, f"1/{times} epoch", f"{count} {times}")
+            moved.set(ours, "epoch" if times == 1 else f"1/{times} epoch", f"{count} {times}")
         elif (every := number(theirs.get(steps))) is not None:
             moved.set(ours, int(every) if every >= 1 else every, f"{steps} {every:g}")
     _adapter(theirs, moved)

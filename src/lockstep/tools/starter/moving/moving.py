@@ -146,10 +146,11 @@ def _settle(path: Path, moved: Moved, looked: Look | None, talk: Talk) -> None:
     total = total if total is not None else moved.keys.get("steps")
     for key in _INTERVALS:
         _interval(moved, key, epoch, total)
-        if total is not None and int(moved.keys.get(key) or 0) > total:
+        if total is not None and isinstance(every := moved.keys.get(key), int) and every > total:
             talk.note(f"{key} is {moved.keys[key]}, and the run has about {total} steps: it never comes due")
-    if moved.keys.get("checkpoint.best") and not moved.keys.get("evaluate.every"):
-        moved.drop("checkpoint.best", moved.keys.pop("checkpoint.best"), "it needs evaluations: set evaluate.every")
+    for key in ("checkpoint.best", "evaluate.patience"):
+        if moved.keys.get(key) and not moved.keys.get("evaluate.every"):
+            moved.drop(key, moved.keys.pop(key), "it needs evaluations: set evaluate.every")
 
 
 def _interval(moved: Moved, key: str, epoch: int | None, total: int | None) -> None:
@@ -157,9 +158,8 @@ def _interval(moved: Moved, key: str, epoch: int | None, total: int | None) -> N
     value = moved.keys.get(key)
     if isinstance(value, float) and value < 1:
         share, whole = value, total
-    elif isinstance(value, str) and value.endswith("epoch"):  # epoch, or 1/4 epoch
-        parts = re.findall(r"\d+", value)
-        share, whole = 1 / int(parts[-1]) if parts else 1.0, epoch
+    elif isinstance(value, str) and value.endswith(" epoch"):  # 1/4 epoch
+        share, whole = 1 / int(value.partition("/")[2].split()[0]), epoch
     else:
         return
     told = moved.told.get(key, "")
