@@ -82,6 +82,15 @@ def test_files_side_by_side(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     check_arithmetic(here / "b.yaml")
 
 
+def test_without_sacrebleu_there_is_no_bleu(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(guesses.importlib.util, "find_spec", lambda name: None)
+    jsonl(here / "data", [{"source": f"the house {i}", "target": f"das Haus {i}"} for i in range(40)])
+    assert written("--data", "data").task.options["bleu"] is False
+    assert "sacrebleu is not installed" in capsys.readouterr().out
+
+
 def test_a_test_split_without_labels(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jsonl(here / "data", EMOTION)
     jsonl(here / "data", [{"id": 1, "text": "what will it be?"}] * 5, "test.jsonl")
@@ -258,3 +267,9 @@ def test_rows_are_looked_at_from_beginning_to_end(here: Path) -> None:
     (here / "sorted.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = columns.look(load(None, {}, {"data": {"source": "sorted.jsonl"}, "model": {"type": "gpt2"}}).data)
     assert found.few == {"kind": 2}
+
+
+def test_a_column_that_never_changes_is_in_no_doubt(here: Path) -> None:
+    jsonl(here / "data", [{"body": f"t {i}", "lang": "en", "label": i % 3} for i in range(60)])
+    found = columns.look(load(None, {}, {"data": {"source": "data"}, "model": {"type": "gpt2"}}).data)
+    assert fit.guess(found) == ("classification", fit.Fit({"text": "body", "label": "label"}))

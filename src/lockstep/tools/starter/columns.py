@@ -38,6 +38,7 @@ class Look:
     binary: tuple[str, ...] = ()  # columns of 0 and 1
     aligned: frozenset[tuple[str, str]] = frozenset()  # columns of lists that are as long as each other in every row
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # split -> columns of train it has not
+    same: tuple[str, ...] = ()  # columns that hold the same in every row
 
     @property
     def texts(self) -> list[str]:
@@ -71,6 +72,7 @@ def look(data: DataSection, seed: int = 0) -> Look:
         tuple(name for name, there in values.items() if kinds[name] in _COUNTED[2:] and set(there) == {0, 1}),
         frozenset((a, b) for a in lists for b in lists if a != b and _as_long(train, a, b)),
         {split: tuple(c for c in kinds if c not in rows.column_names) for split, rows in found.splits.items()},
+        tuple(name for name, count in counts.items() if count == 1 and len(train) > 1),
     )
 
 

@@ -132,14 +132,14 @@ def _classification(found: Look) -> Fit | None:
     if rivals:
         doubts["label"] = f"{', '.join(rivals)} might be the label as well"
     if pair := _pair(texts):
-        rest = [c for c in texts if c not in pair and c not in found.few]
+        rest = [c for c in texts if _might_be_read(c, found) and c not in (*pair, *found.few)]
         if rest:
             doubts["text"] = f"{', '.join(rest)} might be a text as well"
         return Fit({"text": pair[0], "text_pair": pair[1], "label": label}, doubts)
     free = [c for c in texts if c not in found.few] or texts
     longest = sorted(free, key=lambda c: -found.characters[c])
     text = _first([c for name in _TEXT for c in free if c.lower() == name], longest)
-    if others := _unlike(text, [c for c in free if not is_name(c)]):
+    if others := _unlike(text, [c for c in free if _might_be_read(c, found)]):
         doubts["text"] = f"{', '.join(others)} might be the text as well, or a second one (task.text_pair)"
     return Fit({"text": text, "label": label}, doubts)
 
@@ -164,7 +164,7 @@ def _translation(found: Look) -> Fit | None:
         if set(sides) <= set(found.texts):
             return Fit({"source": sides[0], "target": sides[1]})
     languages = [c for c in found.texts if is_language(c)]
-    long = [c for c in found.texts if c not in found.few and not is_name(c)]
+    long = [c for c in found.texts if _might_be_read(c, found) and c not in found.few]
     return _sides(languages) if len(languages) >= 2 and set(long) <= set(languages) else None
 
 
@@ -196,7 +196,7 @@ def _language_modeling(found: Look) -> Fit | None:
     text = _first([c for name in _TEXT for c in texts if c.lower() == name], longest)
     if not text:
         return None
-    others = [c for c in _unlike(text, texts) if c not in found.few and not is_name(c)]
+    others = [c for c in _unlike(text, texts) if _might_be_read(c, found) and c not in found.few]
     return Fit({"text": text}, {"text": f"{', '.join(others)} might be the text as well"} if others else {})
 
 
@@ -236,6 +236,11 @@ def is_name(column: str) -> bool:
     return bool(
         parts & {"id", "idx", "index", "url", "link", "uuid", "guid", "hash", "date", "time", "timestamp", "file"}
     )
+
+
+def _might_be_read(column: str, found: Look) -> bool:
+    """Not what tells rows apart, nor what is the same in all of them."""
+    return not is_name(column) and column not in found.same
 
 
 def _pair(texts: list[str]) -> tuple[str, str] | None:

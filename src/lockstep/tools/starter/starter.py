@@ -100,6 +100,7 @@ def _data(given_source: str | None, given: dict[str, Any], talk: Talk) -> tuple[
         return section, columns.look(section)
 
     if given_source is not None or "train" in more:
+        talk.console.say(f"reading {given_source or more['train']}")
         return read(given_source)
     if talk.ask is None:
         raise RunError("give the data: --data FOLDER, FILE, HUB-ID or builtin/emotion")
@@ -182,6 +183,8 @@ def _tried_with_model(
         for key, value in given.items():
             if not (key.startswith("data.") and key.partition(".")[2] in places.PATHS["data"]):
                 set_key(filled, key, value)
+        if filled["task"].get("bleu") is False and "task.bleu" not in given:
+            talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
         talk.console.say("reading the data as training will (its tokens are kept for it)")
         return filled, _trial(path, filled, found, here, talk)
 
