@@ -150,6 +150,8 @@ def test_paths_beside_the_run_file_are_found_from_any_folder(tmp_path: Path, mon
     monkeypatch.chdir(elsewhere)
     assert load(run, []).data.source == str(tmp_path / "job/texts")
     assert load("../job/run.yaml", []).data.source == "../job/texts"
+    short = write(tmp_path / "job/short.yaml", f"data: texts\n{MODEL}")
+    assert load(short, []).data.source == str(tmp_path / "job/texts")
     assert load(run, ["data.source=texts"]).data.source == "texts"  # what is typed is of this folder
     write(elsewhere / "texts/train.jsonl", '{"text": "b"}\n')
     assert load("../job/run.yaml", []).data.source == "../job/texts"

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.config import places, plugins
 from lockstep.config.run import Run, RunError, load, overrides_of
-from lockstep.config.sections import DataSection
+from lockstep.config.sections import DataSection, at_length
 from lockstep.data.source import BUILTIN
 from lockstep.tools.starter import columns, fit, guesses, shapes, sheet
 from lockstep.tools.starter.columns import Look
@@ -41,7 +41,7 @@ def init(path: Path, flags: dict[str, str | None], overrides: list[str], force: 
     """
     free(path, force)
     console = Console(True)
-    talk, given = Talk(ask, console), dict(overrides_of(overrides))
+    talk, given = Talk(ask, console), keys_of(overrides)
     data, found = _data(flags.get("data") or given.get("data.source"), given, talk)
     console.say(f"{found.source}: {_sizes(found)}; columns {found.described()}")
     task = _task(found, flags.get("task") or given.get("task.name"), given, talk)
@@ -54,6 +54,15 @@ def init(path: Path, flags: dict[str, str | None], overrides: list[str], force: 
     console.say(f"wrote {path}: {run.task.name} with {run.model.source or run.model.type} on {here.described()}")
     console.say(f"next: lockstep plan {path}; lockstep train {path}")
     return 0
+
+
+def keys_of(overrides: list[str]) -> dict[str, Any]:
+    """Overrides as dotted key -> value; a text that stands for a section is its main key. Errors: `RunError`."""
+    found: dict[str, Any] = {}
+    for key, value in overrides_of(overrides).items():
+        whole = at_length(key, value)
+        found |= {f"{key}.{inner}": each for inner, each in whole.items()} if isinstance(whole, dict) else {key: value}
+    return found
 
 
 def free(path: Path, force: bool) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, overrides_of
+from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.tools.starter import columns, fit, guesses, shapes, sheet, starter
 from lockstep.tools.starter.columns import Look
@@ -30,7 +30,7 @@ def move(
 ) -> int:
     """The whole command. Errors: `RunError`; then nothing was written."""
     starter.free(path, force)
-    talk, given = Talk(ask, Console(True)), dict(overrides_of(overrides))
+    talk, given = Talk(ask, Console(True)), starter.keys_of(overrides)
     found, moved = reading.read(origin), Moved()
     for key, (value, told) in found.ours.items():
         moved.set(key, value, told)
