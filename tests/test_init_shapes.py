@@ -139,6 +139,14 @@ REFUSED = {
         [{"comment": f"t {i}", "toxic": i % 2, "insult": i // 2 % 2, "threat": i // 4 % 2} for i in range(50)],
         "toxic, insult, threat",
     ),
+    "lists of labels in a text": (
+        [{"text": f"t {i}", "tags": ["a", "a,b"][i % 2]} for i in range(50)],
+        "lists of labels",
+    ),
+    "texts of which any might be meant": (
+        [{"left": f"some words {i}", "right": f"other words {i}"} for i in range(50)],
+        "cannot be told from its columns",
+    ),
     "decimals": ([{"sentence1": f"a {i}", "sentence2": f"b {i}", "score": i / 7} for i in range(50)], "(regression)"),
     "as many numbers as rows": ([{"text": f"t {i}", "label": i} for i in range(50)], "nearly as many as rows"),
     "turns": (
@@ -181,6 +189,7 @@ def test_what_training_refuses_is_refused(here: Path, capfd: pytest.CaptureFixtu
         ([["good film", "pos"], ["bad film", "neg"], ["a film", "pos"]], False),
         ([["it is a very long text of a film", "x"], ["b", "y"]], False),
         ([["sun", "Sonne"], ["moon", "Mond"]], None),
+        ([["Go on.", "Weiter!"], ["Stop it.", "Halt!"]], False),
         ([["text", "label"], ["text", "label"]], None),
     ],
 )

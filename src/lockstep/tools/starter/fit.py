@@ -70,12 +70,17 @@ def guess(found: Look) -> tuple[str, Fit]:
     if (why := unfit(found)) is not None:
         raise RunError(why)
     for task in TASKS:
-        if (fitted := fit(task, found)) is not None:
+        if (fitted := fit(task, found)) is not None and not _is_a_shot(task, fitted):
             return task, fitted
     raise RunError(
         f"what {found.source} is for cannot be told from its columns: {found.described()}. "
         "Say it: --task NAME, and its columns as task.text=... task.label=..."
     )
+
+
+def _is_a_shot(task: str, fitted: Fit) -> bool:
+    """Whether one of several texts was taken whose name says nothing."""
+    return task == "language_modeling" and "text" in fitted.doubts and fitted.keys["text"].lower() not in _TEXT
 
 
 def unfit(found: Look) -> str | None:
@@ -88,6 +93,9 @@ def unfit(found: Look) -> str | None:
     pairs = {name for pair in found.aligned for name in pair}
     several = [c for c, k in found.kinds.items() if k in ("texts", "labels", "list") and is_label(c) and c not in pairs]
     one = [c for c in found.few if is_label(c) and c not in found.binary]
+    joined = [c for c in found.joined if is_label(c)]
+    if joined and len(found.texts) > 1:
+        return f"column {joined[0]!r} of {found.source} holds lists of labels, written as one text. {own}"
     if several and found.texts and not one:
         return f"column {several[0]!r} of {found.source} holds several labels a text. {own}"
     if len(found.binary) > 1 and found.texts and not one and "label" not in found.binary:
