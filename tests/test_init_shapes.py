@@ -3,9 +3,12 @@ arithmetic is training's."""
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from harness import lockstep_environment
 from test_init import EMOTION, LAPTOP, answering, jsonl, written
 
 from lockstep.cli import main
@@ -230,6 +233,37 @@ def test_paths_are_written_from_the_folder_of_the_file(here: Path, monkeypatch: 
     monkeypatch.chdir("/")
     assert Path(str(load(here / "jobs/run.yaml", []).data.source)) == here / "data"
     check_arithmetic(here / "jobs/run.yaml")
+
+
+@pytest.mark.processes
+def test_what_it_writes_trains_from_any_folder(here: Path, cache: Path) -> None:
+    """A table without a header, folders of labels and files side by side; one process after the other, to import torch
+    once."""
+    (here / "table.csv").write_text("".join(f"words {i},{i % 2}\n" for i in range(60)))
+    for label in ("neg", "pos"):
+        (here / f"folders/{label}").mkdir(parents=True)
+        for i in range(30):
+            (here / f"folders/{label}/{i}.txt").write_text(f"a {label} film {i}")
+    (here / "sides").mkdir()
+    for language, words in (("en", "the house"), ("de", "das Haus")):
+        (here / f"sides/train.{language}").write_text("".join(f"{words} {i}\n" for i in range(60)))
+    names = ("table.csv", "folders", "sides")
+    for name in names:
+        written("--data", name, path=f"{name}.yaml")
+    (here / "elsewhere").mkdir()
+    code = (
+        f"from lockstep.cli import main\nfor name in {names}:\n"
+        "    main(['train', f'../{name}.yaml', 'steps=2', 'launch.processes=1', f'output={name}'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=lockstep_environment(cache),
+        capture_output=True,
+        text=True,
+        cwd=here / "elsewhere",
+    )
+    assert done.returncode == 0, done.stderr
+    assert [name for name in names if not (here / f"elsewhere/{name}/export/config.json").exists()] == [], done.stderr
 
 
 # -- questions -------------------------------------------------------------------------------------------------------
