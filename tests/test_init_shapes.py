@@ -290,6 +290,16 @@ def test_a_person_names_columns_and_leaves_rows_out(here: Path, monkeypatch: pyt
     assert (run.data.columns, run.data.drop_missing) == (["what", "kind"], True)
 
 
+def test_what_no_model_mends_is_not_asked_again(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    jsonl(here / "data", [*EMOTION, {"id": 0, "text": None, "mood": "joy"}])
+    asked = answering(monkeypatch, "data", "", "scratch", "no")
+    assert main(["init"]) == 2
+    assert len(asked) == 4
+    assert "data.drop_missing=true" in capfd.readouterr().err
+
+
 def test_answers_without_end_are_no_answers() -> None:
     def never(text: str) -> str:
         raise RunError(f"{text} will not do")

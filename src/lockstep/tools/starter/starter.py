@@ -15,11 +15,11 @@ from typing import Any
 from lockstep.config import places, plugins
 from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.config.sections import DataSection, at_length
-from lockstep.data.source import BUILTIN
+from lockstep.data.source import BUILTIN, local_splits
 from lockstep.tools.starter import columns, fit, guesses, shapes, sheet
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.guesses import CHAT, SCRATCH, Here
-from lockstep.tools.starter.talk import Ask, Talk, one_of
+from lockstep.tools.starter.talk import Ask, NoAnswerMends, Talk, one_of
 from lockstep.track.console import Console
 
 _RETRIES = 5  # remedies tried on one run file
@@ -165,7 +165,7 @@ def _column(key: str, why: str, keys: dict[str, Any], found: Look, talk: Talk) -
 def _without_test(data: DataSection, task: dict[str, Any], found: Look, talk: Talk) -> DataSection:
     """A test split without what is to be learned is not scored."""
     lacking = set(found.lacking.get("test", ())) & {str(value) for value in task.values()}
-    if not lacking or data.test is not None:
+    if not lacking or data.test is not None or local_splits(data) is None:
         return data
     if task["name"] == "classification" and lacking == {task.get("label")}:  # training leaves it out by itself
         talk.note(f"the test split has no column {task['label']}: it is not scored; `lockstep predict` reads it")
@@ -195,7 +195,12 @@ def _tried_with_model(
         if filled["task"].get("bleu") is False and "task.bleu" not in given:
             talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
         talk.console.say("reading the data as training will (its tokens are kept for it)")
-        return filled, _trial(path, filled, found, here, talk)
+        try:
+            return filled, _trial(path, filled, found, here, talk)
+        except RunError as error:
+            if str(error).startswith(("model", "tokenizer", "data.max_length", "task.block_size")):
+                raise
+            raise NoAnswerMends(str(error)) from None
 
     if given_model is not None or talk.ask is None:
         return tried(given_model or default)
