@@ -248,6 +248,15 @@ def test_parts_of_an_epoch_are_steps_once_the_data_are_known(here: Path, capsys:
     assert "no counterpart: evals_per_epoch 4 (evaluate.every counts steps" in capsys.readouterr().out
 
 
+def test_data_that_the_task_cannot_read(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "a.jsonl").write_text("".join(json.dumps({"en": f"a {i}", "de": f"b {i}"}) + "\n" for i in range(40)))
+    (here / "ax.yaml").write_text("base_model: a/b\nadapter: lora\nlora_r: 4\n")
+    assert main(["init", "--from", "ax.yaml", "--data", "a.jsonl", "--task", "classification"]) == 2
+    assert "seems to have no columns for classification; it has en (text), de (text)" in capfd.readouterr().err
+    run = moved(here / "ax.yaml", "--data", "a.jsonl", "--task", "translation", "--model", "scratch")
+    assert (run.task.options["source"], run.model.type, run.model.adapter) == ("en", "marian", {})
+
+
 def test_a_value_that_will_not_do_is_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "args.json").write_text(json.dumps({"learning_rate": -1, "num_train_epochs": 1}))
     assert moved(here / "args.json").optim.learning_rate == 5e-5

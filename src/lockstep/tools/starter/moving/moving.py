@@ -90,8 +90,13 @@ def _fit(moved: Moved, looked: Look | None, talk: Talk) -> None:
             moved.set("task.name", name, "(by the columns of the data)")
             _columns(moved, found, talk)
     elif looked is not None and moved.keys["task.name"] in fit.TASKS:
-        columns_ = [str(v) for k, v in moved.keys.items() if k.startswith("task.") and str(v) in looked.kinds]
-        if not columns_ and (other := fit.fit(moved.keys["task.name"], looked)) is not None:
+        there = list(looked.languages or looked.kinds)
+        if not any(k.startswith("task.") and str(v) in there for k, v in moved.keys.items()):
+            if (other := fit.fit(moved.keys["task.name"], looked)) is None:
+                raise RunError(
+                    f"--data: {looked.source} seems to have no columns for {moved.keys['task.name']}; it has "
+                    f"{looked.described()}. Name them: task.text=... task.label=..., or another --task"
+                )
             for key in ("task.text", "task.prompt", "task.response", "task.messages"):
                 moved.keys.pop(key, None)
             _columns(moved, other, talk)
@@ -114,6 +119,8 @@ def _columns(moved: Moved, found: fit.Fit, talk: Talk) -> None:
 def _from_scratch(moved: Moved, looked: Look | None) -> None:
     """A small model, instead of one of that name."""
     del moved.keys["model.source"]
+    if "model.adapter" in moved.keys:
+        moved.drop("adapter", moved.keys.pop("model.adapter"), "a model from scratch is trained as a whole")
     length = int(moved.keys.get("task.block_size") or moved.keys.get("data.max_length") or 128)
     rows = looked.sizes["train"] if looked is not None else 0
     for section, values in guesses.scratch(str(moved.keys["task.name"]), length, rows).items():
