@@ -122,6 +122,12 @@ def test_keys_that_are_given_are_in_the_file(here: Path) -> None:
     assert (run.model.config["n_layer"], run.model.config["n_embd"]) == (1, 128)
 
 
+def test_a_text_stands_for_a_section(here: Path) -> None:
+    jsonl(here / "data", EMOTION)
+    run = written("data=data", "task=classification", "strategy=single")
+    assert (run.data.source, run.task.options["label"], run.strategy.name) == ("data", "mood", "single")
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [

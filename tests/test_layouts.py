@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.run import DataSection, RunError, load
-from lockstep.data import source
+from lockstep.data import readable, source
 from lockstep.data.text_files import is_language
 
 MODEL = "model: {type: gpt2}\ntokenizer: {train: bpe}\n"
@@ -130,6 +130,14 @@ def test_parallel_files_that_do_not_fit(tmp_path: Path) -> None:
     assert "is not text in utf-8" in refused(source=str(tmp_path), layout="parallel")
 
 
+def test_a_file_that_would_fill_the_disk_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readable, "LARGE", 2**20)
+    monkeypatch.setattr(readable, "MOST", 100)
+    for language in ("en", "de"):
+        write(tmp_path / f"train.{language}.gz", gzip.compress(b"\n" * 2**23))
+    assert "which looks like a mistake or a trap" in refused(source=str(tmp_path), layout="parallel")
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [("en", True), ("de_DE", True), ("eng_Latn", True), ("md", False), ("py", False), ("label", False)],
@@ -150,6 +158,8 @@ def test_paths_beside_the_run_file_are_found_from_any_folder(tmp_path: Path, mon
     monkeypatch.chdir(elsewhere)
     assert load(run, []).data.source == str(tmp_path / "job/texts")
     assert load("../job/run.yaml", []).data.source == "../job/texts"
+    short = write(tmp_path / "job/short.yaml", f"data: texts\n{MODEL}")
+    assert load(short, []).data.source == str(tmp_path / "job/texts")
     assert load(run, ["data.source=texts"]).data.source == "texts"  # what is typed is of this folder
     write(elsewhere / "texts/train.jsonl", '{"text": "b"}\n')
     assert load("../job/run.yaml", []).data.source == "../job/texts"

@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.sections import at_length
+
 # Section -> its keys that may name local files or folders.
 PATHS = {
     "data": ("source", "train", "validation", "test"),
@@ -28,10 +30,12 @@ def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
         return values
     found = dict(values)
     for section, keys in PATHS.items():
-        if isinstance(given := values.get(section), dict):
+        if isinstance(given := at_length(section, values.get(section)), dict):
             if given.get("source") is not None:
                 keys = ("source",)  # what else there is are splits of it, or files in it
-            found[section] = given | {key: _found(given[key], folder) for key in keys if key in given}
+            there = {key: _found(given[key], folder) for key in keys if key in given}
+            if there != {key: given[key] for key in there}:
+                found[section] = given | there
     return found
 
 

@@ -26,11 +26,16 @@ def hidden(dataset: Dataset, column: str) -> bool:
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
-    """The same; labels that are true and false are texts."""
+    """The same without missing rows: true and false are texts, and whole numbers with a point (1.0, as tables have them
+    where some are missing) are integers."""
     import datasets
 
-    truths = getattr(dataset.features[column], "dtype", None) == "bool"
-    return dataset.cast_column(column, datasets.Value("string")) if truths else dataset
+    kind = str(getattr(dataset.features[column], "dtype", None))
+    if kind == "bool":
+        return dataset.cast_column(column, datasets.Value("string"))
+    if kind.startswith("float") and all(value.is_integer() for value in dataset[column]):
+        return dataset.cast_column(column, datasets.Value("int64"))
+    return dataset
 
 
 def codes_of(

@@ -222,8 +222,10 @@ def rows_of_table(file: Path, encoding: str) -> Iterator[list[str]]:
     """The rows of a .csv or .tsv file, as they are."""
     options = FORMATS[file.suffix][1]
     with open(file, encoding=readable.codec(encoding), newline="") as opened:
-        quoting = csv.QUOTE_NONE if "quoting" in options else csv.QUOTE_MINIMAL
-        yield from csv.reader(opened, delimiter=options.get("sep", ","), quoting=quoting)
+        if "quoting" in options:
+            yield from csv.reader(opened, delimiter=options["sep"], quoting=csv.QUOTE_NONE)
+        else:
+            yield from csv.reader(opened)
 
 
 def _rows_of(file: Path, key: str, encoding: str) -> list[dict[str, Any]]:

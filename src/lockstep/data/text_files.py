@@ -191,10 +191,10 @@ def read_parallel(files: list[Path], key: str, encoding: str) -> Dataset:
             raise RunError(f"{key}: {group[side]} and {file} are the same side ({side}); leave one out")
         group[side] = file
     sides = sorted({side for group in together.values() for side in group})
-    for stem, group in together.items():
+    for called, group in together.items():
         if sorted(group) != sides or len(sides) < 2:
             raise RunError(
-                f"{key}: {stem} has {' and '.join(sorted(group))}; wanted are files of the same name for "
+                f"{key}: {called} has {' and '.join(sorted(group))}; wanted are files of the same name for "
                 f"{' and '.join(sides) if len(sides) > 1 else 'two sides'}, such as train.en and train.de"
             )
         lines = {side: _lines(file, key, encoding) for side, file in sorted(group.items())}

@@ -13,6 +13,13 @@ HELP = "write a commented run file for your own data, after a few questions"
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="RUN.yaml", help="the file to write (default: run.yaml), key=value")
     parser.add_argument("--data", help="a folder, a file, a Hub id, or builtin/emotion")
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        metavar="FILE",
+        help="move another system's in: training_args.json, a script with TrainingArguments(...), YAML of axolotl, "
+        "LLaMA-Factory or accelerate config, DeepSpeed JSON",
+    )
     parser.add_argument("--task", help="default: guessed from the columns")
     parser.add_argument("--model", help="Hub id or folder of a pretrained model, or scratch")
     parser.add_argument("--yes", action="store_true", help="ask nothing: take what is guessed")
@@ -21,6 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(known: argparse.Namespace) -> int:
     from lockstep.tools.starter import starter, talk
+    from lockstep.tools.starter.moving import moving
 
     paths = [word for word in known.words if "=" not in word]
     if len(paths) > 1:
@@ -28,4 +36,7 @@ def main(known: argparse.Namespace) -> int:
     flags = {"data": known.data, "task": known.task, "model": known.model}
     ask = None if known.yes or not talk.can_ask() else talk.terminal
     path = Path(paths[0] if paths else "run.yaml")
-    return starter.init(path, flags, [word for word in known.words if "=" in word], known.force, ask)
+    overrides = [word for word in known.words if "=" in word]
+    if known.origin is not None:
+        return moving.move(path, Path(known.origin), flags, overrides, known.force, ask)
+    return starter.init(path, flags, overrides, known.force, ask)

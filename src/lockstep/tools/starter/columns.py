@@ -38,6 +38,8 @@ class Look:
     binary: tuple[str, ...] = ()  # columns of 0 and 1
     aligned: frozenset[tuple[str, str]] = frozenset()  # columns of lists that are as long as each other in every row
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # split -> columns of train it has not
+    same: tuple[str, ...] = ()  # columns that hold the same in every row
+    joined: tuple[str, ...] = ()  # columns of few texts that are lists of each other's: "a", "b", "a,b"
 
     @property
     def texts(self) -> list[str]:
@@ -71,6 +73,8 @@ def look(data: DataSection, seed: int = 0) -> Look:
         tuple(name for name, there in values.items() if kinds[name] in _COUNTED[2:] and set(there) == {0, 1}),
         frozenset((a, b) for a in lists for b in lists if a != b and _as_long(train, a, b)),
         {split: tuple(c for c in kinds if c not in rows.column_names) for split, rows in found.splits.items()},
+        tuple(name for name, count in counts.items() if count == 1 and len(train) > 1),
+        tuple(name for name, there in values.items() if kinds[name] == "text" and _are_lists(set(there))),
     )
 
 
@@ -124,6 +128,18 @@ def _kind(rows: Dataset, name: str) -> str:
 def _is_few(values: int, rows: int) -> bool:
     """Whether a column repeats a few values, as labels do."""
     return 2 <= values <= min(_FEW, max(2, rows // 2))
+
+
+def _are_lists(values: set[str]) -> bool:
+    """Whether texts with a separator are put together of others of them."""
+    if len(values) > _FEW or any(len(value) > 100 for value in values):
+        return False
+    for mark in (",", ";", "|"):
+        lists = [[part.strip() for part in value.split(mark)] for value in values]
+        alone = {parts[0] for parts in lists if len(parts) == 1}
+        if any(len(parts) > 1 and set(parts) & alone for parts in lists):
+            return True
+    return False
 
 
 def _as_long(rows: Dataset, a: str, b: str) -> bool:

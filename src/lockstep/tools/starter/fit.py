@@ -70,7 +70,7 @@ def guess(found: Look) -> tuple[str, Fit]:
     if (why := unfit(found)) is not None:
         raise RunError(why)
     for task in TASKS:
-        if (fitted := fit(task, found)) is not None:
+        if (fitted := fit(task, found)) is not None and not _is_a_shot(task, fitted):
             return task, fitted
     raise RunError(
         f"what {found.source} is for cannot be told from its columns: {found.described()}. "
@@ -78,15 +78,24 @@ def guess(found: Look) -> tuple[str, Fit]:
     )
 
 
+def _is_a_shot(task: str, fitted: Fit) -> bool:
+    """Whether one of several texts was taken whose name says nothing."""
+    return task == "language_modeling" and "text" in fitted.doubts and fitted.keys["text"].lower() not in _TEXT
+
+
 def unfit(found: Look) -> str | None:
     """What a data set seems to be for that no task here is, with what to do; None where nothing seems so."""
     own = (
-        "No task here learns that. Either make it a column of one label (an integer or a text) a row; or write a task "
-        "of your own (task.name=your.module.Class, see CONTRIBUTING.md); or leave it out: --task language_modeling"
+        "None of the tasks for texts learns that. Make it a column of one label (an integer or a text) a row; or bring "
+        "a model and a loss of your own (task: {name: module, ...}: docs/recipes.md); or leave it out: --task "
+        "language_modeling"
     )
     pairs = {name for pair in found.aligned for name in pair}
     several = [c for c, k in found.kinds.items() if k in ("texts", "labels", "list") and is_label(c) and c not in pairs]
     one = [c for c in found.few if is_label(c) and c not in found.binary]
+    joined = [c for c in found.joined if is_label(c)]
+    if joined and len(found.texts) > 1:
+        return f"column {joined[0]!r} of {found.source} holds lists of labels, written as one text. {own}"
     if several and found.texts and not one:
         return f"column {several[0]!r} of {found.source} holds several labels a text. {own}"
     if len(found.binary) > 1 and found.texts and not one and "label" not in found.binary:
@@ -131,14 +140,14 @@ def _classification(found: Look) -> Fit | None:
     if rivals:
         doubts["label"] = f"{', '.join(rivals)} might be the label as well"
     if pair := _pair(texts):
-        rest = [c for c in texts if c not in pair and c not in found.few]
+        rest = [c for c in texts if _might_be_read(c, found) and c not in (*pair, *found.few)]
         if rest:
             doubts["text"] = f"{', '.join(rest)} might be a text as well"
         return Fit({"text": pair[0], "text_pair": pair[1], "label": label}, doubts)
     free = [c for c in texts if c not in found.few] or texts
     longest = sorted(free, key=lambda c: -found.characters[c])
     text = _first([c for name in _TEXT for c in free if c.lower() == name], longest)
-    if others := _unlike(text, [c for c in free if not is_name(c)]):
+    if others := _unlike(text, [c for c in free if _might_be_read(c, found)]):
         doubts["text"] = f"{', '.join(others)} might be the text as well, or a second one (task.text_pair)"
     return Fit({"text": text, "label": label}, doubts)
 
@@ -163,7 +172,7 @@ def _translation(found: Look) -> Fit | None:
         if set(sides) <= set(found.texts):
             return Fit({"source": sides[0], "target": sides[1]})
     languages = [c for c in found.texts if is_language(c)]
-    long = [c for c in found.texts if c not in found.few and not is_name(c)]
+    long = [c for c in found.texts if _might_be_read(c, found) and c not in found.few]
     return _sides(languages) if len(languages) >= 2 and set(long) <= set(languages) else None
 
 
@@ -195,7 +204,7 @@ def _language_modeling(found: Look) -> Fit | None:
     text = _first([c for name in _TEXT for c in texts if c.lower() == name], longest)
     if not text:
         return None
-    others = [c for c in _unlike(text, texts) if c not in found.few and not is_name(c)]
+    others = [c for c in _unlike(text, texts) if _might_be_read(c, found) and c not in found.few]
     return Fit({"text": text}, {"text": f"{', '.join(others)} might be the text as well"} if others else {})
 
 
@@ -235,6 +244,11 @@ def is_name(column: str) -> bool:
     return bool(
         parts & {"id", "idx", "index", "url", "link", "uuid", "guid", "hash", "date", "time", "timestamp", "file"}
     )
+
+
+def _might_be_read(column: str, found: Look) -> bool:
+    """Not what tells rows apart, nor what is the same in all of them."""
+    return not is_name(column) and column not in found.same
 
 
 def _pair(texts: list[str]) -> tuple[str, str] | None:

@@ -80,7 +80,7 @@ def model_for(task: str, found: Look, here: Here) -> str:
 def values(path: Path, data: DataSection, task: dict[str, Any], model: str, found: Look, here: Here) -> dict[str, Any]:
     """The run file as nested mappings, in the order in which it is written; steps are those of about as many examples
     as rows."""
-    scratch, length, lm = model == SCRATCH, _length(found, task), task["name"] == "language_modeling"
+    small, length, lm = model == SCRATCH, _length(found, task), task["name"] == "language_modeling"
     called = path.stem if path.stem != "run" else Path(found.source).stem or "run"
     filled: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]", "-", called).lstrip("._-") or "run"}
     filled["task"] = task | ({"block_size": length} if lm and "block_size" not in task else {})
@@ -92,12 +92,10 @@ def values(path: Path, data: DataSection, task: dict[str, Any], model: str, foun
     filled["data"] = {k: v for k, v in data.model_dump(exclude_unset=True).items() if v is not None}
     if not lm:
         filled["data"].setdefault("max_length", length)
-    filled["model"] = _scratch(task["name"], length) if scratch else {"source": model}
-    if scratch:
-        filled["tokenizer"] = {"train": "bpe", "vocab_size": 8000 if found.sizes["train"] > 5000 else 2000}
+    filled |= scratch(task["name"], length, found.sizes["train"]) if small else {"model": {"source": model}}
     filled |= {"epochs": 3, "batch_size": 1, "micro_batches": 1}
     filled["precision"] = "bf16" if here.gpus and here.bf16 else "fp32"
-    rate = 1e-3 if scratch else {"classification": 3e-5, "token_classification": 3e-5}.get(task["name"], 5e-5)
+    rate = 1e-3 if small else {"classification": 3e-5, "token_classification": 3e-5}.get(task["name"], 5e-5)
     filled["optim"] = {"learning_rate": rate, "schedule": "linear", "warmup_fraction": 0.06}
     filled["strategy"] = {"name": "ddp" if here.processes > 1 else "single"}
     filled["launch"] = {"processes": "auto"}
@@ -110,7 +108,7 @@ def with_steps(filled: dict[str, Any], examples: int, here: Here) -> dict[str, A
     micro = filled["micro_batches"] if filled["micro_batches"] > 1 else _micro_batches(batch, here)
     epoch, total = steps_of(filled | {"batch_size": batch}, examples)
     each = max(1, min(epoch, total // 2))  # the end is evaluated and saved anyway
-    evaluate = {"every": each} | filled.get("evaluate", {})
+    evaluate = {"every": "epoch" if epoch < total else each} | filled.get("evaluate", {})
     checkpoint = {"every": min(200, each)} | filled.get("checkpoint", {})
     track = filled.get("track", {}) | ({} if total >= 30 else {"every": max(1, total // 10)})
     more = {"evaluate": evaluate, "checkpoint": checkpoint} | ({"track": track} if track else {})
@@ -123,13 +121,17 @@ def steps_of(filled: dict[str, Any], examples: int) -> tuple[int, int]:
     return epoch, total_steps(filled.get("epochs"), filled.get("steps"), epoch)
 
 
-def _scratch(task: str, length: int) -> dict[str, Any]:
-    """A small model that trains on a laptop."""
-    if task == "token_classification":
-        return {"type": "bert", "config": {**_SMALL_BERT, "max_position_embeddings": length}}
-    if task == "translation":
-        return {"type": "marian", "config": {**_SMALL_MARIAN, "max_position_embeddings": length}}
-    return {"type": "gpt2", "config": {**_SMALL_GPT2, "n_positions": length}}
+def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
+    """Sections of a small model, and its tokenizer, that trains on a laptop."""
+    models = {
+        "token_classification": ("bert", {**_SMALL_BERT, "max_position_embeddings": length}),
+        "translation": ("marian", {**_SMALL_MARIAN, "max_position_embeddings": length}),
+    }
+    kind, config = models.get(task, ("gpt2", {**_SMALL_GPT2, "n_positions": length}))
+    return {
+        "model": {"type": kind, "config": config},
+        "tokenizer": {"train": "bpe", "vocab_size": 8000 if rows > 5000 else 2000},
+    }
 
 
 def _length(found: Look, task: dict[str, Any]) -> int:

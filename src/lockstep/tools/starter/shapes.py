@@ -103,10 +103,10 @@ def _header(data: DataSection, tables: dict[str, list[Path]], talk: Talk) -> Dat
     if named:
         return data
     talk.console.say(f"{file.name} has no header; its first row is: {shown}")
-    names = _names(data, len(first), talk)
-    data = data.model_copy(update={"columns": names})
     fewer = source.first_row(tables["test"][0], data.encoding) if tables.get("test") else first
-    return without_test(data, talk) if len(fewer) < len(first) and data.test is None else data
+    if len(fewer) < len(first) and data.test is None:
+        data = without_test(data, talk)
+    return data.model_copy(update={"columns": _names(data, len(first), talk)})
 
 
 def without_test(data: DataSection, talk: Talk) -> DataSection:
@@ -128,7 +128,7 @@ def has_header(rows: list[list[str]]) -> bool | None:
     again = any(cell and cell in column for cell, column in zip(first, below, strict=True))
     if again or len(set(first)) < len(first):
         return None if names == len(first) else False
-    if any(_is_number(cell) for cell in first) or any(len(cell.split()) > 6 or len(cell) > 60 for cell in first):
+    if any(_is_number(cell) or _is_sentence(cell) for cell in first):
         return False if not names else None
     if names:
         return True
@@ -185,6 +185,10 @@ def _names(data: DataSection, count: int, talk: Talk) -> list[str]:
 
 def _numbered(count: int) -> list[str]:
     return [f"column_{i + 1}" for i in range(count)]
+
+
+def _is_sentence(cell: str) -> bool:
+    return len(cell.split()) > 6 or len(cell) > 60 or (" " in cell and cell[-1:] in (".", "!", "?", "\u3002"))
 
 
 def _is_number(cell: str) -> bool:

@@ -14,12 +14,12 @@ from typing import Any
 
 from lockstep.config import places, plugins
 from lockstep.config.run import Run, RunError, load, overrides_of
-from lockstep.config.sections import DataSection
-from lockstep.data.source import BUILTIN
+from lockstep.config.sections import DataSection, at_length
+from lockstep.data.source import BUILTIN, local_splits
 from lockstep.tools.starter import columns, fit, guesses, shapes, sheet
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.guesses import CHAT, SCRATCH, Here
-from lockstep.tools.starter.talk import Ask, Talk, one_of
+from lockstep.tools.starter.talk import Ask, NoAnswerMends, Talk, one_of
 from lockstep.track.console import Console
 
 _RETRIES = 5  # remedies tried on one run file
@@ -41,7 +41,7 @@ def init(path: Path, flags: dict[str, str | None], overrides: list[str], force: 
     """
     free(path, force)
     console = Console(True)
-    talk, given = Talk(ask, console), dict(overrides_of(overrides))
+    talk, given = Talk(ask, console), keys_of(overrides)
     data, found = _data(flags.get("data") or given.get("data.source"), given, talk)
     console.say(f"{found.source}: {_sizes(found)}; columns {found.described()}")
     task = _task(found, flags.get("task") or given.get("task.name"), given, talk)
@@ -56,6 +56,15 @@ def init(path: Path, flags: dict[str, str | None], overrides: list[str], force: 
     return 0
 
 
+def keys_of(overrides: list[str]) -> dict[str, Any]:
+    """Overrides as dotted key -> value; a text that stands for a section is its main key. Errors: `RunError`."""
+    found: dict[str, Any] = {}
+    for key, value in overrides_of(overrides).items():
+        whole = at_length(key, value)
+        found |= {f"{key}.{inner}": each for inner, each in whole.items()} if isinstance(whole, dict) else {key: value}
+    return found
+
+
 def free(path: Path, force: bool) -> None:
     """Errors: `RunError` when the run file is there already, or cannot be."""
     if path.exists() and not force:
@@ -64,15 +73,16 @@ def free(path: Path, force: bool) -> None:
         raise RunError(f"{path}: there is no folder {path.absolute().parent}")
 
 
-def checked(path: Path, text: str) -> Run:
-    """Write the file, if what it says can be loaded and planned. Errors: `RunError`; then nothing was written."""
+def checked(path: Path, text: str, planned: bool = True) -> Run:
+    """Write the file, if what it says can be loaded, and `planned`. Errors: `RunError`; then nothing was written."""
     from lockstep.launchers.start import launcher_of
 
     aside = path.with_name(f".{path.name}.partial")
     try:
         aside.write_text(text, encoding="utf-8")
         run = load(aside, [])
-        launcher_of(run).plan(run)
+        if planned:
+            launcher_of(run).plan(run)
         os.replace(aside, path)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
@@ -99,6 +109,7 @@ def _data(given_source: str | None, given: dict[str, Any], talk: Talk) -> tuple[
         return section, columns.look(section)
 
     if given_source is not None or "train" in more:
+        talk.console.say(f"reading {given_source or more['train']}")
         return read(given_source)
     if talk.ask is None:
         raise RunError("give the data: --data FOLDER, FILE, HUB-ID or builtin/emotion")
@@ -154,7 +165,7 @@ def _column(key: str, why: str, keys: dict[str, Any], found: Look, talk: Talk) -
 def _without_test(data: DataSection, task: dict[str, Any], found: Look, talk: Talk) -> DataSection:
     """A test split without what is to be learned is not scored."""
     lacking = set(found.lacking.get("test", ())) & {str(value) for value in task.values()}
-    if not lacking or data.test is not None:
+    if not lacking or data.test is not None or local_splits(data) is None:
         return data
     if task["name"] == "classification" and lacking == {task.get("label")}:  # training leaves it out by itself
         talk.note(f"the test split has no column {task['label']}: it is not scored; `lockstep predict` reads it")
@@ -177,12 +188,19 @@ def _tried_with_model(
     default = guesses.model_for(task["name"], found, here)
 
     def tried(model: str) -> tuple[dict[str, Any], Trial]:
-        filled = guesses.values(path, _from(path, "data", data), task, _local(path, model), found, here)
+        filled = guesses.values(path, _from(path, "data", data), task, local(path, model), found, here)
         for key, value in given.items():
             if not (key.startswith("data.") and key.partition(".")[2] in places.PATHS["data"]):
-                _set(filled, key, value)
+                set_key(filled, key, value)
+        if filled["task"].get("bleu") is False and "task.bleu" not in given:
+            talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
         talk.console.say("reading the data as training will (its tokens are kept for it)")
-        return filled, _trial(path, filled, found, here, talk)
+        try:
+            return filled, _trial(path, filled, found, here, talk)
+        except RunError as error:
+            if str(error).startswith(("model", "tokenizer", "data.max_length", "task.block_size")):
+                raise
+            raise NoAnswerMends(str(error)) from None
 
     if given_model is not None or talk.ask is None:
         return tried(given_model or default)
@@ -211,9 +229,9 @@ def _trial(path: Path, filled: dict[str, Any], found: Look, here: Here, talk: Ta
                     "of that name, and what it wants, was not tried"
                 )
                 small = filled | {"task": dict(filled["task"])}
-                scratch = guesses.values(path, DataSection(), filled["task"], SCRATCH, found, here)
                 exact = filled["task"]["name"] != "language_modeling"
-                small |= {"model": scratch["model"], "tokenizer": scratch["tokenizer"]}
+                length = filled["task"].get("block_size") or filled["data"]["max_length"]
+                small |= guesses.scratch(filled["task"]["name"], length, found.sizes["train"])
                 if filled["task"].get("messages"):
                     small["task"].setdefault("chat_template", CHAT)
                 return _prepared(path, small, found, exact)
@@ -241,7 +259,7 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
     try:
         aside.write_text(sheet.write(filled, [], {}), encoding="utf-8")
         run = load(aside, [])
-        prepared = prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[arg-type]
+        prepared = prepare(run, plugins.find("tasks", run.task.name))
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
     except RunError as error:
@@ -256,14 +274,14 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
 
 def _from(path: Path, section: str, values: DataSection) -> DataSection:
     """The same with local paths as the run file has to write them: from its own folder."""
-    paths = {key: _local(path, value) for key in places.PATHS[section] if (value := getattr(values, key)) is not None}
+    paths = {key: local(path, value) for key in places.PATHS[section] if (value := getattr(values, key)) is not None}
     return values.model_copy(update=paths)
 
 
-def _local(path: Path, value: Any) -> Any:
+def local(path: Path, value: Any) -> Any:
     """A path from the folder of the run file, where it is one from here."""
     if isinstance(value, list):
-        return [_local(path, each) for each in value]
+        return [local(path, each) for each in value]
     folder = path.absolute().parent
     if os.path.isabs(value) or value.startswith("~") or folder == Path.cwd():
         return value
@@ -307,11 +325,13 @@ def _unread(found: Look, task: dict[str, Any]) -> str:
     return f"; not read: {', '.join(rest)}" if rest else ""
 
 
-def _set(filled: dict[str, Any], key: str, value: Any) -> None:
+def set_key(filled: dict[str, Any], key: str, value: Any) -> None:
     """A key that was given, instead of what was guessed."""
     *sections, last = key.split(".")
     for section in sections:
-        filled = filled.setdefault(section, {})
+        if not isinstance(filled.get(section), dict):
+            filled[section] = {}
+        filled = filled[section]
     if last in ("steps", "epochs"):
         filled.pop("epochs", None)
     if last == "warmup_steps":

@@ -20,6 +20,10 @@ MOST = 10  # wrong answers to a question, after which a person gave up, or is no
 Answer = TypeVar("Answer")
 
 
+class NoAnswerMends(RunError):
+    """Something else is wrong than the answer: it is not asked for again."""
+
+
 @dataclass
 class Talk:
     """With a person, or with nobody (`ask` is None)."""
@@ -30,8 +34,9 @@ class Talk:
 
     def note(self, text: str) -> None:
         """Something that was taken to be so, and what to do if it is not."""
-        self.notes.append(text)
-        self.console.note(text)
+        if text not in self.notes:
+            self.notes.append(text)
+            self.console.note(text)
 
     def answer(self, question: str, default: str, check: Callable[[str], Answer]) -> Answer:
         """What `check` makes of the answer; it raises `RunError` for one that is wrong, which is said, and asked again.
@@ -49,6 +54,8 @@ class Talk:
                 ) from None
             try:
                 return check(given)
+            except NoAnswerMends:
+                raise
             except RunError as error:
                 if tries + 1 == MOST:
                     raise

@@ -1,0 +1,243 @@
+"""axolotl's YAML. In: its keys. Out: keys of a run file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.tools.starter.moving.table import (
+    OPTIMIZERS,
+    SCHEDULES,
+    Moved,
+    Row,
+    Table,
+    apply,
+    batches,
+    length,
+    lora,
+    number,
+    schedule,
+    whole,
+)
+
+_AGAIN = "an option of strategy.name=hf_trainer; else more micro_batches need less memory"
+_KERNELS = "the model's own kernels are used; model.attention chooses attention's"
+_QUANTISED = "weights are kept in fp32: nothing is quantised"
+_CACHED = "tokens are cached by their content"
+_PREFERENCES = "preference learning and rewards are not learned here"
+
+TABLE: Table = {
+    "base_model": Row("model.source"),
+    "revision_of_model": Row("model.revision"),
+    "trust_remote_code": Row("model.trust_remote_code"),
+    "tokenizer_config": Row("tokenizer.source"),
+    "datasets": Row("data.source", "path of the one there is; its type says the task's columns", joined=True),
+    "test_datasets": Row("data.validation", "path of the one there is, of local files", joined=True),
+    "val_set_size": Row("data.validation_fraction", "a share", joined=True),
+    "sequence_len": Row("task.block_size"),
+    "sample_packing": Row("task.packing"),
+    "chat_template_jinja": Row("task.chat_template"),
+    "field_messages": Row("task.messages"),
+    "adapter": Row("model.adapter", "lora", joined=True),
+    "lora_r": Row("model.adapter", "r", joined=True),
+    "lora_alpha": Row("model.adapter", "lora_alpha", joined=True),
+    "lora_dropout": Row("model.adapter", "lora_dropout", joined=True),
+    "lora_target_modules": Row("model.adapter", "target_modules", joined=True),
+    "lora_target_linear": Row("model.adapter", "target_modules: all-linear", joined=True),
+    "lora_modules_to_save": Row("model.adapter", "modules_to_save", joined=True),
+    "peft_use_dora": Row("model.adapter", "use_dora", joined=True),
+    "peft_use_rslora": Row("model.adapter", "use_rslora", joined=True),
+    "micro_batch_size": Row("batch_size", "times gradient_accumulation_steps and processes", joined=True),
+    "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
+    "num_epochs": Row("epochs", joined=True),
+    "max_steps": Row("steps", joined=True),
+    "optimizer": Row("optim.name", "AdamW and SGD", values=OPTIMIZERS),
+    "lr_scheduler": Row("optim.schedule", "linear, cosine, constant", values=SCHEDULES),
+    "learning_rate": Row("optim.learning_rate", joined=True),
+    "warmup_steps": Row("optim.warmup_steps", joined=True),
+    "warmup_ratio": Row("optim.warmup_fraction", joined=True),
+    "weight_decay": Row("optim.weight_decay"),
+    "max_grad_norm": Row("optim.clip"),
+    "adam_beta1": Row("optim.betas", "with adam_beta2", joined=True),
+    "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
+    "adam_epsilon": Row("optim.eps"),
+    "bf16": Row("precision", "true, auto: bf16", values={True: "bf16", "true": "bf16", "auto": "bf16", "full": "bf16"}),
+    "group_by_length": Row("data.group_by_length", "true: 50 steps together", values={True: 50}),
+    "attn_implementation": Row("model.attention"),
+    "flash_attention": Row("model.attention", "flash_attention_2", values={True: "flash_attention_2"}),
+    "sdp_attention": Row("model.attention", "sdpa", values={True: "sdpa"}),
+    "eager_attention": Row("model.attention", "eager", values={True: "eager"}),
+    "evals_per_epoch": Row("evaluate.every", "the steps of an epoch, divided", joined=True),
+    "eval_steps": Row("evaluate.every", joined=True),
+    "saves_per_epoch": Row("checkpoint.every", "the steps of an epoch, divided", joined=True),
+    "save_steps": Row("checkpoint.every", joined=True),
+    "save_total_limit": Row("checkpoint.keep"),
+    "logging_steps": Row("track.every"),
+    "eval_batch_size": Row("evaluate.batch_size"),
+    "wandb_project": Row("track.wandb.project", "with track.to: [wandb]", joined=True),
+    "wandb_entity": Row("track.wandb.entity", joined=True),
+    "wandb_name": Row("name", joined=True),
+    "use_tensorboard": Row("track.to", "[tensorboard]", joined=True),
+    "use_mlflow": Row("track.to", "[mlflow]", joined=True),
+    "output_dir": Row("output"),
+    "seed": Row("seed"),
+    "hub_model_id": Row("hub.push_to"),
+    "early_stopping_patience": Row("evaluate.patience", "by checkpoint.best; its default is -loss"),
+    "ddp_timeout": Row("launch.timeout_s"),
+    "fsdp": Row("strategy.name", "fsdp2", joined=True),
+    "fsdp_version": Row("strategy.name", "fsdp2", joined=True),
+    "deepspeed": Row("strategy.name", "see DeepSpeed: `lockstep init --from` its JSON", joined=True),
+    # what has no counterpart
+    "fp16": Row("", "there is no fp16: precision is fp32 or bf16"),
+    "tf32": Row("", "torch's own setting; it changes the bits", default=True),
+    "load_in_8bit": Row("", _QUANTISED),
+    "load_in_4bit": Row("", _QUANTISED),
+    "strict": Row("", "an unknown key is always an error"),
+    "model_type": Row("", "the task says which class of transformers it is"),
+    "tokenizer_type": Row("", "found by the tokenizer's own files"),
+    "is_llama_derived_model": Row("", "found by the model's own config"),
+    "base_model_config": Row("", "model.config sets entries of the model's own config"),
+    "special_tokens": Row("", "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"),
+    "tokens": Row("", "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"),
+    "chat_template": Row("", "the tokenizer's own, or task.chat_template as Jinja", default="tokenizer_default"),
+    "train_on_inputs": Row("", "of prompts and conversations the response alone is learned"),
+    "pad_to_sequence_len": Row("", "blocks are full, and others are padded to the longest of their micro-batch"),
+    "eval_sample_packing": Row("", "validation is cut as training is", default=True),
+    "dataset_prepared_path": Row("", _CACHED),
+    "dataset_processes": Row("", _CACHED),
+    "shuffle_merged_datasets": Row("", "the order is drawn anew for each epoch", default=True),
+    "gradient_checkpointing": Row("", _AGAIN),
+    "gradient_checkpointing_kwargs": Row("", _AGAIN),
+    "xformers_attention": Row("", _KERNELS),
+    "torch_compile": Row("", "an option of strategy.name=hf_trainer, where it may change the bits"),
+    "plugins": Row("", "a task, strategy, launcher or tracker of your own is one class: CONTRIBUTING.md"),
+    "liger_rope": Row("", _KERNELS),
+    "liger_rms_norm": Row("", _KERNELS),
+    "liger_glu_activation": Row("", _KERNELS),
+    "liger_fused_linear_cross_entropy": Row("", _KERNELS),
+    "rl": Row("", _PREFERENCES),
+    "reward_model": Row("", _PREFERENCES),
+    "resume_from_checkpoint": Row("", "the same command goes on from the newest checkpoint that is whole"),
+    "auto_resume_from_checkpoints": Row("", "the same command goes on from the newest checkpoint that is whole"),
+    "local_rank": Row("", "a launcher tells a process who it is"),
+    "debug": Row("", "lockstep --debug shows tracebacks"),
+    "wandb_watch": Row("", "gradients are written as their norm"),
+    "wandb_log_model": Row("", "the export is uploaded by hub.push_to"),
+    "wandb_run_id": Row("", "a run keeps its own, also when it is resumed"),
+    "hub_strategy": Row("", "only the finished model is uploaded", default="every_save"),
+    "fsdp_config": Row("", "strategy.options of fsdp2: docs/strategies"),
+    "lora_model_dir": Row("", "merge that adapter first, or go on with lockstep's own checkpoint"),
+    "lora_fan_in_fan_out": Row("", "peft finds it out"),
+    "save_safetensors": Row("", "always", default=True),
+    "save_first_step": Row("", "checkpoints begin with the first interval"),
+    "eval_table_size": Row("", "task.samples shows what the model writes"),
+    "eval_max_new_tokens": Row("", "task.sample_tokens"),
+    "unfrozen_parameters": Row("", "all weights are trained, or those of an adapter"),
+    "s2_attention": Row("", _KERNELS),
+    "lora_mlp_kernel": Row("", _KERNELS),
+    "lora_qkv_kernel": Row("", _KERNELS),
+    "lora_o_kernel": Row("", _KERNELS),
+}
+# type of a data set -> the task's keys
+TYPES = {
+    "completion": {"task.text": "text"},
+    "alpaca": {"task.prompt": "instruction", "task.response": "output"},
+    "chat_template": {"task.messages": "messages"},
+    "input_output": None,
+}
+
+
+def move(theirs: Mapping[str, Any], moved: Moved, processes: int | None) -> None:
+    """Its task is language modelling."""
+    apply(TABLE, theirs, moved)
+    moved.set("task.name", "language_modeling", "")
+    _data(theirs, moved)
+    each, times = whole(theirs.get("micro_batch_size")), whole(theirs.get("gradient_accumulation_steps"))
+    batches(moved, each, times, processes, ("micro_batch_size", "gradient_accumulation_steps"))
+    length(moved, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
+    schedule(moved, theirs, "warmup_steps", "warmup_ratio")
+    if (rate := number(theirs.get("learning_rate"))) is not None:
+        moved.set("optim.learning_rate", rate, "learning_rate")
+    if "adam_beta1" in theirs or "adam_beta2" in theirs:
+        betas = [number(theirs.get("adam_beta1", 0.9)), number(theirs.get("adam_beta2", 0.999))]
+        moved.set("optim.betas", betas, "adam_beta1 and adam_beta2")
+    for ours, count, steps in (
+        ("evaluate.every", "evals_per_epoch", "eval_steps"),
+        ("checkpoint.every", "saves_per_epoch", "save_steps"),
+    ):
+        if (times := whole(theirs.get(count), 0)) > 0:
+            moved.set(ours, "epoch" if times == 1 else f"1/{times} epoch", f"{count} {times}")
+        elif (every := number(theirs.get(steps))) is not None:
+            moved.set(ours, int(every) if every >= 1 else every, f"{steps} {every:g}")
+    _adapter(theirs, moved)
+    _tracking(theirs, moved)
+    if theirs.get("fsdp") or theirs.get("fsdp_config"):
+        moved.set("strategy.name", "fsdp2", "fsdp")
+    if theirs.get("deepspeed"):
+        moved.drop("deepspeed", theirs["deepspeed"], "`lockstep init --from` that file moves it, too")
+
+
+def _data(theirs: Mapping[str, Any], moved: Moved) -> None:
+    sets = theirs.get("datasets") or []
+    if len(sets) > 1:
+        for more in sets[1:]:
+            moved.drop("datasets", more.get("path"), "one data set a run: join them into files of one folder")
+    if sets:
+        entry = sets[0]
+        moved.set("data.source", entry.get("path"), "datasets: path")
+        if entry.get("name"):
+            moved.set("data.config", entry["name"], "datasets: name")
+        if entry.get("split"):
+            moved.set("data.train", entry["split"], "datasets: split")
+        if entry.get("data_files"):
+            moved.set("data.train", entry["data_files"], "datasets: data_files")
+        kind = entry.get("type", "completion")
+        keys = TYPES.get(kind) if isinstance(kind, str) else None
+        if keys is None:
+            moved.drop(
+                "datasets: type", kind, "name the columns: task.text, task.prompt and task.response, task.messages"
+            )
+        for key, column in (keys or {}).items():
+            if key == "task.messages":
+                column = entry.get("field_messages", column)
+            moved.set(key, column, f"datasets: type {kind}")
+    for entry in (theirs.get("test_datasets") or [])[:1]:
+        moved.set("data.validation", entry.get("path"), "test_datasets: path")
+    if share := number(theirs.get("val_set_size")):
+        if share < 1:
+            moved.set("data.validation_fraction", share, "val_set_size")
+        else:
+            moved.drop("val_set_size", theirs["val_set_size"], "data.validation_fraction is a share, below 1")
+
+
+def _adapter(theirs: Mapping[str, Any], moved: Moved) -> None:
+    kind = theirs.get("adapter")
+    if kind in ("lora", "qlora"):
+        linear = "all-linear" if theirs.get("lora_target_linear") else None
+        entries = {
+            "r": theirs.get("lora_r"),
+            "lora_alpha": theirs.get("lora_alpha"),
+            "lora_dropout": theirs.get("lora_dropout"),
+            "target_modules": theirs.get("lora_target_modules") or linear,
+            "modules_to_save": theirs.get("lora_modules_to_save"),
+            "use_dora": theirs.get("peft_use_dora"),
+            "use_rslora": theirs.get("peft_use_rslora"),
+        }
+        lora(moved, entries, f"adapter {kind}")
+        if kind == "qlora":
+            moved.drop("adapter", kind, f"as lora: {_QUANTISED}")
+    elif kind:
+        moved.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}")
+
+
+def _tracking(theirs: Mapping[str, Any], moved: Moved) -> None:
+    to = ["wandb"] if theirs.get("wandb_project") else []
+    to += ["tensorboard"] if theirs.get("use_tensorboard") else []
+    to += ["mlflow"] if theirs.get("use_mlflow") else []
+    if to:
+        moved.set("track.to", to, "wandb_project, use_tensorboard, use_mlflow")
+    for name in ("project", "entity"):
+        if value := theirs.get(f"wandb_{name}"):
+            moved.set(f"track.wandb.{name}", value, f"wandb_{name}")
+    if theirs.get("wandb_name"):
+        moved.set("name", theirs["wandb_name"], "wandb_name")

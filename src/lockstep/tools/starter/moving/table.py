@@ -1,0 +1,164 @@
+"""A row for each key of another system, and what comes of a file of such keys.
+
+In: a table (their key -> `Row`) and the keys of a file. Out: `Moved`: keys of a run file, what their comments say, and
+what has no counterpart, with why. docs/coming-from.md shows the same tables; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one key."""
+
+    here: str = ""  # dotted keys of a run file, with commas between them; none: it has no counterpart
+    how: str = ""  # what is done with the value, or why there is no counterpart
+    values: Mapping[Any, Any] | None = None  # their value -> ours; others have no counterpart
+    joined: bool = False  # taken together with others, by the source's own function
+    default: Any = None  # theirs: of a key without a counterpart, nothing is said of it
+
+
+Table = dict[str, Row]
+
+
+@dataclass
+class Moved:
+    """What a file says, in keys of a run file."""
+
+    keys: dict[str, Any] = field(default_factory=dict)  # dotted
+    told: dict[str, str] = field(default_factory=dict)  # dotted key -> what its comment says
+    left: list[tuple[str, str]] = field(default_factory=list)  # what has no counterpart, and why
+    notes: list[str] = field(default_factory=list)  # what was taken to be so
+
+    def set(self, key: str, value: Any, told: str) -> None:
+        self.keys[key] = value
+        self.told[key] = told
+
+    def drop(self, name: str, value: Any, why: str) -> None:
+        """Has no counterpart. `value`: None where the name says it all."""
+        text = "" if value is None else f": {value}"
+        self.left.append((name + (text if len(text) <= 60 else f"{text[:57]}..."), why))
+
+
+def apply(table: Table, theirs: Mapping[str, Any], moved: Moved) -> None:
+    """Every row that stands for itself; rows that are `joined` are left to the source's own function."""
+    for name, value in theirs.items():
+        row = table.get(name)
+        if row is None:
+            moved.drop(name, value, "not a key that is known here")
+        elif row.joined:
+            continue
+        elif not row.here:
+            if not _is_off(value) and value != row.default:
+                moved.drop(name, value, row.how)
+        elif value is None:
+            continue
+        elif row.values is None:
+            moved.set(row.here, value, name)
+        elif (known := _of(value)) in row.values:
+            if (ours := row.values[known]) is not None:
+                moved.set(row.here, ours, f"{name} {value}")
+        elif not _is_off(value):
+            wanted = ", ".join(dict.fromkeys(str(v) for v in row.values.values() if v is not None))
+            moved.drop(name, value, f"{row.here} is one of {wanted}; its default is taken")
+
+
+def number(value: Any) -> float | None:
+    """A number, also one that YAML has read as a text (1e-4)."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def whole(value: Any, otherwise: int = 1) -> int:
+    found = number(value)
+    return otherwise if found is None else int(found)
+
+
+def _of(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _is_off(value: Any) -> bool:
+    return value in _OFF if not isinstance(value, list | dict) else not value
+
+
+# -- what several sources have in common -----------------------------------------------------------------------------
+
+
+def batches(moved: Moved, each: int, accumulated: int, processes: int | None, names: tuple[str, str]) -> None:
+    """Examples a step: of each process and forward pass, times passes, times processes."""
+    told = f"{names[0]} {each} x {names[1]} {accumulated} x {processes or 1} process(es)"
+    moved.set("batch_size", each * accumulated * (processes or 1), told)
+    moved.set(
+        "micro_batches", accumulated * (processes or 1), f"{names[1]} {accumulated} x {processes or 1} process(es)"
+    )
+    if processes is None:
+        moved.notes.append(
+            "the file does not say on how many processes it ran; one is taken. With N, give launch.processes=N and run "
+            "this again, or multiply batch_size and micro_batches by N"
+        )
+
+
+def schedule(moved: Moved, theirs: Mapping[str, Any], steps: str, share: str) -> None:
+    """A warm-up in steps, or as a share of all."""
+    fraction, count = number(theirs.get(share)), number(theirs.get(steps))
+    if count and count >= 1:
+        moved.set("optim.warmup_steps", int(count), f"{steps} {int(count)}")
+    elif count or fraction:
+        name, value = (steps, count) if count else (share, fraction)
+        moved.set("optim.warmup_fraction", value, f"{name} {value}")
+
+
+def length(moved: Moved, epochs: Any, steps: Any, names: tuple[str, str]) -> None:
+    """Steps, where they are given, go before epochs."""
+    if (count := number(steps)) is not None and count > 0:
+        moved.set("steps", int(count), names[1])
+    elif (passes := number(epochs)) is not None:
+        moved.set("epochs", int(passes) if passes == int(passes) else passes, names[0])
+
+
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "schedulertype.linear": "linear",
+    "schedulertype.cosine": "cosine",
+    "schedulertype.constant": "constant",
+}
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "adamw": "adamw",
+    "sgd": "sgd",
+    "optimizernames.adamw_torch": "adamw",
+    "optimizernames.adamw_torch_fused": "adamw",
+}
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def trackers(moved: Moved, name: str, value: Any) -> None:
+    """A list of trackers, or one."""
+    asked = [str(each) for each in (value if isinstance(value, list) else [value]) if each]
+    if known := [each for each in asked if each in TRACKERS]:
+        moved.set("track.to", known, f"{name} {', '.join(known)}")
+    for each in asked:
+        if each not in (*TRACKERS, "none", "all"):
+            moved.drop(name, each, f"trackers here are {', '.join(TRACKERS)}, or a class of your own")
+    if "all" in asked:
+        moved.drop(name, "all", f"name them: track.to=[...] of {', '.join(TRACKERS)}")
+
+
+def lora(moved: Moved, entries: Mapping[str, Any], told: str) -> None:
+    """An adapter of peft; entries that were not given are left out."""
+    adapter = {key: value for key, value in entries.items() if value is not None}
+    moved.set("model.adapter", {"type": "lora", **adapter}, told)
