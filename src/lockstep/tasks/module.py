@@ -8,7 +8,7 @@ sums over examples, and an export that `lockstep.load` reads. What the functions
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,7 +218,7 @@ class Module(Task):
         return [{str(key): str(value) for key, value in row.items()} for row in rows]
 
     @classmethod
-    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         raise RunError("task module knows no texts: load the model in Python, model = lockstep.load(OUTPUT)")
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

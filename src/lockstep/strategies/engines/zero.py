@@ -44,6 +44,20 @@ class Sharded(Strategy):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
 
+    @classmethod
+    def stage_of(cls, run: Run) -> int:
+        """The stage of ZeRO."""
+        return cls.stage
+
+    @classmethod
+    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+        held, stage = super().bytes_held(run, processes), cls.stage_of(run)
+        low = keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options))
+        held |= {"weights": 2.0, "gradients": 2.0} if low else {}
+        held["optimizer"] += 4.0  # DeepSpeed's copy of the weights that it updates
+        shards = {"weights": 3, "gradients": 2, "optimizer": 1}  # from which stage on
+        return {name: each / (processes if stage >= shards[name] else 1) for name, each in held.items()}
+
     @abstractmethod
     def start_engine(self) -> Any:
         """A `deepspeed.DeepSpeedEngine` around `self.model` and `self.optimizer`, of `self.config`."""
