@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 from lockstep.config.run import RunError
-from lockstep.data.cache import folder_of
+from lockstep.data.cache import cache_folder
 
 MANIFEST = "manifest.json"
 
@@ -23,7 +23,7 @@ def parts(given: Path) -> tuple[Path, Path | None]:
 
 def of_checkpoint(checkpoint: Path) -> Path:
     """Where in the cache the model of a checkpoint lies, as an export of it; it may not be there yet."""
-    return folder_of("models") / hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+    return cache_folder() / "models" / hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
 
 
 def model_folder(source: str, key: str = "model.source") -> str:
