@@ -16,6 +16,8 @@ from lockstep.config.run import Run, load
 def further(run: Run, say: Callable[[str], object]) -> Run:
     """The schedule of a finished run is at its end, and its weights with it: going on cannot give what a longer run
     would have given. So what is added is a run of its own, and `say` hears what that means."""
+    if run.model.source is None and run.model.type is None:  # a module of one's own, which starts from no folder
+        return run
     manifest = next((found for _, found in newest_first(run)), None)
     added = None if manifest is None else _added(run, manifest)
     if manifest is None or added is None or not ended(run, manifest) or exported.damage(run.folder) is not None:

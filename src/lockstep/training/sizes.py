@@ -30,10 +30,10 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     every, trained = (sum(p.numel() for p in parameters if p.requires_grad or not only) for only in (False, True))
     of_them = f", of which {trained / 1e6:.2f}M are trained" if trained < every else ""
     return {
-        "model": f"{run.model.source or f'{run.model.type} from scratch'}, {every / 1e6:.2f}M parameters{of_them}",
+        "model": f"{task.origin}, {every / 1e6:.2f}M parameters{of_them}",
         "data": data(task),
         "length": length(run, feed),
-        "tokens": tokens(feed),
+        **({task.unit: units(feed)} if task.unit else {}),
         "memory": memory(run, processes, every, trained),
     }
 
@@ -41,8 +41,8 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
 def data(task: Task) -> str:
     """Where the examples are from, and how many there are."""
     sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
-    mean = task.splits["train"].lengths.mean()
-    return f"{task.prepared.facts['source']}: {sizes} examples; mean {mean:.1f} tokens"
+    mean = f"; mean {task.splits['train'].lengths.mean():.1f} {task.unit}" if task.unit else ""
+    return f"{task.prepared.facts['source']}: {sizes} examples{mean}"
 
 
 def length(run: Run, feed: Feed) -> str:
@@ -55,8 +55,8 @@ def length(run: Run, feed: Feed) -> str:
     )
 
 
-def tokens(feed: Feed) -> str:
-    """Of a step, with and without padding."""
+def units(feed: Feed) -> str:
+    """Tokens (or what else counts an example's length) of a step, with and without padding."""
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
     found = [feed.make(int(step)) for step in steps]
     real, padded = (sum(getattr(batch, name) for batch in found) for name in ("tokens", "padded"))
