@@ -161,7 +161,7 @@ def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str])
         inner = [f"{name!r}: {found}" for name in map(str, value) if (found := place(name, ours)) is not None]
         if inner:
             return f"there is no such section; of what stands in it, {'; '.join(inner)}"
-    places = {mine.rpartition(".")[2]: mine for mine in reversed(ours)}  # of equal ones the first
+    places = {mine.rpartition(".")[2]: mine for mine in reversed(list(ours))}  # of equal ones the first
     if close := difflib.get_close_matches(last, list(places), 1, cutoff=CLOSE):
         return f"did you mean {places[close[0]]!r}?"
     return f"known here: {', '.join(siblings)}"

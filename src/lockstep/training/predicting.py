@@ -94,7 +94,8 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
         except (OSError, UnicodeError) as error:
             raise RunError(f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
         return [row_of(line, columns, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
-    data = source.load(DataSection(train=word, encoding=run.data.encoding), run.seed).splits["train"]
+    section = DataSection.model_validate({"train": word, "encoding": run.data.encoding})
+    data = source.load(section, run.seed).splits["train"]
     return [row_of(_flat(row, columns), columns, f"{word}, row {n}") for n, row in enumerate(data)]
 
 

@@ -51,12 +51,8 @@ class Sharded(Strategy):
 
     @classmethod
     def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
-        held, stage = super().bytes_held(run, processes), cls.stage_of(run)
         low = keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options))
-        held |= {"weights": 2.0, "gradients": 2.0} if low else {}
-        held["optimizer"] += 4.0  # DeepSpeed's copy of the weights that it updates
-        shards = {"weights": 3, "gradients": 2, "optimizer": 1}  # from which stage on
-        return {name: each / (processes if stage >= shards[name] else 1) for name, each in held.items()}
+        return zero_config.shared_out(super().bytes_held(run, processes), processes, cls.stage_of(run), low)
 
     @abstractmethod
     def start_engine(self) -> Any:
