@@ -35,8 +35,13 @@ def test_every_strategy_is_explained() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "runs").glob("*.yaml")), ids=lambda p: p.name)
 def test_run_files_load_and_can_be_planned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load(path, []).name
-    assert main(["plan", str(path)]) == 0
-    assert "processes" in capsys.readouterr().out
+    status, said = main(["plan", str(path)]), capsys.readouterr()
+    if "no such file" in said.err:  # of local data that this checkout has not
+        assert status == 2
+    else:
+        assert status == 0
+        assert "processes" in said.out
+        assert "length" in said.out
 
 
 def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,13 @@ def test_a_text_may_stand_for_a_section(tmp_path: Path) -> None:
     assert "to:\n  - wandb\n" in short.dump()
 
 
+def test_a_path_that_stands_for_a_section_lies_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts.csv").write_text("text,label\nx,1\n")
+    (tmp_path / "run.yaml").write_text("data: texts.csv\nmodel: {type: gpt2}\n")
+    monkeypatch.chdir("/")
+    assert load(tmp_path / "run.yaml", []).data.source == str(tmp_path / "texts.csv")
+
+
 def test_a_short_override_sets_one_key_and_leaves_the_others() -> None:
     values = SMALL | {"strategy": {"name": "ddp", "exact": False}, "track": {"every": 7}}
     run = load(None, ["strategy=fsdp2", "track=tensorboard,wandb"], values)

@@ -9,9 +9,12 @@ import pytest
 from command import write
 
 from lockstep.cli import main
+from lockstep.config.plugins import find
 from lockstep.config.run import load
+from lockstep.data.prepare import prepare
 from lockstep.distributed import launched
 from lockstep.launchers import start
+from lockstep.strategies.strategy import strategy_class
 
 
 @pytest.fixture
@@ -60,11 +63,82 @@ def test_overrides_in_every_spelling_and_order(
     assert "3, each with 2 or 3 of 8" in said
 
 
+def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here, epochs=2.5, steps=None, evaluate={"every": "epoch"})
+    assert main(["plan", "run.yaml"]) == 0
+    rows = {line[:11].strip(): line[11:].strip() for line in capsys.readouterr().out.splitlines()}
+    run = load("run.yaml", [])
+    task_class = find("tasks", run.task.name)
+    task = task_class(run, prepare(run, task_class))
+    count = sum(p.numel() for p in task.model().parameters())
+    assert rows["model"] == f"gpt2 from scratch, {count / 1e6:.2f}M parameters"
+    assert rows["data"].startswith("builtin/emotion: 100 train, 100 validation, 100 test examples; mean ")
+    assert rows["length"] == "12 steps of 22 examples; an epoch has 5: 2.4 epochs; 2 evaluations on the way"
+    mean = task.splits["train"].lengths.sum() / 5  # over the five steps of an epoch
+    assert float(rows["tokens"].split()[1].replace(",", "")) == pytest.approx(mean, rel=0.05)
+    assert rows["memory"].startswith(f"about {16 * count / 1e3:.0f} kB a process (weights {4 * count / 1e3:.0f} kB,")
+
+
+@pytest.mark.parametrize(
+    ("words", "held"),
+    [
+        (["strategy=ddp"], (4, 4, 8)),
+        (["strategy=single", "optim=sgd"], (4, 4, 4)),
+        (["strategy=single", "optim=sgd", "optim.momentum=0"], (4, 4, 0)),
+        (["strategy=zero1"], (4, 4, 3)),
+        (["strategy=zero2"], (4, 1, 3)),
+        (["strategy=zero3"], (1, 1, 3)),
+        (["strategy=zero3", "precision=bf16", "strategy.options={bf16: {enabled: true}}"], (0.5, 0.5, 3)),
+        (["strategy=hf_accelerate", "strategy.options={deepspeed: {zero_stage: 2}}"], (4, 1, 3)),
+        (["strategy=fsdp2"], (1, 1, 2)),
+        (["strategy=fsdp2", "strategy.options={replicate: 2}"], (2, 2, 4)),
+        (["strategy=pipeline"], (1, 1, 2)),
+        (["strategy=pipeline", "strategy.options={stages: 2}"], (2, 2, 4)),
+    ],
+)
+def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tuple[float, ...], here: Path) -> None:
+    """docs/strategies.md, of four processes; tests/test_memory.py measures them."""
+    run = load("run.yaml", words)
+    assert tuple(strategy_class(run).bytes_held(run, 4).values()) == held
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.source=./texts"], "data.source"),
+        (["data={train: nothing.csv}"], "nothing.csv"),
+        (["model.type=gtp2"], "transformers knows no type 'gtp2'"),
+        (["model.config.n_lyer=2"], "has no entry 'n_lyer'"),
+        (["task.label=nothing"], "nothing"),
+        (["strategy.options={bucket_cap: 3}"], "bucket_cap"),
+        (["data.max_length=4000"], "data.max_length"),
+        (["output=run.yaml/out"], "output"),
+    ],
+)
+def test_plan_refuses_what_train_refuses(
+    words: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusals = []
+    for command in ("plan", "train"):
+        assert main([command, "run.yaml", "launch.processes=1", *words]) == 2
+        refusals.append(capsys.readouterr().err)
+        assert {p.name for p in here.iterdir()} == {"run.yaml"} or command == "train"
+    assert refusals[0] == refusals[1]
+    assert said in refusals[0]
+
+
+def test_what_the_hub_alone_knows_is_said_to_be_unknown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "run.yaml", "data.source=somebody/texts"]) == 0  # HF_HUB_OFFLINE is set
+    said = capsys.readouterr().out
+    assert "note: what it amounts to cannot be told here: data.source: 'somebody/texts' is not a local file" in said
+    assert "length     60 steps" in said
+
+
 def test_plan_without_a_file_is_the_quick_start(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--epochs", "2"]) == 0
     said = capsys.readouterr().out
     assert "outputs/quickstart" in said
-    assert "2 epochs" in said
+    assert "376 steps of 64 examples; an epoch has 188: 2 epochs" in said
 
 
 def test_list_and_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from lockstep.config import plugins
 from lockstep.config.exit_status import STOPPED
 from lockstep.config.run import Run, RunError, overrides_of
 from lockstep.launchers import start
+from lockstep.launchers.further import further
 from lockstep.tools import notebook, script
 from lockstep.tools.child import Child
 from lockstep.tools.following import Event, Following
@@ -58,7 +59,8 @@ def train(
     show: Callable[[str], object] | None = print,
     on_event: Callable[[Event], object] | None = None,
 ) -> Result:
-    """Train to the end, or on from the newest checkpoint; a finished run is not trained again.
+    """Train to the end, or on from the newest checkpoint; a finished run is not trained again, and one whose `epochs`
+    or `steps` were raised goes on from its export in a folder of its own, which the result names.
 
     `show` is given each line of what `lockstep train` says; None: nothing. `on_event` is given an `Event` for each
     step that is logged, evaluation, checkpoint and so on, within about a tenth of a second; in a notebook there is also
@@ -68,6 +70,7 @@ def train(
     """
     _begins()
     _importable(run)
+    run = further(run, show or (lambda text: None))
     start.launcher_of(run).plan(run)
     following = Following(run.folder)
     listening = [each for each in (on_event, notebook.bar(run.checkpoint.best) if show else None) if each is not None]
@@ -158,13 +161,20 @@ def evaluate(
 
 
 def predict(
-    output: Result | Path | str, texts: str | Sequence[str], overrides: Mapping[str, Any] | None = None
-) -> list[str]:
-    """What the exported model of an output folder makes of texts, a line for each. Errors: `RunError`, `JobFailed`."""
+    output: Result | Path | str,
+    texts: str | Sequence[str | Sequence[str] | Mapping[str, str]],
+    overrides: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """What the exported model of an output folder, or one of a checkpoint, makes of texts: for each a mapping of what
+    was asked, by column, and of the answer. A classification has its `label`, `score` and the `scores` of all labels; a
+    translation has `translation`, a language model `written`, tagged words `words`.
+
+    `texts`: texts, pairs of texts, or mappings of texts by column. Errors: `RunError`, `JobFailed`.
+    """
     _begins()
     listed = [texts] if isinstance(texts, str) else list(texts)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        asked, found = Path(folder) / "texts.json", Path(folder) / "lines.json"
+        asked, found = Path(folder) / "texts.json", Path(folder) / "found.json"
         asked.write_text(json.dumps(listed), encoding="utf-8")
         words = [str(found), str(_folder(output)), str(asked), json.dumps(overrides_of(overrides or {}))]
         _job("lockstep.api._predict", words, None)
@@ -290,12 +300,12 @@ def _evaluate(words: list[str]) -> int:
 
 
 def _predict(words: list[str]) -> int:
-    from lockstep.training.exported_model import predictions
+    from lockstep.training.predicting import predictions
 
     found, output, asked, overrides = words
     texts = json.loads(Path(asked).read_text(encoding="utf-8"))
-    lines = predictions(Path(output), texts, json.loads(overrides))
-    Path(found).write_text(json.dumps(lines), encoding="utf-8")
+    answers = list(predictions(Path(output), texts, json.loads(overrides)))
+    Path(found).write_text(json.dumps(answers), encoding="utf-8")
     return 0
 
 

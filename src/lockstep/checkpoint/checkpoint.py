@@ -10,7 +10,6 @@ at the step boundaries all ranks agree on when all are done, then rank 0 writes 
 from __future__ import annotations
 
 import os
-import platform
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -106,7 +105,7 @@ class Checkpoints:
             trackers=dict(self.trackers),  # a tracker's thread may add to it
             meter=self.meter,
             progress=self.progress.dump(),
-            **self._facts(),
+            **manifests.facts_of(self.world),
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
         self._saving = _Saving(manifest, aside, Background(lambda: _write(shard, aside)))
@@ -367,7 +366,7 @@ class Checkpoints:
             notes.append(f"{name}: {who}, which {did}, is equal to other strategies to rounding only")
         if files := manifests.changed_code(self.run, manifest):
             notes.append(f"{name} was made with other code of {', '.join(files)}")
-        now = self._facts()
+        now = manifests.facts_of(self.world)
         then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
         return notes + [
             f"{key} was {then.get(key)} when the checkpoint was made and is {value} now: bits may differ from an "
@@ -375,15 +374,6 @@ class Checkpoints:
             for key, value in {"device": now["device"], "threads": now["threads"], **now["versions"]}.items()
             if then.get(key) != value
         ]
-
-    def _facts(self) -> dict[str, Any]:
-        import torch
-        import transformers
-
-        device = self.world.device
-        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        return {"device": kind, "threads": self.world.threads, "versions": versions}
 
 
 def _write(shard: Shard, aside: Path) -> Written | None:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.progress import Progress, best_first
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
+
+if TYPE_CHECKING:
+    from lockstep.distributed.world import World
 
 FORMAT = 2
 FILE = "manifest.json"
@@ -205,6 +209,17 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
             + (f"\n{rows}" if rows else "")
         )
     return None
+
+
+def facts_of(world: World) -> dict[str, Any]:
+    """What can change bits and is no key of the run file: the kind of device, threads, versions."""
+    import torch
+    import transformers
+
+    device = world.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"device": kind, "threads": world.threads, "versions": versions}
 
 
 def code_of(run: Run) -> dict[str, str]:

@@ -26,6 +26,7 @@ _MODEL = "a Hub id or a folder; model.type instead trains from scratch"
 _DATA = "a Hub id, a folder or files; splits are data.train, data.validation and data.test"
 _ADAPTER = "a mapping with the names of peft, such as {type: lora, r: 8, lora_alpha: 16}"
 _PROCESSES = "processes a machine"
+_WORKERS = "for the task module; of the other tasks texts are tokenised once, and batches are made ahead by themselves"
 _RESUMED = "the same command goes on from the newest checkpoint of OUTPUT by itself"
 
 FOREIGN: dict[str, tuple[str, str]] = {
@@ -130,8 +131,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     # nothing to set
     "torch_compile": ("", "lockstep does not compile models, and has no key for it"),
     "gradient_checkpointing": ("", "lockstep keeps activations; more micro_batches lower what a step needs"),
-    "dataloader_num_workers": ("", "texts are tokenised once, and batches are made ahead of training by themselves"),
-    "num_workers": ("", "texts are tokenised once, and batches are made ahead of training by themselves"),
+    "dataloader_num_workers": ("data.workers", _WORKERS),
+    "num_workers": ("data.workers", _WORKERS),
     "data_seed": ("seed", "one seed for weights, data order and dropout"),
     "local_rank": ("", "the launcher says which rank a process is"),
 }
@@ -160,7 +161,7 @@ def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str])
         inner = [f"{name!r}: {found}" for name in map(str, value) if (found := place(name, ours)) is not None]
         if inner:
             return f"there is no such section; of what stands in it, {'; '.join(inner)}"
-    places = {mine.rpartition(".")[2]: mine for mine in reversed(ours)}  # of equal ones the first
+    places = {mine.rpartition(".")[2]: mine for mine in reversed(list(ours))}  # of equal ones the first
     if close := difflib.get_close_matches(last, list(places), 1, cutoff=CLOSE):
         return f"did you mean {places[close[0]]!r}?"
     return f"known here: {', '.join(siblings)}"

@@ -206,7 +206,7 @@ def load(
             raise RunError(
                 f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}"
             )
-        values = places.beside(values, Path(path))
+        values = places.beside({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = overrides_of(overrides)
     alone = values

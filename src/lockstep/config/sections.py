@@ -144,7 +144,9 @@ class DataSection(Section):
 
 
 class ModelSection(Section):
-    source: str | None = Field(None, description="Hub id or local folder of a pretrained model")
+    source: str | None = Field(
+        None, description="Hub id or local folder of a pretrained model, an OUTPUT, or a checkpoint in one"
+    )
     revision: str | None = Field(None, description="branch, tag or commit of a Hub model")
     type: str | None = Field(None, description="model type of transformers (gpt2, bert, ...) to train from scratch")
     config: dict[str, Any] = Field(

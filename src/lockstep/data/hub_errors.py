@@ -48,6 +48,13 @@ def transient(error: BaseException) -> bool:
     return status in _AGAIN if status is not None else any(_lost(each) for each in _chain(error))
 
 
+def unreached(error: BaseException) -> bool:
+    """Whether the Hub could not be asked: it, or the network, is not there, or HF_HUB_OFFLINE is set."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return transient(error) or any(isinstance(each, OfflineModeIsEnabled) for each in _chain(error))
+
+
 def status_of(error: BaseException) -> int | None:
     """The HTTP status that the Hub answered with, if it answered."""
     from huggingface_hub.errors import HfHubHTTPError

@@ -17,6 +17,7 @@ from lockstep.config import user_code
 from lockstep.config.run import Run
 from lockstep.data import source
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
+from lockstep.data.origin import model_folder
 from lockstep.data.tokenizer import TARGET
 from lockstep.data.tokens import VERSION, Prepared, content, digest
 from lockstep.distributed.place import PLACE
@@ -102,7 +103,7 @@ def _files(run: Run) -> list[tuple[str, int, int]]:
     """Name, size and time of every local file the preparation reads."""
     files = source.files_of(run.data)
     for named in (run.model.source, run.tokenizer.source):
-        root = Path(named or "").expanduser()
+        root = Path(model_folder(named) if named is not None else "").expanduser()
         for folder in (root, root / TARGET) if named is not None else ():
             if folder.is_dir():
                 files += sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in (".json", ".txt", ".model"))

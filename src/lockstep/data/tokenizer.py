@@ -17,6 +17,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.cache import folder_of, kept
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
+from lockstep.data.origin import model_folder
 from lockstep.data.tokens import digest
 from lockstep.distributed.place import PLACE
 
@@ -132,6 +133,7 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
 
 def _local(source: str) -> str:
     """The folder, or the Hub id."""
+    source = model_folder(source, "tokenizer.source or model.source")
     path = Path(source).expanduser()
     return str(path) if path.is_dir() else source
 

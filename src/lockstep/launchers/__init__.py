@@ -1,3 +1,3 @@
 """How processes are started, on this machine and elsewhere."""
 
-SHARED = {"launcher", "start"}  # the files here that are no plug-ins
+SHARED = {"further", "launcher", "start"}  # the files here that are no plug-ins

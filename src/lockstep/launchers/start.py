@@ -19,6 +19,7 @@ from lockstep.config.run import Run, RunError, check_output, keep
 from lockstep.distributed import launched
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.stops import listen_no_more
+from lockstep.launchers.further import further
 from lockstep.launchers.processes import accelerate_config, ownership, srun
 from lockstep.strategies.engines import zero_agreement
 from lockstep.track.console import Console
@@ -40,6 +41,7 @@ def train(run: Run) -> int:
         return joined(run)
     console = Console(True, voice=run.track.console)
     console.facts({"lockstep": f"{__version__}, preparing {run.name}"})  # before anything is imported that takes long
+    run = further(run, console.say)
     PLACE.at("importing torch")
     with ExitStack() as stack:
         with console.busy(lambda: PLACE.name):
@@ -240,21 +242,36 @@ def planned(run: Run) -> tuple[Launcher, Plan]:
     return launcher, plan
 
 
-def examined(run: Run, launcher: Launcher, plan: Plan) -> None:
-    """What `lockstep plan` finds wrong, beside the plan itself: options of an engine, asked of it where it is here.
-    Errors: `RunError`."""
+def examined(run: Run, launcher: Launcher, plan: Plan) -> Prepared | str:
+    """What `lockstep plan` finds wrong: all that `train` refuses before it starts a process. Returns the data, or why
+    nothing can be told of them here. OUTPUT is not written to; the cache is. Errors: `RunError`."""
     zero_agreement.check(run, plan.processes)
-    here = not launcher.submits or launcher.shares_files
-    if (run.strategy.options or run.model.attention) and here and importlib.util.find_spec("torch") is not None:
-        check(run, plan)
+    if launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None):
+        return "data and model are looked at where the job runs"
+    if not launcher.submits:
+        launcher.check(run, plan)
+    from lockstep.checkpoint.manifest import check_resumable
+    from lockstep.data.hub_errors import unreached
+
+    check_output(run)
+    try:
+        prepared = checked(run, plan)
+    except RunError as error:
+        if unreached(error):  # of no mistake in the run file
+            return str(error)
+        raise
+    check_resumable(run, prepared)
+    return prepared
 
 
 def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> Prepared:
     """Data, tokens, and every check that needs no process group; `tell` hears where the tokens came from. Errors:
     `RunError`."""
     from lockstep.data.prepare import prepare
+    from lockstep.training.checkpoint_model import fetch
 
     check(run, plan)
+    fetch(run)
     return prepare(run, plugins.find("tasks", run.task.name), fresh=True, tell=tell)
 
 

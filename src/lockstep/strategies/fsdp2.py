@@ -64,6 +64,11 @@ class FSDP2(Strategy):
     waits_inside = ("forward", "backward", "reduction", "optimizer")
 
     @classmethod
+    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+        shards = processes // int(run.strategy.options.get("replicate", 1))
+        return {name: each / shards for name, each in super().bytes_held(run, processes).items()}
+
+    @classmethod
     def check(cls, run: Run, processes: int) -> None:
         options = run.strategy.options
         if unknown := set(options) - _OPTIONS:

@@ -55,6 +55,11 @@ class Pipeline(Strategy):
     waits_inside = ("forward+backward", "reduction", "optimizer")
 
     @classmethod
+    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+        stages = int(run.strategy.options.get("stages", processes))
+        return {name: each / stages for name, each in super().bytes_held(run, processes).items()}
+
+    @classmethod
     def check(cls, run: Run, processes: int) -> None:
         options = run.strategy.options
         if unknown := set(options) - {"stages", "schedule", "stages_per_rank"}:

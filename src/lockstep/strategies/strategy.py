@@ -123,6 +123,14 @@ class Strategy(ABC):
         Sums of float32 in two orders stay well below this."""
         return 1e-4
 
+    @classmethod
+    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+        """Bytes that a process holds for each parameter of the model between two micro-batches: `weights`, and of those
+        that are trained `gradients` and `optimizer`. On average over processes, where the model is cut up: the sums of
+        docs/strategies.md."""
+        moments = 8.0 if run.optim.name == "adamw" else 4.0 if run.optim.momentum else 0.0
+        return {"weights": 4.0, "gradients": 4.0, "optimizer": moments}
+
     @property
     @abstractmethod
     def parameter_count(self) -> int:

@@ -7,7 +7,7 @@ sums.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,25 +195,37 @@ class Classification(Task):
         ]
 
     @classmethod
-    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
-        import torch
+    def asked(cls, run: Run) -> tuple[str, ...]:
+        return tuple(ClassificationOptions.model_validate(run.task.options).columns.values())
 
-        from lockstep.tasks.models import models
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """`label`, its `score`, and the `scores` of all labels, which add up to 1."""
+        from lockstep.tasks.models import asking, models
 
-        options = ClassificationOptions.model_validate(run.task.options)
-        parts = [_parts(text, options) for text in texts]
         model, tok = models.exported("classification", folder, run)
-        found = []
-        for text, part in zip(texts, parts, strict=True):
-            asked = tok(*part, truncation=True, max_length=run.data.max_length)
-            inputs = {"input_ids": asked["input_ids"] or [_instead_of_none(tok)]}
-            if len(part) == 2 and "token_type_ids" in asked:
-                inputs["token_type_ids"] = asked["token_type_ids"] or [0]
-            with torch.no_grad():
-                chances = model(**{name: torch.tensor([row]) for name, row in inputs.items()}).logits[0].softmax(-1)
-            best = chances.argsort(descending=True)[:3].tolist()
-            found.append(", ".join(f"{model.config.id2label[i]} {float(chances[i]):.3f}" for i in best) + f"  {text}")
-        return found
+        pads = {"input_ids": int(tok.pad_token_id), "token_type_ids": 0}
+
+        def encoded(row: Sequence[str]) -> dict[str, list[int]]:
+            found = tok(*row, truncation=True, max_length=run.data.max_length)
+            types = {"token_type_ids": found["token_type_ids"] or [0]} if "token_type_ids" in found else {}
+            return {"input_ids": found["input_ids"] or [_instead_of_none(tok)]} | (types if len(row) == 2 else {})
+
+        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
+            chances = model(**asking.padded([encoded(row) for row in rows], pads)).logits.softmax(-1)  # [B, C]
+            found = []
+            for row in chances.tolist():
+                best = max(range(len(row)), key=row.__getitem__)
+                scores = {model.config.id2label[code]: chance for code, chance in enumerate(row)}
+                found.append({"label": model.config.id2label[best], "score": row[best], "scores": scores})
+            return found
+
+        return asking.answers(rows, answer)
+
+    @classmethod
+    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        best = sorted(answer["scores"].items(), key=lambda entry: -entry[1])[:3]
+        return ", ".join(f"{label} {chance:.3f}" for label, chance in best) + "  " + "\t".join(row)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models
@@ -264,19 +276,6 @@ def _check_model(run: Run) -> None:
     from lockstep.tasks.models import models
 
     models.check(run)
-
-
-def _parts(text: str, options: ClassificationOptions) -> list[str]:
-    """The text, or the two texts with a tab between them, that one prediction is about. Errors: `RunError`."""
-    if options.text_pair is None:
-        return [text]
-    parts = text.split("\t")
-    if len(parts) != 2:
-        raise RunError(
-            f"predict: this model reads two texts ({options.text} and {options.text_pair}), with one tab between them, "
-            f"as in $'first text\\tsecond text' or on a line of standard input; given was {text[:60]!r}"
-        )
-    return parts
 
 
 # -- encoding --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ per byte and per word of the text, all from sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -211,17 +211,24 @@ class LanguageModeling(PerToken):
         return Decoding(tokens, pad, end, temperature=self.options.temperature, seed=self.run.seed)
 
     @classmethod
-    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
+    def asked(cls, run: Run) -> tuple[str, ...]:
+        options = LanguageModelingOptions.model_validate(run.task.options)
+        return (options.prompt or options.text,)
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """What is `written` after the text."""
         import torch
 
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import asking, models
         from lockstep.tasks.models.decoding import Decoding, by_transformers
 
         options = LanguageModelingOptions.model_validate(run.task.options)
         model, tok = models.exported("causal", folder, run)
         end, template = documents.end_of(tok), {"chat_template": options.chat_template, "add_generation_prompt": True}
-        found = []
-        for text in texts:
+
+        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
+            ((text,),) = rows  # each has room of its own to write, and draws of its own
             if options.messages is not None:
                 text = tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, **template)
             ids = tok(text, verbose=False, add_special_tokens=options.messages is None)["input_ids"]
@@ -229,10 +236,14 @@ class LanguageModeling(PerToken):
             ids = ids[-(options.block_size - 1) :] or [tok.pad_token_id if end is None else end]
             room = min(options.sample_tokens, options.block_size - len(ids))
             how = Decoding(room, tok.pad_token_id, end, temperature=options.temperature, seed=run.seed)
-            with torch.no_grad():
-                tokens = by_transformers(model, {"input_ids": torch.tensor([ids])}, how)[0].tolist()
-            found.append(tok.decode(tokens, skip_special_tokens=True))
-        return found
+            tokens = by_transformers(model, {"input_ids": torch.tensor([ids])}, how)[0].tolist()
+            return [{"written": tok.decode(tokens, skip_special_tokens=True)}]
+
+        return asking.answers(rows, answer, at_once=1)
+
+    @classmethod
+    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        return str(answer["written"])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models

@@ -7,8 +7,9 @@ run file can be checked without it.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -162,9 +163,20 @@ class Task(ABC):
         return []
 
     @classmethod
-    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
-        """What the exported model in `folder` makes of some texts, a line each. Errors: `RunError`."""
+    def asked(cls, run: Run) -> tuple[str, ...]:
+        """The columns that a prediction is made from: of one text, or of the two of a pair."""
+        return ("text",)
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """What the exported model in `folder` makes of each row of texts (as many as `asked` has columns): JSON by
+        name, as it comes, in the order of the rows. Errors: `RunError`."""
         raise RunError(f"the task {run.task.name} predicts nothing from texts alone")
+
+    @classmethod
+    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        """An answer of `predict` as a line for a person."""
+        return json.dumps(answer, ensure_ascii=False)
 
     @abstractmethod
     def metrics(self, sums: Sums) -> dict[str, float]:

@@ -6,7 +6,7 @@ entities, all from sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,22 +112,37 @@ class TokenClassification(PerToken):
         }
 
     @classmethod
-    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
-        import torch
+    def asked(cls, run: Run) -> tuple[str, ...]:
+        return (TokenClassificationOptions.model_validate(run.task.options).words,)
 
-        from lockstep.tasks.models import models
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """`words`, each with its `label` and that one's `score`; a text is cut at its spaces."""
+        from lockstep.tasks.models import asking, models
 
         model, tok = models.exported("token_classification", folder, run)
-        found = []
-        for text in texts:
-            words = text.split()
-            asked = tok(words, is_split_into_words=True, truncation=True, max_length=run.data.max_length)
-            places = first_tokens(asked.word_ids(0))
-            with torch.no_grad():
-                tags = model(input_ids=torch.tensor([asked["input_ids"]])).logits[0].argmax(-1).tolist()
-            named = [f"{words[word]}/{model.config.id2label[tags[place]]}" for word, place in places.items()]
-            found.append(" ".join(named))
-        return found
+        names = model.config.id2label
+
+        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
+            words = [row[0].split() for row in rows]
+            read = [tok(w, is_split_into_words=True, truncation=True, max_length=run.data.max_length) for w in words]
+            batch = asking.padded(read, {"input_ids": int(tok.pad_token_id)})
+            scores, tags = (found.tolist() for found in model(**batch).logits.softmax(-1).max(-1))  # [B, T]
+            return [
+                {
+                    "words": [
+                        {"word": words[i][word], "label": names[tags[i][place]], "score": scores[i][place]}
+                        for word, place in first_tokens(asked.word_ids(0)).items()
+                    ]
+                }
+                for i, asked in enumerate(read)
+            ]
+
+        return asking.answers(rows, answer)
+
+    @classmethod
+    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        return " ".join(f"{each['word']}/{each['label']}" for each in answer["words"])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models

@@ -7,7 +7,7 @@ BLEU and chrF of what the model writes, all from sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -198,10 +198,13 @@ class Translation(Task):
         return [text.strip() for text in found]
 
     @classmethod
-    def predict(cls, run: Run, folder: Path, texts: list[str]) -> list[str]:
-        import torch
+    def asked(cls, run: Run) -> tuple[str, ...]:
+        return (TranslationOptions.model_validate(run.task.options).source,)
 
-        from lockstep.tasks.models import models
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """The `translation`."""
+        from lockstep.tasks.models import asking, models
         from lockstep.tasks.models.decoding import Decoding, by_transformers
 
         options = TranslationOptions.model_validate(run.task.options)
@@ -209,13 +212,18 @@ class Translation(Task):
         targets = _target_tokenizer(run, folder, sources)
         most, start = run.data.max_length, model.config.decoder_start_token_id
         how = Decoding(most, targets.pad_token_id, documents.end_of(targets), start, options.beams)
-        found = []
-        for text in texts:
-            asked = sources(options.prefix + text, truncation=True, max_length=most, return_tensors="pt")
-            with torch.no_grad():
-                tokens = by_transformers(model, {"input_ids": asked["input_ids"]}, how)
-            found.append(targets.decode(tokens[0], skip_special_tokens=True).strip())
-        return found
+
+        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
+            read = [sources(options.prefix + row[0], truncation=True, max_length=most) for row in rows]
+            tokens = by_transformers(model, asking.padded(read, {"input_ids": int(sources.pad_token_id)}), how)
+            written = targets.batch_decode(tokens.tolist(), skip_special_tokens=True)
+            return [{"translation": text.strip()} for text in written]
+
+        return asking.answers(rows, answer)
+
+    @classmethod
+    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        return str(answer["translation"])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models

@@ -252,7 +252,8 @@ def final_scores(
     with strategy.phases("evaluation"):
         splits = [split for split in ("validation", "test") if split in task.splits]
         try:
-            exported, found = step, {}
+            exported = step
+            found: dict[str, tuple[dict[str, float], dict[str, Any]]] = {}
             if run.export == "best":
                 exported, found = best_model(session, console, step, final)
                 if exported != step and found:

@@ -27,6 +27,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import attention
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
+from lockstep.training.checkpoint_model import fetch
 from lockstep.training.feed import Feed
 
 
@@ -64,6 +65,7 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
     attention.check(run, here=True)
     run.check_shared(world.size, f"launch: {world.size} processes")
     strategies.checked_strategy(run, world.size)
+    fetch(run)
     prepared = prepare(data or run, plugins.find("tasks", run.task.name))
     world.join()
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud

@@ -35,9 +35,13 @@ class AcceleratedZero(Sharded):
         options = {k: v for k, v in section.items() if k != "zero_stage"}
         zero_config.check(run, processes, section["zero_stage"], options, key)
 
+    @classmethod
+    def stage_of(cls, run: Run) -> int:
+        return int(run.strategy.options["deepspeed"]["zero_stage"])
+
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
-        self.stage = run.strategy.options["deepspeed"]["zero_stage"]
+        self.stage = self.stage_of(run)
 
     def options(self) -> Mapping[str, Any]:
         return {k: v for k, v in self.run.strategy.options["deepspeed"].items() if k != "zero_stage"}

@@ -44,6 +44,16 @@ class Sharded(Strategy):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
 
+    @classmethod
+    def stage_of(cls, run: Run) -> int:
+        """The stage of ZeRO."""
+        return cls.stage
+
+    @classmethod
+    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+        low = keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options))
+        return zero_config.shared_out(super().bytes_held(run, processes), processes, cls.stage_of(run), low)
+
     @abstractmethod
     def start_engine(self) -> Any:
         """A `deepspeed.DeepSpeedEngine` around `self.model` and `self.optimizer`, of `self.config`."""

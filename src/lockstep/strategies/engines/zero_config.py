@@ -133,3 +133,11 @@ def _told(error: Any, content: dict[str, Any], options: Mapping[str, Any], key: 
 
 def _belongs(location: tuple[int | str, ...], section: Any) -> bool:
     return isinstance(section, Mapping) and bool(location) and location[0] in section
+
+
+def shared_out(held: Mapping[str, float], processes: int, stage: int, low: bool) -> dict[str, float]:
+    """`Strategy.bytes_held` of plain data parallelism -> that of a stage. `low`: the model's own weights are bf16."""
+    found = {**held, "optimizer": held["optimizer"] + 4.0}  # a copy of the weights that it updates
+    found |= {"weights": 2.0, "gradients": 2.0} if low else {}
+    shared = {"weights": 3, "gradients": 2, "optimizer": 1}  # from which stage on
+    return {name: each / (processes if stage >= shared[name] else 1) for name, each in found.items()}

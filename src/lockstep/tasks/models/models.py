@@ -22,6 +22,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
+from lockstep.data.origin import model_folder
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters
 
@@ -185,8 +186,10 @@ def entry(config: Any, name: str, otherwise: Any = None) -> Any:
 
 def local_or_id(run: Run) -> str:
     """The folder, checked to be a model's, or the Hub id. Errors: `RunError`."""
-    source = str(run.model.source)
+    source = model_folder(str(run.model.source))
     path = Path(source).expanduser()
+    if adapters.is_adapter(path):
+        raise RunError(f"model.source: {path} holds an adapter alone; name the model it is of, or export: merged")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise RunError(f"model.source: the folder {path} is not a model's: it has no config.json")

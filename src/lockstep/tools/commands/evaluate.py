@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "metrics of the exported model of OUTPUT"
+HELP = "metrics of the exported model of OUTPUT, or of one of its checkpoints"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output")
+    parser.add_argument("output", metavar="OUTPUT[/checkpoints/step-N]")
     parser.add_argument("--split", help="train, validation or test; default: the last two")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example task.beams=4")
 

@@ -1,24 +1,30 @@
-"""`lockstep plan`: what would be started. Starts nothing."""
+"""`lockstep plan`: what would be started, and what it amounts to; refuses what `train` refuses. Starts nothing."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import shlex
+from typing import TYPE_CHECKING
 
+from lockstep.config.run import Run
 from lockstep.launchers import start
+from lockstep.launchers.further import further
 from lockstep.tools.commands import run_file
 from lockstep.track.console import Console
 
-HELP = "show what would be started; start nothing"
+if TYPE_CHECKING:
+    from lockstep.data.tokens import Prepared
+
+HELP = "check a run file as train does, and show what would be started: model, data, steps, memory; start nothing"
 arguments = run_file.arguments
 
 
 def main(known: argparse.Namespace) -> int:
-    run = run_file.run_of(known)
+    run = further(run_file.run_of(known), Console(True).say)
     launcher = start.launcher_of(run)
     plan = launcher.plan(run)
-    start.examined(run, launcher, plan)
+    found = start.examined(run, launcher, plan)
     console = Console(True)
     counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
     bounds = sorted(counts)
@@ -33,12 +39,30 @@ def main(known: argparse.Namespace) -> int:
             "command": shlex.join(plan.command),
             "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
             "strategy": f"{run.strategy.name}{', exact where it can be' if run.strategy.exact else ''}",
-            "length": f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs",
+            **(amounts(run) if isinstance(found, str) else sizes_of(run, found, plan.processes)),
             "output": str(run.folder),
         }
     )
+    if isinstance(found, str):
+        console.say(f"note: what it amounts to cannot be told here: {found}")
     for path, text in plan.files.items():
         console.say(f"--- {path}\n{text}")
     for note in plan.notes:
         console.say(f"note: {note}")
     return 0
+
+
+def amounts(run: Run) -> dict[str, str]:
+    """What the run file alone says of it."""
+    return {
+        "model": run.model.source or f"{run.model.type} from scratch",
+        "data": str(run.data.source or run.data.train),
+        "length": f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs",
+    }
+
+
+def sizes_of(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
+    """What its data and its model say besides."""
+    from lockstep.training import sizes
+
+    return sizes.facts(run, prepared, processes)

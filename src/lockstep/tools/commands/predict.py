@@ -1,25 +1,29 @@
-"""`lockstep predict`: what an exported model makes of a text."""
+"""`lockstep predict`: what an exported model makes of texts."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-HELP = "what the exported model of OUTPUT makes of a text"
+HELP = "what the exported model of OUTPUT, or one of its checkpoints, makes of texts"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output")
+    parser.add_argument("output", metavar="OUTPUT[/checkpoints/step-N]")
     parser.add_argument(
         "texts",
         nargs="*",
-        metavar="TEXT",
-        help="default: the lines of standard input; a tab between the texts of a pair",
+        metavar="TEXT|FILE",
+        help="a text, or a file of them: .jsonl, .json, .csv, .tsv and .parquet by the columns of the run, .txt a line "
+        "each; default: the lines of standard input; a tab between the texts of a pair",
     )
+    parser.add_argument("--json", action="store_true", help="an object a line, with all scores")
+    parser.add_argument("--out", metavar="FILE", help="write these lines to a file")
     parser.add_argument("--set", action="append", default=[], metavar="key=value", help="for example task.beams=4")
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep.training.exported_model import predict
+    from lockstep.training.predicting import predict
 
-    return predict(Path(known.output), known.texts, known.set)
+    out = Path(known.out) if known.out else None
+    return predict(Path(known.output), known.texts, known.set, known.json, out)

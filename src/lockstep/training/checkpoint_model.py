@@ -1,0 +1,72 @@
+"""The model of a checkpoint as an export of it would be: for `predict`, `evaluate` and `model.source`.
+
+In: OUTPUT/checkpoints/step-N. Out: a folder in the cache that `from_pretrained` loads, made once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.manifest import broken, read_manifest
+from lockstep.checkpoint.storage import Files
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError, load
+from lockstep.data import origin
+from lockstep.data.cache import kept
+from lockstep.data.prepare import prepare
+from lockstep.tasks.task import Task
+
+
+def fetch(run: Run) -> None:
+    """See that the model is there, where `model.source` names a checkpoint. Errors: `RunError`."""
+    for source in {run.model.source, run.tokenizer.source} - {None}:
+        output, checkpoint = origin.parts(Path(str(source)).expanduser())
+        if checkpoint is not None and (output / "run.yaml").is_file():
+            exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
+
+
+def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -> Path:
+    """The folder of its model. The data that it was trained on are prepared for that, where they are not: they say what
+    its labels and tokens are. `trusted`: code that its run file asks for may run. Errors: `RunError`."""
+    manifest = read_manifest(checkpoint)
+    fault = manifest if isinstance(manifest, str) else broken(checkpoint, manifest)
+    if fault is not None or isinstance(manifest, str):
+        raise RunError(f"{checkpoint} cannot be used: {fault}")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # or DeepSpeed asks aloud
+    run = load(output / "run.yaml", [])
+    if run.model.trust_remote_code and not trusted:
+        raise RunError(f"model.trust_remote_code: {output / 'run.yaml'} asks for it; ask for it yourself, too")
+    task_class: Any = plugins.find("tasks", run.task.name)
+    fetch(run)  # it may itself have begun from a checkpoint
+    prepared = prepare(run, task_class)
+    if manifest.data != prepared.key:
+        raise RunError(
+            f"{checkpoint} was trained on other data, or with another tokenizer, than {output / 'run.yaml'} names now: "
+            "what its labels and tokens are cannot be told"
+        )
+
+    def make(aside: Path) -> None:
+        files = Files(checkpoint, manifest.hashes)
+        task: Task = task_class(run, prepared)
+        saved = [name.removeprefix("model.") for name in files.names if name.startswith("model.")]
+        names = _under_all_names(task.model(empty=True), {name: files.whole(f"model.{name}") for name in saved})
+        aside.mkdir(parents=True)
+        task.write(aside, names)
+
+    return kept(origin.of_checkpoint(checkpoint), make)
+
+
+def _under_all_names(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as a state dict has them: under each of their names, where several share one. A buffer that checkpoints
+    leave out is the model's own."""
+    places: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        places.setdefault(id(tensor), []).append(name)
+    known = ((names, next((each for each in names if each in given), None)) for names in places.values())
+    return {name: given[first] for names, first in known if first is not None for name in names}

@@ -1,0 +1,147 @@
+"""`lockstep predict`: what an exported model, or one of a checkpoint, makes of texts.
+
+In: OUTPUT, and texts, pairs of texts, or files of them. Out: an answer for each, as data or as a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError, aside_of
+from lockstep.config.sections import DataSection
+from lockstep.data import source
+from lockstep.tasks.task import Task
+from lockstep.track.console import Console
+from lockstep.training.exported_model import finished
+
+Given = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
+ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+
+
+def predictions(
+    output: Path, given: Sequence[Given], overrides: Sequence[str] | Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """For each what was asked, by column, and the answer: JSON by name. Errors: `RunError`."""
+    run, export = finished(output, overrides)
+    task = _task(run)
+    rows = [row_of(each, task.asked(run), f"text {place}") for place, each in enumerate(given, 1)]
+    yield from (_whole(task.asked(run), row, answer) for row, answer in _answered(task, run, export, rows))
+
+
+def predict(
+    output: Path, words: list[str], overrides: list[str], as_json: bool = False, out: Path | None = None
+) -> int:
+    """Print a line for each text (or JSON, or write that to `out`); without texts, for each line of standard input. A
+    word that names a file is read as one. Returns the exit status."""
+    run, export = finished(output, overrides)  # told before anything is read
+    task = _task(run)
+    rows = [row for word in words for row in rows_of(run, word, task.asked(run))]
+    if not words:
+        rows = [row_of(line.rstrip("\n"), task.asked(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
+    if not rows:
+        raise RunError('predict: give a text: lockstep predict OUTPUT "some text", a file, or lines on standard input')
+    answers = _answered(task, run, export, rows)
+    if out is not None:
+        _written(out, task.asked(run), answers)
+        Console(True).say(f"{out}: {len(rows):,} predictions")
+    elif as_json:
+        _dump(sys.stdout, task.asked(run), answers)
+    else:
+        console = Console(True)
+        for row, answer in answers:
+            console.say(task.told(row, answer))
+    return 0
+
+
+def row_of(given: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
+    """The texts of one row, in the order of the columns. Errors: `RunError`, which names the place."""
+    if isinstance(given, Mapping):
+        if missing := [column for column in columns if column not in given]:
+            raise RunError(
+                f"predict: {place} has no column {missing[0]!r}, which this model reads; it has "
+                f"{', '.join(map(str, given))}"
+            )
+        found = tuple(_text(given[column], column, place) for column in columns)
+    elif isinstance(given, str):
+        found = tuple(given.split("\t")) if len(columns) > 1 else (given,)
+    else:
+        found = tuple(_text(each, f"text {n}", place) for n, each in enumerate(given, 1))
+    if len(found) != len(columns):
+        reads = "one text" if len(columns) == 1 else f"two texts ({' and '.join(columns)}), with one tab between them"
+        raise RunError(
+            f"predict: this model reads {reads}, as in $'first text\\tsecond text' or on a line of standard input; "
+            f"{place} is {' | '.join(found)[:60]!r}"
+        )
+    return found
+
+
+def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """The rows of a word of the command line: of a file, if it names one, else the word itself. Errors: `RunError`."""
+    path = Path(word)
+    if len(word) > 1000 or "\n" in word or not path.is_file():  # a long text is no path, and asking may be an error
+        return [row_of(word, columns, repr(word[:40]))]
+    if path.suffix not in ENDINGS:
+        raise RunError(f"predict: {word} is a file that cannot be read: its name must end in {', '.join(ENDINGS)}")
+    if path.suffix == ".txt":
+        try:
+            lines = path.read_text(encoding=run.data.encoding).splitlines()
+        except (OSError, UnicodeError) as error:
+            raise RunError(f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
+        return [row_of(line, columns, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
+    section = DataSection.model_validate({"train": word, "encoding": run.data.encoding})
+    data = source.load(section, run.seed).splits["train"]
+    return [row_of(_flat(row, columns), columns, f"{word}, row {n}") for n, row in enumerate(data)]
+
+
+def _flat(row: Mapping[str, Any], columns: Sequence[str]) -> Mapping[str, Any]:
+    """A row, with the texts by language where they are in a column of translations."""
+    inner = row.get("translation")
+    return inner if isinstance(inner, Mapping) and not set(columns) <= row.keys() else row
+
+
+def _text(value: Any, column: str, place: str) -> str:
+    if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+        return " ".join(value)  # words
+    if not isinstance(value, str):
+        raise RunError(f"predict: {place}: {column!r} holds {value!r}, and a text is needed")
+    return value
+
+
+def _task(run: Run) -> type[Task]:
+    found: Any = plugins.find("tasks", run.task.name)
+    return found
+
+
+def _answered(
+    task: type[Task], run: Run, export: Path, rows: list[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    return zip(rows, task.predict(run, export, rows), strict=True)
+
+
+def _whole(columns: Sequence[str], row: Sequence[str], answer: dict[str, Any]) -> dict[str, Any]:
+    return {**{column: text for column, text in zip(columns, row, strict=True) if column not in answer}, **answer}
+
+
+def _dump(file: TextIO, columns: Sequence[str], answers: Iterator[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
+    for row, answer in answers:
+        file.write(json.dumps(_whole(columns, row, answer), ensure_ascii=False) + "\n")
+
+
+def _written(out: Path, columns: Sequence[str], answers: Iterator[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
+    """JSON lines, aside and then renamed. Errors: `RunError`."""
+    aside = out.with_name(aside_of(out.name))
+    try:
+        try:
+            with open(aside, "w", encoding="utf-8") as file:
+                _dump(file, columns, answers)
+            os.replace(aside, out)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"predict: {out} cannot be written: {error.strerror or error}") from error

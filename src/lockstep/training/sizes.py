@@ -1,0 +1,82 @@
+"""What a run amounts to, before it starts: its data, its model, its steps, tokens a step, and memory by a formula.
+
+In: a run, its prepared data and the number of processes. Out: facts for `lockstep plan`. The model is built on the meta
+device, where it takes no memory; nothing is trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.data.tokens import Prepared
+from lockstep.strategies.strategy import strategy_class
+from lockstep.tasks.task import Task
+from lockstep.training.feed import Feed
+
+LOOKED_AT = 32  # steps, evenly spread, whose tokens are counted
+
+
+def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
+    """Rows of a table."""
+    task_class: Any = plugins.find("tasks", run.task.name)
+    task: Task = task_class(run, prepared)
+    feed = Feed(run, task, [], torch.device("cpu"))
+    parameters = {id(p): p for p in task.model(empty=True).parameters()}.values()
+    every, trained = (sum(p.numel() for p in parameters if p.requires_grad or not only) for only in (False, True))
+    of_them = f", of which {trained / 1e6:.2f}M are trained" if trained < every else ""
+    return {
+        "model": f"{task.origin}, {every / 1e6:.2f}M parameters{of_them}",
+        "data": data(task),
+        "length": length(run, feed),
+        **({task.unit: units(feed)} if task.unit else {}),
+        "memory": memory(run, processes, every, trained),
+    }
+
+
+def data(task: Task) -> str:
+    """Where the examples are from, and how many there are."""
+    sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
+    mean = f"; mean {task.splits['train'].lengths.mean():.1f} {task.unit}" if task.unit else ""
+    return f"{task.prepared.facts['source']}: {sizes} examples{mean}"
+
+
+def length(run: Run, feed: Feed) -> str:
+    """Steps and epochs, and the evaluations and checkpoints between them."""
+    each = feed.order.steps_per_epoch
+    evaluations = (feed.total - 1) // every if (every := feed.interval(run.evaluate.every)) else 0
+    return (
+        f"{feed.total:,} steps of {min(run.batch_size, feed.order.examples):,} examples; an epoch has {each:,}: "
+        f"{feed.total / each:.4g} epochs; {evaluations:,} evaluations on the way"
+    )
+
+
+def units(feed: Feed) -> str:
+    """Tokens (or what else counts an example's length) of a step, with and without padding."""
+    steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
+    found = [feed.make(int(step)) for step in steps]
+    real, padded = (sum(getattr(batch, name) for batch in found) for name in ("tokens", "padded"))
+    return f"about {real / len(found):,.0f} a step; {padded / real:.2f} computed for each real one"
+
+
+def memory(run: Run, processes: int, every: int, trained: int) -> str:
+    """What a process holds, by a formula: weights of `every` parameter, the rest of those that are trained."""
+    held = strategy_class(run).bytes_held(run, processes)
+    sizes = {name: each * (every if name == "weights" else trained) for name, each in held.items()}
+    parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items())
+    return (
+        f"about {size(sum(sizes.values()))} a process ({parts}); not counted are activations, partial sums of exact "
+        "runs, buffers on the way and libraries"
+    )
+
+
+def size(count: float) -> str:
+    """Bytes in a unit that fits."""
+    for unit, power in (("GB", 9), ("MB", 6)):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {unit}"
+    return f"{count / 1e3:.0f} kB"
