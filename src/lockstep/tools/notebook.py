@@ -32,7 +32,7 @@ class Bar:
 
     def __call__(self, event: Event) -> None:
         """Take up an event, and show it."""
-        from IPython.display import display  # type: ignore[import-not-found] - not there without a notebook
+        from IPython.display import display
 
         self.step, self.steps = event.step or self.step, event.steps or self.steps
         if event.kind in ("start", "step"):
