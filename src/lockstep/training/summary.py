@@ -50,7 +50,7 @@ def parameters(strategy: Strategy) -> str:
     whole, trained = strategy.parameter_count, strategy.trained_count
     text = f"{whole / 1e6:.2f}M parameters"
     if trained < whole:
-        text += f", {trained / 1e6:.2f}M of them trained ({100 * trained / whole:.2g} %)"
+        text += f", {trained:,} of them trained ({100 * trained / whole:.2g} %)"
     return text
 
 

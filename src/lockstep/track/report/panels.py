@@ -5,6 +5,7 @@ In: histories. Out: markup, and numbers for tables.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -298,7 +299,8 @@ def overlaid(histories: Mapping[str, History]) -> list[str]:
         found.append(charts.lines(title, series, charts.Look(linear=title in _FROM_ZERO, span=steps, smooth=smooth)))
         if key == "loss":
             clocked = {name: _by_clock(history, split) for name, history in histories.items()}
-            ends = (0.0, max((points[-1][0] for points in clocked.values() if points), default=0.0))
+            last = max((points[-1][0] for points in clocked.values() if points), default=0.0)
+            ends = (0.0, math.ceil(last * 100) / 100)
             look = charts.Look("minutes", span=ends, smooth=smooth)
             found.append(charts.lines(f"{title} against running time", clocked, look))
     return [chart for chart in found if chart]
