@@ -15,6 +15,7 @@ from lockstep.data import downloads, tokens
 from lockstep.distributed.place import PLACE
 from lockstep.launchers import start
 from lockstep.tasks.classification import Classification
+from lockstep.tasks.module import Module
 from lockstep.tasks.task import Task
 from lockstep.track import busy
 from lockstep.track.best import Best
@@ -220,6 +221,7 @@ class Silent(Classification):
         (Classification, [], "lockstep predict 'my out' 'i feel very well today and then some more words that nobody'"),
         (Classification, ["task.text_pair=other"], "lockstep predict 'my out' $'first text\\tsecond text'"),
         (Silent, [], "lockstep evaluate 'my out'"),
+        (Module, [], "lockstep evaluate 'my out'"),
     ],
 )
 def test_the_last_line_can_be_pasted(kind: Callable[..., Any], options: list[str], says: str) -> None:

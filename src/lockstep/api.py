@@ -105,13 +105,15 @@ def fit(
     name: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     show: Callable[[str], object] | None = print,
+    on_event: Callable[[Event], object] | None = None,
 ) -> Result:
     """Train a model of your own (docs/own-module.md): `task: {name: module}` without a run file.
 
     `model`: function or class that makes a `torch.nn.Module`; `data`: function that gives data sets by split, or these
     themselves; `loss`: of (outputs, batch). Each is a name at the top of the script or of a module: every process
     imports it. `micro_batches`: default 8, or the batch size where that is less. `name`: of the run; default: the
-    module in which the model is made. `overrides`: further keys of the run file. Errors: `RunError`, `JobFailed`.
+    module in which the model is made. `overrides`: further keys of the run file. `show` and `on_event`: as for
+    `train`. Errors: `RunError`, `JobFailed`.
     """
     _begins()
     own = {"model": model, "data": data, "loss": loss, "metrics": metrics, "collate": collate}
@@ -128,7 +130,7 @@ def fit(
         "launch": {"processes": processes},
         "optim": {} if learning_rate is None else {"learning_rate": learning_rate},
     }
-    return train(Run.load(values, overrides), show)
+    return train(Run.load(values, overrides), show, on_event)
 
 
 def load(output: Result | Path | str) -> Any:
