@@ -15,6 +15,7 @@ from lockstep.data import downloads, tokens
 from lockstep.distributed.place import PLACE
 from lockstep.launchers import start
 from lockstep.tasks.classification import Classification
+from lockstep.tasks.module import Module
 from lockstep.tasks.task import Task
 from lockstep.track import busy
 from lockstep.track.best import Best
@@ -86,6 +87,7 @@ def test_downloads_say_what_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     blobs = tmp_path / "models--somebody--gpt" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "old").write_bytes(bytes(5_000_000))
+    before = PLACE.name
     with downloads.downloading("somebody/gpt", "model"):
         assert PLACE.name == "loading somebody/gpt"
         (blobs / "new.incomplete").write_bytes(bytes(2_500_000))
@@ -94,6 +96,7 @@ def test_downloads_say_what_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert PLACE.name == "downloading somebody/gpt, 2.5 MB so far", "what was there before is not counted"
     with downloads.downloading(str(tmp_path), "model"):
         assert PLACE.name == f"reading {tmp_path}"
+    assert PLACE.name == before
 
 
 # -- while it trains -------------------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ def test_what_is_trained_is_told_where_it_is_not_all() -> None:
     assert parameters(Model()) == "1.00M parameters"  # type: ignore[arg-type]
     with_adapter = Model()
     with_adapter.trained_count = 20_000
-    assert parameters(with_adapter) == "1.00M parameters, 0.02M of them trained (2 %)"  # type: ignore[arg-type]
+    assert parameters(with_adapter) == "1.00M parameters, 20,000 of them trained (2 %)"  # type: ignore[arg-type]
 
 
 # -- at the end ------------------------------------------------------------------------------------------------------
@@ -218,6 +221,7 @@ class Silent(Classification):
         (Classification, [], "lockstep predict 'my out' 'i feel very well today and then some more words that nobody'"),
         (Classification, ["task.text_pair=other"], "lockstep predict 'my out' $'first text\\tsecond text'"),
         (Silent, [], "lockstep evaluate 'my out'"),
+        (Module, [], "lockstep evaluate 'my out'"),
     ],
 )
 def test_the_last_line_can_be_pasted(kind: Callable[..., Any], options: list[str], says: str) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,14 +99,12 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
 
 def shown(*events: Event) -> notebook.Bar:
     bar = notebook.Bar()
-    bar._shown = type("Handle", (), {"update": lambda self, what: None})()
     for event in events:
         bar(event)
     return bar
 
 
-def test_the_bar_says_how_far_it_is_and_how_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "IPython.display", type("Module", (), {"display": None}))
+def test_the_bar_says_how_far_it_is_and_how_good() -> None:
     assert repr(shown()) == f"[{'.' * 30}] preparing"
     bar = shown(
         Event("start", 0, 200),
@@ -116,8 +116,20 @@ def test_the_bar_says_how_far_it_is_and_how_good(monkeypatch: pytest.MonkeyPatch
     assert "done" in repr(shown(Event("end", 200, 200, facts={"status": "done"})))
 
 
-def test_outside_of_a_notebook_there_is_no_bar() -> None:
+def test_there_is_a_bar_in_a_notebook_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notebook.bar() is None
+    replaced: list[notebook.Bar] = []
+    handle = SimpleNamespace(update=replaced.append)
+    for config, there in (({}, False), ({"IPKernelApp": {}}, True)):  # a REPL, a kernel
+        shell = SimpleNamespace(config=config)
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        display = SimpleNamespace(display=lambda what, display_id: handle)
+        monkeypatch.setitem(sys.modules, "IPython.display", display)
+        found = notebook.bar()
+        assert (found is not None) is there
+    assert found is not None
+    found(Event("step", 1, 2, "train", {"loss": 0.5}))
+    assert replaced == [found]
 
 
 # -- a job -----------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_training_lowers_the_loss_and_shows_samples(tmp_path: Path, capfd: pytes
     assert losses[-1] < losses[0] < math.log(100)
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in samples] == [15, 30]
-    assert "sample: the " in capfd.readouterr().out
+    assert "samples    the " in capfd.readouterr().out
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export")

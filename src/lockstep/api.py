@@ -115,7 +115,7 @@ def fit(
     `model`: function or class that makes a `torch.nn.Module`; `data`: function that gives data sets by split, or these
     themselves; `loss`: of (outputs, batch). Each is a name at the top of the script or of a module: every process
     imports it. `micro_batches`: default 8, or the batch size where that is less. `name`: of the run; default: the
-    module in which the model is made. `overrides`: further keys of the run file. `show`, `on_event`: as for
+    module in which the model is made. `overrides`: further keys of the run file. `show` and `on_event`: as for
     `train`. Errors: `RunError`, `JobFailed`.
     """
     _begins()

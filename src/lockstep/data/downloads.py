@@ -18,9 +18,11 @@ from lockstep.distributed.place import PLACE
 @contextmanager
 def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None]:
     """While the Hub is asked for `source`; nothing is said of a local folder."""
+    place = PLACE.name
     if Path(source).is_dir():
         PLACE.at(f"reading {source}")
         yield
+        PLACE.at(place)
         return
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -40,6 +42,7 @@ def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None
     finally:
         over.set()
         watcher.join()
+        PLACE.at(place)
 
 
 def _bytes_in(folder: Path) -> int:

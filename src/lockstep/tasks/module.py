@@ -8,7 +8,7 @@ sums over examples, and an export that `lockstep.load` reads. What the functions
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ class Module(Task):
     collates_ahead = False  # items draw from the generators that the model draws from; workers do not
     library = "lockstep"
     loader = "lockstep.load"
+    predicts = False
     pipeline = "other"
     unit = None
 

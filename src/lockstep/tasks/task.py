@@ -45,6 +45,7 @@ class Task(ABC):
     loader: ClassVar[str] = "from_pretrained"  # by which function
     unit: ClassVar[str | None] = "tokens"  # what the length of an example counts; None: every example counts the same
 
+    predicts: ClassVar[bool] = True  # whether `lockstep predict` makes something of a text, where `predict` is there
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
     @property

@@ -58,16 +58,16 @@ class Following:
         sizes = self._metrics.size, self._samples.size
         found = []
         for line in self._journal.lines(self._journal.size, ("event", "step")):
-            kind = line["event"]
-            if kind == "start":
+            what = line["event"]
+            if what == "start":
                 self._after, self._told = line["step"], set()
                 record = launched.read(self._folder)
                 self._steps = record.steps if record else None
                 yield Event("start", line["step"], self._steps, facts=_rest(line))
-            elif kind in _ORDER and kind != "evaluation":  # its numbers tell of that
-                found.append(Event(kind, line["step"], self._steps, facts=_rest(line)))
+            elif what in _ORDER and what != "evaluation":  # its numbers tell of that
+                found.append(Event(what, line["step"], self._steps, facts=_rest(line)))
         for line in self._metrics.lines(sizes[0], ("step", "split")):
-            kind = "step" if line["split"] == "train" else "evaluation"
+            kind: Kind = "step" if line["split"] == "train" else "evaluation"
             if self._is_new(kind, line):
                 numbers = {k: float("nan") if v is None else v for k, v in line.items() if k not in ("step", "split")}
                 found.append(Event(kind, line["step"], self._steps, line["split"], numbers))

@@ -19,7 +19,11 @@ def bar(by: str | None = None) -> Bar | None:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None or "IPKernelApp" not in shell.config:  # a REPL of IPython has no cells
         return None
-    return Bar(by)
+    from IPython.display import display
+
+    found = Bar(by)
+    found.shown = display(found, display_id=True)
+    return found
 
 
 class Bar:
@@ -28,12 +32,10 @@ class Bar:
     def __init__(self, by: str | None = None) -> None:
         self.step, self.steps, self.state = 0, 0, "preparing"
         self.numbers, self._best = "", Best(by)
-        self._shown: Any = None
+        self.shown: Any = None  # the display in the cell, which can be replaced
 
     def __call__(self, event: Event) -> None:
         """Take up an event, and show it."""
-        from IPython.display import display  # type: ignore[import-not-found] - not there without a notebook
-
         self.step, self.steps = event.step or self.step, event.steps or self.steps
         if event.kind in ("start", "step"):
             self.state = "training"
@@ -43,10 +45,8 @@ class Bar:
             self._best.seen(event.step, event.numbers)
         if event.kind == "step" and math.isfinite(event.numbers.get("loss", math.nan)):
             self.numbers = f"loss {event.numbers['loss']:.4f}"
-        if self._shown is None:
-            self._shown = display(self, display_id=True)
-        else:
-            self._shown.update(self)
+        if self.shown is not None:
+            self.shown.update(self)
 
     def __repr__(self) -> str:
         full = 30 * self.step // self.steps if self.steps else 0

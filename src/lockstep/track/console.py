@@ -182,7 +182,9 @@ class Console:
             self.note(f"step {step}: the loss jumped to {numbers['loss']:.4g}")
         parts = [
             f"loss {numbers['loss']:.4f}",
-            f"epoch {step / self._per_epoch:.2f}/{self._total / self._per_epoch:.4g}" if self._per_epoch else "",
+            f"epoch {step / self._per_epoch:.2f}/{round(self._total / self._per_epoch, 2):g}"
+            if self._per_epoch
+            else "",
             self._best.text,
             f"rate {numbers['learning_rate']:.2e}",
             f"{numbers['examples_per_s']:,.0f} examples/s",
@@ -197,7 +199,7 @@ class Console:
         elif self._loud and self._is_time(step):
             left = clock((self._total - step) * numbers["seconds_per_step"])
             line = f"step {step:>6}/{self._total}  {text}"
-            line += f"  {left} left" if step > self._done + 1 else ""  # a first step is no measure of the others
+            line += f"  {left} left" if self._done + 1 < step < self._total else ""  # a first step is no measure
             if self._bar is None:
                 self.say(line)
             else:

@@ -180,6 +180,7 @@ def resumed(session: Session, console: Console) -> int:
         console.note(text)
     if step:
         console.say(f"resuming after step {step} of {session.feed.total}")
+    PLACE.at("starting")
     session.journal.event(
         "start", step, **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside)
     )

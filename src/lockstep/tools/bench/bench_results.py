@@ -195,7 +195,7 @@ def plots(rows: Sequence[Row]) -> list[str]:
         if ideal and len(lines.get(first, [])) > 1:
             (count, rate), (most, _) = lines[first][0], lines[first][-1]
             lines[f"{first}, if it were linear"] = [(count, rate), (most, rate * most / count)]
-        return charts.lines(title, lines, "processes")
+        return charts.lines(title, lines, charts.Look("processes"))
 
     drawn = [
         against("examples per second", lambda row: row.middle()["examples_per_s"], ideal=True),

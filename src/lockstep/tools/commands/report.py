@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 from lockstep.config.run import RunError
 
 HELP = "write OUTPUT/report.html again; of several OUTPUTs also one page that compares them"
+
+EVERY_S = 5  # between two forms of a live page
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,12 +19,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", metavar="FILE.html", help="where the comparison goes; default: comparison.html beside the folders"
     )
+    parser.add_argument(
+        "--live", action="store_true", help="write the page again and again while the run goes on; it loads itself anew"
+    )
 
 
 def main(known: argparse.Namespace) -> int:
     from lockstep.track.report.report import write_comparison, write_report
 
     folders = [Path(output) for output in known.output]
+    if known.live:
+        if len(folders) > 1 or known.to is not None:
+            raise RunError("--live: it writes the page of one output folder")
+        return watched(folders[0])
     if known.to is not None and len(folders) == 1:
         raise RunError("--to: a comparison needs two output folders or more")
     for folder in folders:
@@ -36,4 +46,33 @@ def main(known: argparse.Namespace) -> int:
             print(write_comparison(folders, path))
         except (OSError, ValueError) as error:
             raise RunError(f"the comparison of {len(folders)} runs could not be written: {error}") from None
+    return 0
+
+
+def watched(folder: Path) -> int:
+    """Write the page of a run until the run has ended, or this is interrupted; its last form does not load itself
+    again. Returns the exit status. Errors: `RunError`."""
+    from lockstep.distributed import launched
+    from lockstep.tools.commands.status import run_of, state_of
+    from lockstep.track.report.report import Live, write_report
+
+    told = False
+    try:
+        while True:
+            run, _ = run_of(str(folder))
+            record = launched.read(folder)
+            state = state_of(run, record)
+            steps = record.steps if record is not None else None
+            page = write_report(folder, Live(EVERY_S, "training" if state.word == "running" else state.word, steps))
+            if not told:
+                print(page.resolve().as_uri(), flush=True)
+                told = True
+            if not (state.live or (state.word == "unknown" and record is not None)):
+                break
+            time.sleep(EVERY_S)
+    except KeyboardInterrupt:  # enough was seen; the run goes on
+        pass
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder} is not the output folder of a run, or cannot be written to: {error}") from None
+    write_report(folder)
     return 0

@@ -7,13 +7,18 @@ In: numbers. Out: markup.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 360, 180
-LEFT, BELOW = 44, 18  # room for the numbers at the axes
+LEFT, RIGHT, ABOVE, BELOW = 44, 8, 18, 18  # room for the numbers at the axes, and above for what is pointed at
 POINTS = 150  # at most so many are drawn of a series: each stands for a stretch, and a band shows what lies in it
 COLOURS = 8  # classes c0 ... c7; further series are dashed
+STRIPS = 100  # of a plot that can be pointed at
+SMOOTHED = 20  # points from which on a series is smoothed, if it is to be
 
 Series = Sequence[tuple[float, float]]
 
@@ -58,12 +63,23 @@ def size(value: float) -> str:
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers between two numbers: 1, 2 or 5 times a power of ten apart."""
+    """Round numbers, 1, 2 or 5 times a power of ten apart, the first at most `low` and the last at least `high`: both
+    ends of an axis have a number."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * next(m for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def decades(low: float, high: float) -> list[float]:
+    """The same on a logarithmic scale: 1, 2 and 5 times powers of ten, powers alone where these are many."""
+    digits = (1, 2, 5) if high / low < 2000 else (1,)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    found = [digit * 10.0**power for power in powers for digit in digits]
+    first = max(v for v in found if v <= low * (1 + 1e-9))
+    last = min(v for v in found if v >= high * (1 - 1e-9))
+    return [v for v in found if first <= v <= last]
 
 
 def thinned(points: Series) -> list[tuple[float, float, float, float]]:
@@ -77,76 +93,151 @@ def thinned(points: Series) -> list[tuple[float, float, float, float]]:
     return found
 
 
-def lines(title: str, series: Mapping[str, Series], x_name: str = "step", linear: bool = False) -> str:
-    """A line for each series; nothing where no series has a point. The scale is logarithmic where the numbers are
-    positive and far apart, and says so, or `linear` from zero."""
+def smoothed(points: Series) -> list[tuple[float, float]]:
+    """Each point as the mean of a twentieth of the series around it, of fewer near the ends, as many on either side:
+    neither end is pulled to the middle."""
+    around, last = max(1, len(points) // 40), len(points) - 1
+    found = []
+    for i, (x, _) in enumerate(points):
+        wide = min(around, i, last - i)
+        part = points[i - wide : i + wide + 1]
+        found.append((x, sum(y for _, y in part) / len(part)))
+    return found
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a chart of lines is drawn, beside its numbers."""
+
+    x_name: str = "step"
+    linear: bool = False  # from zero; else the scale is logarithmic where the numbers are positive and far apart
+    span: tuple[float, float] | None = None  # ends of the x axis; None: of the series
+    colours: Mapping[str, int] = field(default_factory=dict)  # of series by name; others have that of their place
+    smooth: tuple[str, ...] = ()  # series that are drawn smoothed, and faintly as they are
+    ring: tuple[str, float] | None = None  # a series and the x of its best point
+
+
+def lines(title: str, series: Mapping[str, Series], look: Look = Look()) -> str:
+    """A line for each series; nothing where no series has a point. A scale that is logarithmic says so. What is pointed
+    at, or touched, is told above the plot, without a script."""
     drawn = {name: thinned(points) for name, points in series.items() if points}
     if not drawn:
         return ""
-    lows = [low for points in drawn.values() for _, _, low, _ in points]
-    highs = [high for points in drawn.values() for _, _, _, high in points]
-    low, high = min(lows), max(highs)
-    log = not linear and low > 0 and high / low > 100
-    if linear:
-        low = min(low, 0.0)
-    if log:
-        low, high = math.log10(low), math.log10(high)
+    every = [value for points in drawn.values() for _, _, least, most in points for value in (least, most)]
+    low, high = min(every), max(every)
+    log = not look.linear and low > 0 and high / low > 100
+    low = min(low, 0.0) if look.linear else low
     if high - low <= 1e-9 * max(abs(high), abs(low)):  # a level line, whatever its level
         room = abs(high) * 0.1 or 1.0
         low, high = low - room, high + room
-    right = max(points[-1][0] for points in drawn.values())
-    left = min(points[0][0] for points in drawn.values())
+    levels = decades(low, high) if log else ticks(low, high)
+    xs = [x for points in drawn.values() for x, _, _, _ in points]
+    left, right = look.span or (min(xs), max(xs))
     if right == left:
         left, right = left - 1, right + 1
-
-    def across(x: float) -> float:
-        return LEFT + (x - left) / (right - left) * (WIDTH - LEFT)
-
-    def up(y: float) -> float:
-        return HEIGHT - ((math.log10(y) if log else y) - low) / (high - low) * HEIGHT
-
-    body = _grid(low, high, left, right, across, log)
-    places = {name: i for i, name in enumerate(series)}  # a series has its colour whether others have points or not
+    place = _Place(left, right, levels[0], levels[-1], log)
+    body = _grid(levels, place)
+    places = {name: look.colours.get(name, i) for i, name in enumerate(series)}  # whether others have points or not
     for name, points in drawn.items():
-        i = places[name]
-        colour, dash = f"c{i % COLOURS}", f' stroke-dasharray="{3 + 2 * (i // COLOURS)} 3"' if i >= COLOURS else ""
-        if any(a != b for _, _, a, b in points):
-            edge = [f"{across(x):.1f},{up(b):.1f}" for x, _, _, b in points]
-            edge += [f"{across(x):.1f},{up(a):.1f}" for x, _, a, _ in reversed(points)]
-            body += f'<polygon class="band {colour}" points="{" ".join(edge)}"/>'
-        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y, _, _ in points)
-        body += f'<polyline class="line {colour}"{dash} points="{path}"/>' if len(points) > 1 else ""
-        if len(points) <= 30:
-            for x, y, _, _ in points:
-                tip = escape(f"{name}, {x_name} {number(x)}: {number(y)}")
-                body += (
-                    f'<circle class="dot {colour}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5"><title>{tip}</title>'
-                    "</circle>"
-                )
-    note = " (logarithmic)" if log else ""
-    body += f'<text x="{WIDTH}" y="{HEIGHT + BELOW + 13}" text-anchor="end">{escape(x_name)}</text>'
-    legend = _legend(list(drawn), [_class(places[name]) for name in drawn]) if len(series) > 1 else ""
-    return _figure(title + note, body, legend, f"0 -8 {WIDTH} {HEIGHT + BELOW + 24}")
+        body += _drawn(points, places[name], name in look.smooth and len(series[name]) >= SMOOTHED, place)
+    names, keys = list(drawn), [_class(places[name]) for name in drawn]
+    if look.ring is not None and look.ring[0] in drawn:
+        name, x = look.ring
+        y = min(drawn[name], key=lambda point: abs(point[0] - x))[1]
+        body += f'<circle class="ring c{places[name]}" cx="{place.across(x):.1f}" cy="{place.up(y):.1f}" r="5"/>'
+        names, keys = [*names, f"best, {look.x_name} {number(x)}"], [*keys, f"round c{places[name]}"]
+    body += _pointed({name: (series[name], places[name]) for name in drawn}, look.x_name, place)
+    body += f'<text x="{WIDTH - RIGHT}" y="{HEIGHT + BELOW + 13}" text-anchor="end">{escape(look.x_name)}</text>'
+    box = f"0 {-ABOVE} {WIDTH} {HEIGHT + ABOVE + BELOW + 16}"
+    legend = _legend(names, keys) if len(names) > 1 or len(series) > 1 else ""
+    return _figure(title + (" (logarithmic)" if log else ""), body, legend, box)
 
 
-def _grid(low: float, high: float, left: float, right: float, across: object, log: bool) -> str:
-    """Level lines with their numbers, and numbers below."""
-    assert callable(across)
+@dataclass(frozen=True)
+class _Place:
+    """Where numbers are on the paper."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+    log: bool
+
+    def across(self, x: float) -> float:
+        return LEFT + (x - self.left) / (self.right - self.left) * (WIDTH - LEFT - RIGHT)
+
+    def up(self, y: float) -> float:
+        low, high, y = (math.log10(v) for v in (self.low, self.high, y)) if self.log else (self.low, self.high, y)
+        return HEIGHT - (y - low) / (high - low) * HEIGHT
+
+
+def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smooth: bool, place: _Place) -> str:
+    """One series: a band where points stand for stretches, a line (faint below a smoothed one), dots where few."""
+
+    def path(kind: str, found: Series) -> str:
+        text = " ".join(f"{place.across(x):.1f},{place.up(y):.1f}" for x, y in found)
+        dash = f' stroke-dasharray="{3 + 2 * (colour // COLOURS)} 3"' if colour >= COLOURS else ""
+        return f'<polyline class="{kind} c{colour % COLOURS}"{dash} points="{text}"/>'
+
+    body, means = "", [(x, y) for x, y, _, _ in points]
+    if any(a != b for _, _, a, b in points):
+        edge = [f"{place.across(x):.1f},{place.up(b):.1f}" for x, _, _, b in points]
+        edge += [f"{place.across(x):.1f},{place.up(a):.1f}" for x, _, a, _ in reversed(points)]
+        body += f'<polygon class="band c{colour % COLOURS}" points="{" ".join(edge)}"/>'
+    if len(points) > 1:
+        body += path("line faint", means) + path("line", smoothed(means)) if smooth else path("line", means)
+    if len(points) <= 30 and not smooth:
+        for x, y in means:
+            body += (
+                f'<circle class="dot c{colour % COLOURS}" cx="{place.across(x):.1f}" cy="{place.up(y):.1f}" r="2.5"/>'
+            )
+    return body
+
+
+def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: _Place) -> str:
+    """Strips of the plot that show, when they are pointed at, a line and the numbers there: of each series its last
+    point in the strip."""
+    xs = sorted({x for points, _ in drawn.values() for x, _ in points})
+    every = -(-len(xs) // STRIPS)
+    ends = [xs[min(i + every, len(xs)) - 1] for i in range(0, len(xs), every)]
+    edges = [place.left, *((a + b) / 2 for a, b in pairwise(ends)), place.right]
+    found: list[dict[str, float]] = [{} for _ in ends]
+    for name, (points, _) in drawn.items():
+        for x, y in points:
+            found[bisect_left(ends, x)][name] = y
+    names = {name: f"{escape(name)} " if len(drawn) < 3 else "" for name in drawn}  # colours tell more apart
     body = ""
-    levels = ticks(low, high)
-    if log and len({math.floor(v) for v in levels if v == math.floor(v)}) >= 2:
-        levels = [v for v in levels if v == math.floor(v)]
+    for end, begin, until, values in zip(ends, edges[:-1], edges[1:], found, strict=True):
+        at, first, last = place.across(end), place.across(begin), place.across(until)
+        told = "".join(
+            f'<tspan class="c{drawn[name][1] % COLOURS}" dx="7">{names[name]}{number(float(f"{value:.4g}"))}</tspan>'
+            for name, value in values.items()
+        )
+        side, x = ("start", LEFT) if at < WIDTH / 2 else ("end", WIDTH - RIGHT)
+        body += (
+            f'<g class="at"><rect x="{first:.1f}" y="{-ABOVE}" width="{max(last - first, 0.5):.1f}" '
+            f'height="{HEIGHT + ABOVE}"/><path d="M{at:.1f} 0V{HEIGHT}"/><text x="{x}" y="-7" text-anchor="{side}">'
+            f"{escape(x_name)} {number(end)}{told}</text></g>"
+        )
+    return body
+
+
+def _grid(levels: Sequence[float], place: _Place) -> str:
+    """Level lines with their numbers, and numbers below: at both ends of each axis, and between."""
+    body = ""
     for level in levels:
-        y = HEIGHT - (level - low) / (high - low) * HEIGHT
-        value = 10**level if log else level
-        text = number(float(f"{value:.3g}")) if abs(value) > 1e-12 else "0"
-        body += f'<line class="grid" x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        y = place.up(level)
+        text = number(float(f"{level:.3g}")) if abs(level) > 1e-12 else "0"
+        body += f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         body += f'<text x="{LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
-    for x in ticks(left, right):
-        anchor = "end" if across(x) > WIDTH - 12 else "middle"
+    room = 34 / (WIDTH - LEFT - RIGHT) * (place.right - place.left)  # between two numbers
+    inner = [x for x in ticks(place.left, place.right) if place.left + room < x < place.right - room]
+    for x in (place.left, *inner, place.right):
         text = number(float(f"{x:.6g}"))
-        body += f'<text x="{across(x):.1f}" y="{HEIGHT + BELOW - 3}" text-anchor="{anchor}">{text}</text>'
-    return body + f'<line class="axis" x1="{LEFT}" x2="{WIDTH}" y1="{HEIGHT}" y2="{HEIGHT}"/>'
+        anchor = "end" if x == place.right else "middle"
+        at = place.across(x) + (RIGHT if x == place.right else 0)
+        body += f'<text x="{at:.1f}" y="{HEIGHT + BELOW - 3}" text-anchor="{anchor}">{text}</text>'
+    return body + f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT}" y2="{HEIGHT}"/>'
 
 
 def bars(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], unit: str = "") -> str:
@@ -190,9 +281,11 @@ def timeline(
     title: str,
     spans: Sequence[tuple[float, float, str]],
     marks: Mapping[str, Sequence[tuple[float, str]]],
+    colours: Mapping[str, str],
     begun: str,
 ) -> str:
-    """Stretches of time (begin, end, what; unix seconds) on one line, and below them rows of marks (when, what). Pauses
+    """Stretches of time (begin, end, what; unix seconds) on one line, and below them rows of marks (when, what), each
+    row in the class that `colours` gives it. Pauses
     between stretches have one width and say how long they were."""
     if not spans:
         return ""
@@ -213,13 +306,13 @@ def timeline(
         cells += f'<i class="{"c0" if i % 2 == 0 else "c4"}" style="width:{wide:.2f}%" title="{tip}"></i>'
         at += wide
     body = f'<b>running</b><div class="bar">{cells}</div>'
-    for row, (name, found) in enumerate(marks.items()):
+    for name, found in marks.items():
         dots = ""
         for when, what in found:
             place = next((p for p in places if p[0] <= when <= p[1]), None)
             if place is not None:
                 left = place[2] + (when - place[0]) * scale
-                dots += f'<i class="c{row + 1}" style="left:{left:.2f}%" title="{escape(what)}"></i>'
+                dots += f'<i class="{colours[name]}" style="left:{left:.2f}%" title="{escape(what)}"></i>'
         body += f'<b>{escape(name)}</b><div class="marks">{dots}</div>'
     body += f"<b></b><p><span>{escape(begun)}</span><span>{seconds(total)} in all</span></p>"
     return _wide(title, f'<div class="bars two">{body}</div>')

@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+from lockstep.track.best import Best
+
 SCORES = "scores.json"  # in OUTPUT: what the exported model scores
 # Phases that are the rank's own work where no waiting for other ranks is inside; see phases.py.
 COMPUTE = ("forward", "backward", "forward+backward")
@@ -101,6 +103,15 @@ class History:
                     start,
                 )
             )
+        return found
+
+    @cached_property
+    def best(self) -> Best:
+        """The best evaluation, by the metric that the run file names."""
+        found = Best(_section(self.run, "checkpoint").get("best"))
+        for line in self.metrics:
+            if line["split"] == "validation":
+                found.seen(line["step"], line)
         return found
 
     @property
@@ -241,6 +252,11 @@ def scores_of(folder: Path) -> dict[str, Any]:
     """What the exported model of an output folder scores: its `step`, and numbers by name in `splits`; or nothing."""
     found = _object(folder / SCORES)
     return found if isinstance(found.get("step"), int) and isinstance(found.get("splits"), dict) else {}
+
+
+def _section(run: dict[str, Any], name: str) -> dict[str, Any]:
+    found = run.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _object(path: Path) -> dict[str, Any]:

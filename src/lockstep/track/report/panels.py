@@ -5,6 +5,7 @@ In: histories. Out: markup, and numbers for tables.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,6 +41,15 @@ _PHASES = {
     "other": ("everything else", "cx"),
 }
 _COLOURS = dict(_PHASES.values())
+# of what is drawn on several charts: the same everywhere
+COLOUR_OF = {"train": 0, "validation": 1, "test": 2, "cut at random": 4, "rank with least": 4}
+# row of the time line -> class of its marks: a phase has its own everywhere
+_MARKS = {
+    "resumed": "c0",
+    "checkpoints": _PHASES["checkpoint"][1],
+    "evaluations": _PHASES["evaluation"][1],
+    "stops": "c3",
+}
 _STEP = tuple(name for name in _PHASES if name not in ("evaluation", "checkpoint", "profile"))
 MOST_RANKS = 64  # drawn at most, the ones that work longest
 
@@ -54,19 +64,29 @@ def middle(values: Sequence[float]) -> float:
 
 
 def curves(history: History) -> list[str]:
-    """Every curve of a run that has points; a chart for each metric of the validation split."""
+    """Every curve of a run that has points, all over the same steps, and a chart for each metric of evaluations."""
+    best = history.best
     found = {
         title: {name: history.series(split, key) for name, (split, key) in lines.items()}
         for title, lines in _CURVES.items()
     }
     loss = found.pop("loss")
-    metrics = {
-        f"{key.replace('_', ' ')}, validation": {"validation": history.series("validation", key)}
-        for key in _metrics(history)
-    }
-    several = {title: lines for title, lines in metrics.items() if len(lines["validation"]) > 1}
-    drawn = {"loss": loss} | several | found
-    return [c for title, lines in drawn.items() if (c := charts.lines(title, lines, linear=title in _FROM_ZERO))]
+    metrics = {key.replace("_", " "): {"validation": history.series("validation", key)} for key in _metrics(history)}
+    drawn = {"loss": loss} | metrics | found
+    charted = []
+    for title, lines in drawn.items():
+        ring = (
+            ("validation", float(best.step)) if best.step is not None and title == best.name.replace("_", " ") else None
+        )
+        smooth = () if title == "learning rate" else tuple(name for name in lines if name != "validation")
+        look = charts.Look(linear=title in _FROM_ZERO, span=span(history), colours=COLOUR_OF, smooth=smooth, ring=ring)
+        charted.append(charts.lines(title, lines, look))
+    return [chart for chart in charted if chart]
+
+
+def span(*histories: History) -> tuple[float, float]:
+    """The steps that charts are drawn over."""
+    return 0.0, float(max((history.steps for history in histories), default=0))
 
 
 def _metrics(history: History) -> list[str]:
@@ -194,7 +214,7 @@ def timeline(history: History) -> str:
                 what = "stopped on request" if event["event"] == "stop" else f"failed: {event.get('error', '')}"
                 marks.setdefault("stops", []).append((event["time"], f"{what}, step {step}"))
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(spans[0][0])) if spans else ""
-    return charts.timeline("clock time, pauses cut short", spans, marks, begun)
+    return charts.timeline("clock time, pauses cut short", spans, marks, _MARKS, begun)
 
 
 def memory(history: History) -> list[str]:
@@ -207,7 +227,7 @@ def memory(history: History) -> list[str]:
     series = {"rank with most": most, "rank with least": least} if several else {"rank 0": most}
     gpu = any(key.startswith("gpu_memory_gb") for key in history.system[-1])
     title = "GPU memory of a rank's tensors, the most so far, GiB" if gpu else "memory of a process, GiB"
-    return [charts.lines(title, series, linear=True)]
+    return [charts.lines(title, series, charts.Look(linear=True, span=span(history), colours=COLOUR_OF))]
 
 
 def facts(history: History) -> list[tuple[str, str]]:
@@ -272,12 +292,17 @@ def overlaid(histories: Mapping[str, History]) -> list[str]:
     wanted |= {f"{key.replace('_', ' ')}, validation": ("validation", key) for key in metrics}
     wanted |= {title: next(iter(lines.values())) for title, lines in _CURVES.items() if title != "loss"}
     found = []
+    steps = span(*histories.values())
     for title, (split, key) in wanted.items():
         series = {name: history.series(split, key) for name, history in histories.items()}
-        found.append(charts.lines(title, series, linear=title in _FROM_ZERO))
+        smooth = tuple(series) if split == "train" and title != "learning rate" else ()
+        found.append(charts.lines(title, series, charts.Look(linear=title in _FROM_ZERO, span=steps, smooth=smooth)))
         if key == "loss":
             clocked = {name: _by_clock(history, split) for name, history in histories.items()}
-            found.append(charts.lines(f"{title} against running time", clocked, "minutes"))
+            last = max((points[-1][0] for points in clocked.values() if points), default=0.0)
+            ends = (0.0, math.ceil(last * 100) / 100)
+            look = charts.Look("minutes", span=ends, smooth=smooth)
+            found.append(charts.lines(f"{title} against running time", clocked, look))
     return [chart for chart in found if chart]
 
 

@@ -9,23 +9,34 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from lockstep.config import errors as messages
 from lockstep.config.disclosure import said
+from lockstep.config.run import aside_of
 from lockstep.track.report import charts, panels
 from lockstep.track.report.history import History, read
 
 _NO_METRICS = ("step", "examples")
 
 
-def write_report(folder: Path) -> Path:
-    """Write `report.html` of an output folder, of a run at any stage. Errors: `OSError` or `ValueError` when it holds
-    no run."""
+@dataclass(frozen=True)
+class Live:
+    """Of a run that goes on."""
+
+    every_s: int  # after which a page loads itself again
+    doing: str  # what the run is doing
+    steps: int | None = None  # in all, where it is known
+
+
+def write_report(folder: Path, live: Live | None = None) -> Path:
+    """Write `report.html` of an output folder, of a run at any stage. `live`: it goes on, and the page loads itself
+    again and again. Errors: `OSError` or `ValueError` when it holds no run."""
     history = read(folder)
-    return write_page(folder / "report.html", "run.html.jinja", title=history.name, **_page(history))
+    return write_page(folder / "report.html", "run.html.jinja", title=history.name, live=live, **_page(history))
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -54,10 +65,11 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         finalize=_told,  # each value before HTML writes its quotes and ampersands in another way
     )
     pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
-    text = pages.get_template(template).render(written=time.strftime("%Y-%m-%d %H:%M"), **values)
+    values = {"live": None, "written": time.strftime("%Y-%m-%d %H:%M:%S")} | values
+    text = pages.get_template(template).render(**values)
     text = said(text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
+    aside = path.with_name(aside_of(path.name))  # a live page and the run itself may write at once
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
     return path
@@ -99,6 +111,8 @@ def _tiles(history: History, final: Mapping[str, Any]) -> list[tuple[str, str]]:
             numbers = {k: v for k, v in history.results[split].items() if k not in _NO_METRICS}
             tiles += [(f"{name.replace('_', ' ')}, {split}", charts.number(v)) for name, v in list(numbers.items())[:3]]
             break
+    if (best := history.best).step is not None:
+        tiles.append((f"best {best.name.replace('_', ' ')}, validation, step {best.step:,}", charts.number(best.value)))
     if attempts := history.attempts:
         tiles.append(("running time", charts.seconds(sum(a.ended - a.began for a in attempts))))
     if rate := history.series("train", "examples_per_s"):
@@ -121,7 +135,7 @@ def _table(results: Mapping[str, Mapping[str, Any]], best: Mapping[str, Mapping[
             limit = best.get(split, {}).get(name)
             cells.append((text, f"best possible {charts.number(limit)}" if limit is not None else ""))
         rows.append((name, cells))
-    return {"splits": [f"{split}, step {numbers['step']:,}" for split, numbers in results.items()], "rows": rows}
+    return {"splits": [(split, numbers["step"]) for split, numbers in results.items()], "rows": rows}
 
 
 def _samples(history: History) -> dict[str, Any] | None:
@@ -135,12 +149,32 @@ def _samples(history: History) -> dict[str, Any] | None:
 
 
 def _matrix(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A confusion matrix, each cell with its share of its row: (count, share)."""
-    rows = [(label, sum(counts), counts) for label, counts in zip(table["labels"], table["counts"], strict=True)]
-    return {
-        "labels": table["labels"],
-        "rows": [(label, total, [(n, n / total if total else 0.0) for n in counts]) for label, total, counts in rows],
-    }
+    """A confusion matrix, each cell with its share of its row and how strong its colour is (0 to 1): (count, share,
+    strength). Errors are beside the commonest error, so that few among many are seen. With the scores of each class."""
+    labels, counts = table["labels"], table["counts"]
+    totals = [sum(row) for row in counts]
+    shares = [[n / total if total else 0.0 for n in row] for row, total in zip(counts, totals, strict=True)]
+    most = max((s for i, row in enumerate(shares) for j, s in enumerate(row) if i != j), default=0.0)
+
+    def strength(i: int, j: int) -> float:
+        share = shares[i][j]
+        return share if i == j or not share else 0.15 + 0.85 * share / most
+
+    rows = [
+        (label, totals[i], [(n, shares[i][j], strength(i, j)) for j, n in enumerate(counts[i])])
+        for i, label in enumerate(labels)
+    ]
+    return {"labels": labels, "rows": rows, "classes": _classes(labels, counts)}
+
+
+def _classes(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tuple[str, str, str, str, int]]:
+    """(label, precision, recall, F1, examples) of each class; a dash where there is nothing to divide by."""
+    found = []
+    for i, label in enumerate(labels):
+        right, true, guessed = counts[i][i], sum(counts[i]), sum(row[i] for row in counts)
+        scores = [(right, guessed), (right, true), (2 * right, true + guessed)]
+        found.append((label, *(f"{part / whole:.3f}" if whole else "\u2013" for part, whole in scores), true))
+    return found  # type: ignore[return-value]
 
 
 # -- several runs ----------------------------------------------------------------------------------------------------
