@@ -59,7 +59,6 @@ class Module(Task):
     collates_ahead = False  # items draw from the generators that the model draws from; workers do not
     library = "lockstep"
     loader = "lockstep.load"
-    predicts = False
     pipeline = "other"
     unit = None
 

@@ -45,7 +45,6 @@ class Task(ABC):
     loader: ClassVar[str] = "from_pretrained"  # by which function
     unit: ClassVar[str | None] = "tokens"  # what the length of an example counts; None: every example counts the same
 
-    predicts: ClassVar[bool] = True  # whether `lockstep predict` makes something of a text, where `predict` is there
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
     @property
@@ -173,6 +172,11 @@ class Task(ABC):
         """What the exported model in `folder` makes of each row of texts (as many as `asked` has columns): JSON by
         name, as it comes, in the order of the rows. Errors: `RunError`."""
         raise RunError(f"the task {run.task.name} predicts nothing from texts alone")
+
+    @classmethod
+    def predicts(cls) -> bool:
+        """Whether there is a `predict` for it."""
+        return getattr(cls.predict, "__func__", None) is not getattr(Task.predict, "__func__", None)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

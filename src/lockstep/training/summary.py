@@ -114,7 +114,7 @@ def closing(
 def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
     """A command for the shell that asks the model something: what the first sample was about, its first words."""
     output = str(task.run.folder)
-    if not task.predicts or type(task).predict.__func__ is Task.predict.__func__:  # type: ignore[attr-defined] - a task of one's own
+    if not task.predicts():
         return shlex.join(["lockstep", "evaluate", output])
     if task.run.task.options.get("text_pair"):
         return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
