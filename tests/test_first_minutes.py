@@ -1,7 +1,6 @@
 """The first minutes of a run: something to see at once, how far it is and how good, and what to do next."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +223,8 @@ class Silent(Classification):
         (Module, [], "lockstep evaluate 'my out'"),
     ],
 )
-def test_the_last_line_can_be_pasted(kind: Callable[..., Any], options: list[str], says: str) -> None:
-    task: Any = kind.__new__(kind)  # type: ignore[attr-defined]
+def test_the_last_line_can_be_pasted(kind: type[Task], options: list[str], says: str) -> None:
+    task: Any = object.__new__(kind)
     task.run = tiny(*options, output="my out")
     text = "i feel very well today and then some more words that nobody needs to see"
     assert what_next(task, [{"text": text}]) == says

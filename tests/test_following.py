@@ -120,7 +120,8 @@ def test_there_is_a_bar_in_a_notebook_and_nowhere_else(monkeypatch: pytest.Monke
     assert notebook.bar() is None
     replaced: list[notebook.Bar] = []
     handle = SimpleNamespace(update=replaced.append)
-    for config, there in (({}, False), ({"IPKernelApp": {}}, True)):  # a REPL, a kernel
+    shells: list[tuple[dict[str, Any], bool]] = [({}, False), ({"IPKernelApp": {}}, True)]  # a REPL, a kernel
+    for config, there in shells:
         shell = SimpleNamespace(config=config)
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
         display = SimpleNamespace(display=lambda what, display_id: handle)
