@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if place in PAGES:
             target = PAGES[place]
         elif place == "runs" or place.startswith("runs/"):
-            target, anchor = "runs.md", "#" + re.sub(r"[^\w-]", "", place.lower())
+            target, anchor = "runs.md", f"#{_anchor(place if (ROOT / place).is_file() else 'runs')}"
         elif _copied(place):
             target, anchor = f"repository/{place}.txt", ""
         else:
@@ -60,10 +60,14 @@ def _copied(place: str) -> bool:
     return place not in PAGES and not place.startswith(("docs/", "runs/", "..")) and (ROOT / place).is_file()
 
 
+def _anchor(place: str) -> str:
+    return re.sub(r"[^\w-]", "", place.lower())
+
+
 def _run_files() -> str:
     parts = ["# Run files {#runs}\n\nEach is a commented example. Give its path to `lockstep train`.\n"]
-    for path in sorted((ROOT / "runs").rglob("*.yaml")):
-        name = path.relative_to(ROOT).as_posix()
-        anchor = re.sub(r"[^\w-]", "", name.lower())
-        parts.append(f"## {name} {{#{anchor}}}\n\n```yaml\n{path.read_text(encoding='utf-8').strip()}\n```\n")
+    paths = [path for path in (ROOT / "runs").rglob("*") if path.suffix in (".yaml", ".py")]
+    for path in sorted(paths, key=lambda path: (len(path.parts), path)):
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8").strip()
+        parts.append(f"## {name} {{#{_anchor(name)}}}\n\n```{path.suffix[1:]}\n{text}\n```\n")
     return "\n".join(parts)
