@@ -53,6 +53,7 @@ def test_what_a_run_leaves(untouched: Path) -> None:
         "log.txt",
         *(f"{name}.jsonl" for name in ("metrics", "system", "samples", "events", "ranks")),
         "tables.json",
+        "scores.json",
         "report.html",
         "checkpoints/latest",
         *(f"checkpoints/step-{step:06d}/{part}" for step in (STEPS - 10, STEPS) for part in parts),

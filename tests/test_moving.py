@@ -127,7 +127,9 @@ def test_every_field_of_training_arguments_is_in_the_table() -> None:
 def test_arguments_as_trainer_writes_them(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import TrainingArguments
 
-    args = TrainingArguments("out", learning_rate=1e-4, eval_strategy="steps", eval_steps=50, use_cpu=True)
+    args = TrainingArguments(
+        "out", learning_rate=1e-4, eval_strategy="steps", eval_steps=50, use_cpu=True, disable_tqdm=False
+    )
     (here / "training_args.json").write_text(args.to_json_string())
     run = moved(here / "training_args.json")
     assert (run.seed, run.epochs, run.batch_size, run.micro_batches) == (42, 3, 8, 1)

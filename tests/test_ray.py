@@ -10,6 +10,7 @@ import pytest
 from command import LOCKSTEP, STEPS, bits, finish, lines, saved, start_anew, step_of, train, until, write
 from harness import TINY
 
+from lockstep import __version__
 from lockstep.config import plugins
 from lockstep.config.exit_status import BAD
 from lockstep.config.run import RunError, load
@@ -57,7 +58,7 @@ def test_no_cluster_at_the_address(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, launch=LAUNCH | {"address": "127.0.0.1:1"})
     status, out, err = train(tmp_path, cache)
     assert status == 2
-    assert out == ""
+    assert out == f"lockstep   {__version__}, preparing tiny\n"
     assert "launch.address: no Ray cluster answers at 127.0.0.1:1: 127.0.0.1:1 could not be reached from" in err
     assert "Connection refused" in err
 

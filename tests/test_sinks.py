@@ -18,6 +18,7 @@ from lockstep.checkpoint import card
 from lockstep.config.run import Run, RunError, keep, load
 from lockstep.distributed.failure import tell_failure
 from lockstep.distributed.world import World
+from lockstep.tasks.classification import Classification
 from lockstep.tools.sweep import sweep_file
 from lockstep.tools.sweep.sweep import Board
 from lockstep.track import console
@@ -141,7 +142,9 @@ def test_a_model_card_stays_yaml_when_a_password_is_a_word_of_it(monkeypatch: py
     monkeypatch.setenv("DB_PASSWORD", "lockstep")
     run = tiny("hub.tags=[lockstep]", 'model.config.own="a\\u202eb"')
     facts = {"source": "builtin/emotion", "labels": [TOLD, "<b>"]}
-    task: Any = SimpleNamespace(prepared=SimpleNamespace(facts=facts), pipeline="text-classification", usage="use()")
+    task: Any = Classification.__new__(Classification)
+    task.run, task.prepared = run, SimpleNamespace(facts=facts)
+    task.options = Classification.Options()
     text = card.model_card(run, task, {"test": {"accuracy": 0.5, "examples": 4.0}}, 6)
     card.check(text, Path("README.md"))
     clean(text)
