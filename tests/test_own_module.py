@@ -56,6 +56,19 @@ def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, here: Path)
     assert "\n" not in str(caught.value)
 
 
+def test_a_loss_that_would_have_to_be_trained_is_refused(here: Path) -> None:
+    """Nothing would train it, and the numbers would look like training."""
+    code = TOY.replace("LOSS", "0")
+    trained = (
+        code
+        + "\n\nclass Own(torch.nn.Bilinear):\n    def __init__(self):\n        super().__init__(2, 2, 1)\n\n\nloss = Own()\n"
+    )
+    with pytest.raises(RunError, match=r"task\.loss: .* has weights of its own, which would not be trained"):
+        found_of(job(here, trained))
+    frozen = code + "\n\nloss = torch.nn.HuberLoss()\n"
+    assert found_of(job(here, frozen))["loss"] == "mean"
+
+
 def test_a_sum_that_hangs_on_the_other_examples_is_told(here: Path) -> None:
     loss = "((outputs - outputs.mean(0)) ** 2).sum()"
     assert "not the sum of both" in found_of(job(here, TOY.replace("LOSS", loss)))["doubts"][0]

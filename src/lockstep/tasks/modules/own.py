@@ -44,6 +44,11 @@ def function(run: Run, key: str) -> Any:
         raise RunError(f"task.{key}: cannot import {name}: {told(error)}") from error
     if key not in ("model", "data") and isinstance(found, type) and issubclass(found, nn.Module):
         found = found()
+    if key == "loss" and isinstance(found, nn.Module) and any(w.requires_grad for w in found.parameters()):
+        raise RunError(
+            f"task.loss: {name} has weights of its own, which would not be trained: make it a part of the model that "
+            "task.model builds, and let forward return what the loss needs"
+        )
     if key != "data" and not callable(found):
         raise RunError(f"task.{key}: {name} is a {type(found).__name__}, and wanted is a function")
     return found

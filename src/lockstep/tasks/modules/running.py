@@ -142,6 +142,8 @@ def computed(model: nn.Module, forward: Callable[..., Any], calling: Calling, bu
 
 def finished(calling: Calling, outputs: Any, seen: Any, bundle: Bundle, training: bool) -> Computed:
     """From the outputs of the user's model to a loss, and to metrics unless it is training."""
+    if isinstance(calling.loss, nn.Module) and isinstance(outputs, Tensor):  # it may hold weights of classes
+        calling.loss.to(outputs.device)
     loss = calling.summed(calling.loss(outputs, seen), bundle)
     if training:
         return Computed(loss=loss)
