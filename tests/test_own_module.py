@@ -59,10 +59,7 @@ def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, here: Path)
 def test_a_loss_that_would_have_to_be_trained_is_refused(here: Path) -> None:
     """Nothing would train it, and the numbers would look like training."""
     code = TOY.replace("LOSS", "0")
-    trained = (
-        code
-        + "\n\nclass Own(torch.nn.Bilinear):\n    def __init__(self):\n        super().__init__(2, 2, 1)\n\n\nloss = Own()\n"
-    )
+    trained = code + "\n\nloss = torch.nn.Bilinear(2, 2, 1)\n"
     with pytest.raises(RunError, match=r"task\.loss: .* has weights of its own, which would not be trained"):
         found_of(job(here, trained))
     frozen = code + "\n\nloss = torch.nn.HuberLoss()\n"
