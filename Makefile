@@ -77,6 +77,7 @@ check: setup-dev
 # In an environment of its own, which needs nothing of lockstep.
 site: SITE := build/docs-environment
 site:
-	@test -x $(SITE)/bin/mkdocs || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q "mkdocs-material>=9.6,<10"; }
+	@test -x $(SITE)/bin/mkdocs || { "$(PYTHON)" -m venv $(SITE) && $(SITE)/bin/python -m pip install -q $$("$(PYTHON)" -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])"); }
 	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 	@echo "build/site/index.html"

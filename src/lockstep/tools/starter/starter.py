@@ -8,6 +8,8 @@ asked, or said where nobody can be asked.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,23 +75,30 @@ def free(path: Path, force: bool) -> None:
         raise RunError(f"{path}: there is no folder {path.absolute().parent}")
 
 
-def checked(path: Path, text: str, planned: bool = True) -> Run:
-    """Write the file, if what it says can be loaded, and `planned`. Errors: `RunError`; then nothing was written."""
-    from lockstep.launchers.start import launcher_of
-
+@contextmanager
+def _aside(path: Path, text: str) -> Iterator[Path]:
+    """A run file beside `path`, gone afterwards. Errors: `RunError`, which name `path`."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         aside.write_text(text, encoding="utf-8")
-        run = load(aside, [])
-        if planned:
-            launcher_of(run).plan(run)
-        os.replace(aside, path)
+        yield aside
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
     except RunError as error:
         raise RunError(str(error).replace(str(aside), str(path))) from None
     finally:
         aside.unlink(missing_ok=True)
+
+
+def checked(path: Path, text: str, planned: bool = True) -> Run:
+    """Write the file, if what it says can be loaded, and `planned`. Errors: `RunError`; then nothing was written."""
+    from lockstep.launchers.start import launcher_of
+
+    with _aside(path, text) as aside:
+        run = load(aside, [])
+        if planned:
+            launcher_of(run).plan(run)
+        os.replace(aside, path)
     return run
 
 
@@ -255,17 +264,9 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
     from lockstep.data.prepare import prepare
     from lockstep.data.tokens import examples_in
 
-    aside = path.with_name(f".{path.name}.trial")
-    try:
-        aside.write_text(sheet.write(filled, [], {}), encoding="utf-8")
+    with _aside(path, sheet.write(filled, [], {})) as aside:
         run = load(aside, [])
         prepared = prepare(run, plugins.find("tasks", run.task.name))
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error
-    except RunError as error:
-        raise RunError(str(error).replace(str(aside), str(path))) from None
-    finally:
-        aside.unlink(missing_ok=True)
     return Trial(examples_in(prepared.splits["train"]), "validation" not in found.sizes, exact)
 
 

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.tools.starter.moving.table import (
+    AGAIN,
+    CACHED,
     OPTIMIZERS,
+    QUANTISED,
     SCHEDULES,
     Moved,
     Row,
@@ -20,10 +23,7 @@ from lockstep.tools.starter.moving.table import (
     whole,
 )
 
-_AGAIN = "an option of strategy.name=hf_trainer; else more micro_batches need less memory"
 _KERNELS = "the model's own kernels are used; model.attention chooses attention's"
-_QUANTISED = "weights are kept in fp32: nothing is quantised"
-_CACHED = "tokens are cached by their content"
 _PREFERENCES = "preference learning and rewards are not learned here"
 
 TABLE: Table = {
@@ -90,8 +90,8 @@ TABLE: Table = {
     # what has no counterpart
     "fp16": Row("", "there is no fp16: precision is fp32 or bf16"),
     "tf32": Row("", "torch's own setting; it changes the bits", default=True),
-    "load_in_8bit": Row("", _QUANTISED),
-    "load_in_4bit": Row("", _QUANTISED),
+    "load_in_8bit": Row("", QUANTISED),
+    "load_in_4bit": Row("", QUANTISED),
     "strict": Row("", "an unknown key is always an error"),
     "model_type": Row("", "the task says which class of transformers it is"),
     "tokenizer_type": Row("", "found by the tokenizer's own files"),
@@ -103,11 +103,11 @@ TABLE: Table = {
     "train_on_inputs": Row("", "of prompts and conversations the response alone is learned"),
     "pad_to_sequence_len": Row("", "blocks are full, and others are padded to the longest of their micro-batch"),
     "eval_sample_packing": Row("", "validation is cut as training is", default=True),
-    "dataset_prepared_path": Row("", _CACHED),
-    "dataset_processes": Row("", _CACHED),
+    "dataset_prepared_path": Row("", CACHED),
+    "dataset_processes": Row("", CACHED),
     "shuffle_merged_datasets": Row("", "the order is drawn anew for each epoch", default=True),
-    "gradient_checkpointing": Row("", _AGAIN),
-    "gradient_checkpointing_kwargs": Row("", _AGAIN),
+    "gradient_checkpointing": Row("", AGAIN),
+    "gradient_checkpointing_kwargs": Row("", AGAIN),
     "xformers_attention": Row("", _KERNELS),
     "torch_compile": Row("", "an option of strategy.name=hf_trainer, where it may change the bits"),
     "plugins": Row("", "a task, strategy, launcher or tracker of your own is one class: CONTRIBUTING.md"),
@@ -225,7 +225,7 @@ def _adapter(theirs: Mapping[str, Any], moved: Moved) -> None:
         }
         lora(moved, entries, f"adapter {kind}")
         if kind == "qlora":
-            moved.drop("adapter", kind, f"as lora: {_QUANTISED}")
+            moved.drop("adapter", kind, f"as lora: {QUANTISED}")
     elif kind:
         moved.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}")
 

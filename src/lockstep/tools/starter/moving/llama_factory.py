@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.tools.starter.moving import trainer
-from lockstep.tools.starter.moving.table import Moved, Row, Table, lora, number
-
-_CACHED = "tokens are cached by their content"
-_QUANTISED = "weights are kept in fp32: nothing is quantised"
+from lockstep.tools.starter.moving.table import CACHED, QUANTISED, Moved, Row, Table, lora, number
 
 # Beside these, all keys of `TrainingArguments` are known.
 TABLE: Table = {
@@ -35,13 +32,13 @@ TABLE: Table = {
     # what has no counterpart
     "template": Row("", "the tokenizer's own chat template, or task.chat_template as Jinja"),
     "adapter_name_or_path": Row("", "merge that adapter first, or go on with lockstep's own checkpoint"),
-    "overwrite_cache": Row("", _CACHED),
-    "preprocessing_num_workers": Row("", _CACHED),
-    "tokenized_path": Row("", _CACHED),
+    "overwrite_cache": Row("", CACHED),
+    "preprocessing_num_workers": Row("", CACHED),
+    "tokenized_path": Row("", CACHED),
     "streaming": Row("", "data are tokenised once, before training"),
     "plot_loss": Row("", "report.html has the curves"),
-    "quantization_bit": Row("", _QUANTISED),
-    "quantization_method": Row("", _QUANTISED),
+    "quantization_bit": Row("", QUANTISED),
+    "quantization_method": Row("", QUANTISED),
     "train_on_prompt": Row("", "of prompts and conversations the response alone is learned"),
     "mask_history": Row("", "all that the assistant says is learned"),
     "eval_dataset": Row("", "data.validation names files, or a split"),

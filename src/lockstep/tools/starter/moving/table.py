@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Why there is no counterpart, where several systems have the key.
+AGAIN = "an option of strategy.name=hf_trainer; else more micro_batches need less memory"
+CACHED = "tokens are cached by their content"
+QUANTISED = "weights are kept in fp32: nothing is quantised"
 _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.tools.starter.moving.table import (
+    AGAIN,
     OPTIMIZERS,
     SCHEDULES,
     Moved,
@@ -29,7 +30,6 @@ _HUB = "only the finished model is uploaded"
 _FEED = "batches are made in a thread, two steps ahead"
 _SAVED = "checkpoints hold all that a run needs, and nothing else is chosen"
 _LOGS = "what is said: track.console; what is written: metrics.jsonl"
-_AGAIN = "an option of strategy.name=hf_trainer; else more micro_batches need less memory"
 _KERNELS = "an option of strategy.name=hf_trainer (strategy.options), where it may change the bits"
 _ACCELERATOR = {
     "split_batches": False,
@@ -117,10 +117,10 @@ TABLE: Table = {
     "optim_args": Row("", "optim.betas, optim.eps and optim.momentum are all there is"),
     "optim_target_modules": Row("", "all weights that are trained have the same optimizer"),
     "average_tokens_across_devices": Row("", _SUMS, default=True),
-    "activation_checkpointing": Row("", _AGAIN),
-    "activation_checkpointing_kwargs": Row("", _AGAIN),
-    "gradient_checkpointing": Row("", _AGAIN),
-    "gradient_checkpointing_kwargs": Row("", _AGAIN),
+    "activation_checkpointing": Row("", AGAIN),
+    "activation_checkpointing_kwargs": Row("", AGAIN),
+    "gradient_checkpointing": Row("", AGAIN),
+    "gradient_checkpointing_kwargs": Row("", AGAIN),
     "torch_compile": Row("", _KERNELS),
     "torch_compile_backend": Row("", _KERNELS),
     "torch_compile_mode": Row("", _KERNELS),
