@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 from lockstep.config import disclosure, foreign_names, origins, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.sections import (
+    BEFORE,
     SHORT,
     CheckpointSection,
     DataSection,
@@ -155,7 +156,10 @@ class Run(Section):
             del values[key]
         values["model"].pop("trust_remote_code")
         values["data"].pop("workers")
-        for key in plugins.find("tasks", self.task.name).shown:  # type: ignore[attr-defined]
+        task: Any = plugins.find("tasks", self.task.name)
+        if task.own_model:
+            values["data"].pop("padding")  # its collate pads
+        for key in task.shown:
             values["task"].pop(key, None)
         if self.strategy.exact:
             values["strategy"] = {"exact": True}
@@ -169,13 +173,13 @@ class Run(Section):
             )
 
     def default(self, key: str) -> Any:
-        """What a key of `arithmetic` is where no run file gives it, as JSON has it; None where it must be given."""
+        """What a key of `arithmetic` was before there was one, as JSON has it; None where it must be given."""
         name, _, inner = key.partition(".")
         section: Any = getattr(self, name) if inner else self
         model = plugins.find("tasks", section.name).Options if name == "task" else type(section)  # type: ignore[attr-defined]
         field = model.model_fields.get(inner or name)
         found = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
-        return list(found) if isinstance(found, tuple) else found
+        return BEFORE.get(key, list(found) if isinstance(found, tuple) else found)
 
 
 def load(

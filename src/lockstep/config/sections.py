@@ -25,6 +25,7 @@ SHORT = {
     "launch": "name",
     "track": "to",
 }
+BEFORE = {"data.padding": "batch"}  # what was done before there was a key, where that is not its default
 # What other systems call the two precisions.
 PRECISIONS = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32": "fp32", "32-true": "fp32"}
 
@@ -122,6 +123,11 @@ class DataSection(Section):
     encoding: str = Field("utf-8", description="of text files: utf-8, utf-16, latin-1, cp1252, ..., by Python's names")
     limit: Positive | None = Field(None, description="use at most this many examples of each split")
     max_length: Positive = Field(128, description="tokens an example is truncated to")
+    padding: Literal["none", "batch"] = Field(
+        "none",
+        description="none: a micro-batch's texts go through the model's layers end to end, where its family can (else "
+        "as batch); batch: padded to the longest of them",
+    )
     group_by_length: Positive = Field(
         1, description="steps whose examples are sorted by length together, so that those of a step are alike; 1: none"
     )

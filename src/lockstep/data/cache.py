@@ -24,7 +24,7 @@ import pyarrow as pa
 from lockstep.config.run import RunError
 
 BLOCK = 4 * 2**20  # bytes that are hashed together
-PARTS = ("locks", "prepared", "tokenizers", "tokens", "models")
+PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding")
 SAMPLED = 4  # blocks of a file that are looked at when the whole has been since the machine started
 
 

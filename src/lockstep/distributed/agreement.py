@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,9 +53,10 @@ def facts(run: Run, data: str) -> dict[str, str]:
     return found
 
 
-def agree(run: Run, world: World, data: str) -> None:
-    """Refuse to train when the ranks do not agree. Collective. Errors: `RunError`, the same on every rank."""
-    mine = facts(run, data)
+def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
+    """Refuse to train when the ranks do not agree, also in `more` facts. Collective. Errors: `RunError`, the same on
+    every rank."""
+    mine = facts(run, data) | dict(more)
     if run.strategy.exact:
         mine["launch.threads"] = str(world.threads)
         mine["kind of device"] = f"{world.device.type} {platform.machine()}"

@@ -52,6 +52,7 @@ class Classification(Task):
     """One label a text."""
 
     Options = ClassificationOptions
+    head = "classification"
     pipeline = "text-classification"
     shown = ("samples",)
 

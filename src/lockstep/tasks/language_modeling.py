@@ -81,6 +81,7 @@ class LanguageModeling(PerToken):
     """The next token of a text."""
 
     Options = LanguageModelingOptions
+    head = "causal"
     pipeline = "text-generation"
     shown = ("samples", "sample_prompt", "sample_tokens", "temperature")
 

@@ -40,6 +40,7 @@ class Task(ABC):
     own_model: ClassVar[bool] = False
     """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
 
+    head: ClassVar[str | None] = None  # of its model of transformers, as `models.HEADS` calls it
     functions: ClassVar[tuple[str, ...]] = ()  # its keys that name functions of the user's
     library: ClassVar[str] = "transformers"  # what loads the export
     loader: ClassVar[str] = "from_pretrained"  # by which function
@@ -68,6 +69,15 @@ class Task(ABC):
     def opening(self) -> dict[str, str]:
         """More opening lines: a word and what is said of it."""
         return {}
+
+    @property
+    def padded_because(self) -> str | None:
+        """Why padding is computed; None: its model is given no padding."""
+        if self.head is None:
+            return "the task pads"
+        from lockstep.tasks.models import padding
+
+        return padding.refused(self.run, self.head)
 
     @property
     def doubts(self) -> list[str]:

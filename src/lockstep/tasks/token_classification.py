@@ -39,6 +39,7 @@ class TokenClassification(PerToken):
     """One tag a word; a word's first token has it."""
 
     Options = TokenClassificationOptions
+    head = "token_classification"
     pipeline = "token-classification"
 
     # -- before any process ------------------------------------------------------------------------------------------

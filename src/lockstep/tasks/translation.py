@@ -51,6 +51,7 @@ class Translation(Task):
     """One text for another."""
 
     Options = TranslationOptions
+    head = "seq2seq"
     pipeline = "translation"
     shown = ("bleu", "bleu_tokenizer", "beams", "samples")
 
@@ -84,6 +85,7 @@ class Translation(Task):
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.target_tokenizer = _target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
+        self.unpadded = self.padded_because is None
         self.overlap = bleu.Overlap(self.options.bleu_tokenizer) if self.options.bleu else None
 
     def model(self, empty: bool = False) -> nn.Module:
@@ -105,6 +107,8 @@ class Translation(Task):
         read[:, 0] = self.entries["decoder_start_token_id"]
         targets = torch.from_numpy(np.where(real == 1, wanted, IGNORED))
         inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": read}
+        if self.unpadded:
+            inputs["decoder_attention_mask"] = real
         return MicroBatch(
             index,
             {name: torch.from_numpy(values) for name, values in inputs.items()},

@@ -43,6 +43,7 @@ class Feed:
         if run.data.group_by_length > 1:
             self.order = ByLength(self.columns.lengths, run.batch_size, run.seed, run.data.group_by_length)
         self.micro_batches, self.seed = run.micro_batches, run.seed
+        self.pads = task.padded_because is not None
         self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
 
     def interval(self, every: int | Literal["epoch"]) -> int:
@@ -60,7 +61,7 @@ class Feed:
 
     def _batch(self, step: int, rows: np.ndarray, made: Iterator[MicroBatch] | None = None) -> StepBatch:
         lengths = self.columns.lengths[rows]
-        groups = cut(lengths, self.micro_batches)
+        groups, sides = cut(lengths, self.micro_batches), self.columns.sides
         micro_batches = [self._collated(step, rows[groups[k]], k) if made is None else next(made) for k in self.indices]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
@@ -71,8 +72,8 @@ class Feed:
             examples=len(rows),
             targets=self.task.count_targets(self.columns, rows),
             tokens=int(lengths.sum()),
-            padded=sum(padded_cost(side[rows], groups) for side in self.columns.sides),
-            padded_by_chance=sum(random_cost(side[rows], self.micro_batches) for side in self.columns.sides),
+            padded=sum(padded_cost(side[rows], groups) if self.pads else int(side[rows].sum()) for side in sides),
+            padded_by_chance=sum(random_cost(side[rows], self.micro_batches) for side in sides),
             ids=rows,
         )
 

@@ -24,7 +24,7 @@ from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import attention
+from lockstep.tasks.models import attention, padding
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
 from lockstep.training.checkpoint_model import fetch
@@ -66,10 +66,13 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
     run.check_shared(world.size, f"launch: {world.size} processes")
     strategies.checked_strategy(run, world.size)
     fetch(run)
-    prepared = prepare(data or run, plugins.find("tasks", run.task.name))
+    task: Any = plugins.find("tasks", run.task.name)
+    prepared = prepare(data or run, task)
     world.join()
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
-    agree(run, world, prepared.key)
+    agree(
+        run, world, prepared.key, {"what is padded": padding.refused(run, task.head) or "nothing"} if task.head else {}
+    )
     return prepared
 
 

@@ -34,6 +34,7 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
         "data": data(task),
         "length": length(run, feed),
         **({task.unit: units(feed)} if task.unit else {}),
+        **padding(run, task),
         "memory": memory(run, processes, every, trained),
     }
 
@@ -61,6 +62,12 @@ def units(feed: Feed) -> str:
     found = [feed.make(int(step)) for step in steps]
     real, padded = (sum(getattr(batch, name) for batch in found) for name in ("tokens", "padded"))
     return f"about {real / len(found):,.0f} a step; {padded / real:.2f} computed for each real one"
+
+
+def padding(run: Run, task: Task) -> dict[str, str]:
+    """That padding is computed where the run asks for none, and why."""
+    why = task.padded_because if run.data.padding == "none" and task.head is not None else None
+    return {"padding": f"computed, as with data.padding=batch: {why}"} if why else {}
 
 
 def memory(run: Run, processes: int, every: int, trained: int) -> str:

@@ -22,6 +22,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console, clock
 from lockstep.training.feed import Feed
+from lockstep.training.sizes import padding as padding_of
 
 if TYPE_CHECKING:
     from lockstep.training.loop import Counts
@@ -37,6 +38,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
         "run": f"{run.name} -> {run.folder}",
         "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task)}",
         "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
+        **padding_of(run, task),
         **task.opening,
         "processes": f"{world.size} ({run.strategy.name}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",

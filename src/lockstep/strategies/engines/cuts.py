@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import RunError
-from lockstep.strategies.engines.layers import leaves_out_layers
 from lockstep.strategies.exact.reduction import share
+from lockstep.tasks.models import unpadded
+from lockstep.tasks.models.models import leaves_out_layers
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,9 @@ class Part(nn.Module):
         if self.sends == 2:
             encoder = self.model.get_submodule(self.cut.layers[self.cut.sizes[0] - 1])
             encoder.register_forward_hook(lambda module, args, output: self._encoded.append(output))
+        if self._end > self._start:  # hidden states travel padded, whatever a stage does with them
+            last = self.model.get_submodule(self.cut.layers[self._end - 1])
+            last.register_forward_hook(unpadded.take_apart, with_kwargs=True)
         if not self.last:
             self.model.get_submodule(self.cut.layers[self._end - 1]).register_forward_hook(self._stop)
 

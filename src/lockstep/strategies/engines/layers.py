@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.exact.statistics import buffers_kept
-from lockstep.tasks.models.models import load_config
+from lockstep.tasks.models.models import leaves_out_layers, load_config
 
 # Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
 # which FSDP gathers a layer's weights.
@@ -45,15 +45,6 @@ def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
         for hook in hooks:
             hook.remove()
     return found
-
-
-LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out
-
-
-def leaves_out_layers(config: Any) -> str | None:
-    """The entry of a config by which training leaves out layers at random, micro-batch by micro-batch; None: it does
-    not."""
-    return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
 
 
 def own_model(run: Run) -> bool:

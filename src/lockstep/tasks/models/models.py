@@ -24,7 +24,7 @@ from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters
+from lockstep.tasks.models import adapters, unpadded
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -83,6 +83,14 @@ def check(
             raise RunError(
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
             )
+    padding_refused(run, head)  # tried here once, and known to all processes
+
+
+def padding_refused(run: Run, head: str) -> str | None:
+    """Why padding is computed; None: it is not. Errors: `RunError`."""
+    from lockstep.tasks.models import padding  # it builds models to find out
+
+    return padding.refused(run, head)
 
 
 def _check_buildable(run: Run, config: Any, head: str) -> None:
@@ -184,6 +192,15 @@ def entry(config: Any, name: str, otherwise: Any = None) -> Any:
         return otherwise
 
 
+LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # entries of configs: how often a layer is left out
+
+
+def leaves_out_layers(config: Any) -> str | None:
+    """The entry of a config by which training leaves out layers at random, micro-batch by micro-batch; None: it does
+    not."""
+    return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
+
+
 def local_or_id(run: Run) -> str:
     """The folder, checked to be a model's, or the Hub id. Errors: `RunError`."""
     source = model_folder(str(run.model.source))
@@ -226,7 +243,9 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         part.pad_token_id = tokenizer.pad_token_id
         if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
             part.use_cache = False
+    laid = padding_refused(run, head) is None
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
+    options |= {"attn_implementation": unpadded.NAME} if laid else {}
     seed_libraries(run.seed)
     if run.model.type is not None:
         for part in texts(config):
@@ -261,6 +280,8 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         with torch.device("meta" if empty else "cpu"):
             model = adapters.wrap(run, model, head)
     seeds_from_torch(model)
+    if laid:
+        unpadded.install(model)
     model = model.float()
     assert all(p.dtype == torch.float32 for p in model.parameters()), "weights must be float32"
     return model
