@@ -1,7 +1,11 @@
 """lockstep beside its peers on the same job: interleaved, in the same run, medians and ratios in one table.
 
-In: jsonl data, a model folder or a GPT-2 config. Out: a Markdown table on the terminal, and every run as JSON in --out.
-Example: python benchmarks/run.py --model MINILM --train train.jsonl --validation validation.jsonl --out results.json
+In: jsonl data, a model folder or a GPT-2 config. Out: a Markdown table on the terminal and beside --out, and every run
+as JSON in --out. Every contender is checked to be what it says (peers/checks.py). One thread a process.
+
+Whole epochs of the first 2,048 examples, each contender once and then again while 25 minutes are not over:
+python benchmarks/run.py --model MINILM --train train.jsonl --validation validation.jsonl --learning-rate 4e-4 \\
+    --warmup-steps 2 --epochs 1 --limit 2048 --rounds 9 --minutes 25 --out results.json
 """
 
 from __future__ import annotations
@@ -15,44 +19,66 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 
 HERE = Path(__file__).parent / "peers"
+LOCKSTEP, TRAINER, ACCELERATE = "lockstep_train.py", "trainer_rebalanced.py", "accelerate_loop.py"
 CONTENDERS = {
-    "lockstep": ["lockstep_train.py"],
-    "lockstep, by length": ["lockstep_train.py", "--group", "50"],  # as Trainer's group_by_length: 50 batches at once
-    "lockstep, inexact": ["lockstep_train.py", "--inexact"],
-    "lockstep, allreduce": ["lockstep_train.py", "--strategy", "allreduce"],
-    "lockstep, hf_trainer": ["lockstep_train.py", "--strategy", "hf_trainer"],
-    "lockstep, hf_accelerate": ["lockstep_train.py", "--strategy", "hf_accelerate"],
+    "lockstep": [LOCKSTEP],
+    "lockstep, 4 micro-batches": [LOCKSTEP, "--micro-batches", "4"],
+    "lockstep, by length": [LOCKSTEP, "--group", "50", "--micro-batches", "4"],  # 50 batches are sorted at once
+    "lockstep, inexact": [LOCKSTEP, "--inexact"],
+    "lockstep, allreduce": [LOCKSTEP, "--strategy", "allreduce"],
+    "lockstep, hf_trainer": [LOCKSTEP, "--strategy", "hf_trainer"],
+    "lockstep, hf_accelerate": [LOCKSTEP, "--strategy", "hf_accelerate"],
     "HF Trainer as it comes": ["trainer.py"],
     "HF Trainer tuned": ["trainer_tuned.py"],
-    "Accelerate loop": ["accelerate_loop.py"],
+    "HF Trainer rebalanced": [TRAINER],
+    "HF Trainer rebalanced, 4 groups": [TRAINER, "--groups", "4"],
+    "Accelerate loop": [ACCELERATE],
+    "Accelerate loop, by length": [ACCELERATE, "--by-length"],
     "Lightning": ["lightning_fit.py"],
 }
+ASKED = [
+    "lockstep",
+    "lockstep, by length",
+    "HF Trainer as it comes",
+    "HF Trainer tuned",
+    "HF Trainer rebalanced",
+    "HF Trainer rebalanced, 4 groups",
+    "Accelerate loop, by length",
+]
+UNTUNED = ("HF Trainer as it comes", "Accelerate loop", "Lightning")  # batches as they are drawn
 
 
 def one(contender: str, processes: int, precision: str, common: list[str], micro_batches: int) -> dict:
     """One run of one contender, as a process (or several, under torchrun) of its own."""
     script, *extra = CONTENDERS[contender]
-    extra = [*extra, "--micro-batches", str(micro_batches)] if script == "lockstep_train.py" else extra
+    if script == LOCKSTEP and "--micro-batches" not in extra:
+        extra = ["--micro-batches", str(micro_batches), *extra]
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [
-            sys.executable,
-            *start,
-            str(HERE / script),
-            *common,
-            *extra,
-            "--precision",
-            precision,
-            "--json",
-            out.name,
-        ]
+        settings = ["--precision", precision, "--json", out.name]
+        command = [sys.executable, *start, str(HERE / script), *common, *settings, *extra]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if done.returncode != 0:
             raise SystemExit(f"{contender} failed:\n{done.stderr[-3000:]}")
-        return json.loads(Path(out.name).read_text())
+        found = json.loads(Path(out.name).read_text())
+    if (found["world"], found["precision"]) != (processes, precision):
+        raise SystemExit(f"{contender} ran on {found['world']} process(es) in {found['precision']}")
+    return found
+
+
+def limited(common: list[str], limit: int, folder: Path) -> list[str]:
+    """The arguments with a training file of the first `limit` examples: the same for every contender."""
+    place = common.index("--train") + 1
+    source, target = Path(common[place]), folder / f"first-{limit}.jsonl"
+    with source.open(encoding="utf-8") as rows, target.open("w", encoding="utf-8") as kept:
+        written = sum(kept.write(row) > 0 for row in islice((row for row in rows if row.strip()), limit))
+    if written < limit:
+        raise SystemExit(f"--limit: {source.name} holds {written} examples only")
+    return [*common[:place], str(target), *common[place + 1 :]]
 
 
 def processor() -> str:
@@ -62,67 +88,131 @@ def processor() -> str:
     return names[0].partition(":")[2].strip() if names else platform.processor()
 
 
+def ratio(runs: list[dict], key: tuple, name: str, other: str) -> str:
+    """The median of the ratios of two contenders' rates within a round."""
+    rates = [
+        {
+            r["round"]: r["examples_per_s"]
+            for r in runs
+            if (r["processes"], r["precision"], r["contender"]) == (*key, who)
+        }
+        for who in (name, other)
+    ]
+    found = [rate / rates[1][number] for number, rate in rates[0].items() if number in rates[1]]
+    return f"{statistics.median(found):.2f}" if found else "-"
+
+
 def table(runs: list[dict], baseline: str) -> str:
-    """Medians by contender; ratios are medians of the ratios within a round."""
-    columns = ["processes", "precision", "", "examples/s", f"x {baseline}", "CPU ms/example", "first step s"]
-    columns += ["peak MiB", "padding", "accuracy"]
+    """Medians by contender. The best-tuned peer is the one with the highest median rate in these runs."""
+    columns = ["processes", "precision", "", "examples/s", f"x {baseline}", "x best-tuned peer", "CPU ms/example"]
+    columns += [
+        "first step s",
+        "peak MiB, largest rank",
+        "sum of ranks",
+        "padding",
+        "held-out loss",
+        "accuracy",
+        "runs",
+    ]
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for key in sorted({(r["processes"], r["precision"]) for r in runs}, key=str):
-        for name in CONTENDERS:
-            mine = [r for r in runs if (r["processes"], r["precision"]) == key and r["contender"] == name]
-            if not mine:
-                continue
-            ratios = [
-                r["examples_per_s"] / b["examples_per_s"]
-                for r in mine
-                for b in runs
-                if b["contender"] == baseline and (b["processes"], b["precision"], b["round"]) == (*key, r["round"])
-            ]
+        of_key: dict[str, list[dict]] = {}
+        for run in runs:
+            if (run["processes"], run["precision"]) == key:
+                of_key.setdefault(run["contender"], []).append(run)
+        rates = {name: statistics.median(r["examples_per_s"] for r in mine) for name, mine in of_key.items()}
+        tuned = [name for name in rates if not name.startswith("lockstep") and name not in UNTUNED]
+        best = max(tuned, key=lambda name: rates[name], default="")
+        for name, mine in of_key.items():
             middle = {k: statistics.median(r[k] for r in mine) for k in mine[0] if isinstance(mine[0][k], int | float)}
-            accuracy = f"{middle['accuracy']:.4f}" if "accuracy" in middle else "-"
-            ratio = f"{statistics.median(ratios):.2f}" if ratios else "-"
-            rows.append(
-                f"| {key[0]} | {key[1]} | {name} | {middle['examples_per_s']:.1f} | {ratio} "
-                f"| {middle['cpu_s_per_example'] * 1e3:.2f} | {middle['time_to_first_step_s']:.1f} "
-                f"| {middle['peak_memory_bytes'] / 2**20:.0f} | {middle['padding_ratio']:.2f} | {accuracy} |"
-            )
+            cells = [str(key[0]), key[1], name + (" (best-tuned peer)" if name == best else ""), f"{rates[name]:.1f}"]
+            cells += [ratio(runs, key, name, baseline), ratio(runs, key, name, best)]
+            cells += [f"{middle['cpu_s_per_example'] * 1e3:.2f}", f"{middle['time_to_first_step_s']:.1f}"]
+            cells += [mib(middle, "peak_memory_bytes"), mib(middle, "peak_memory_sum_bytes")]
+            cells += [f"{middle['padding_ratio']:.2f}"]
+            cells += [f"{middle['loss_after']:.3f}" if "loss_after" in middle else "-"]
+            cells += [f"{middle['accuracy']:.4f}" if "accuracy" in middle else "-", str(len(mine))]
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def mib(numbers: dict, name: str) -> str:
+    return f"{numbers[name] / 2**20:.0f}" if name in numbers else "-"
+
+
+def page(saved: dict, baseline: str) -> str:
+    """What `--out` holds as Markdown."""
+    hardware, versions = saved["hardware"], saved["runs"][0]["versions"]
+    return (
+        f"{hardware['processor']}, {hardware['cores']} cores, {hardware['date']}; "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
+        f"`{' '.join(hardware['arguments'])}`. Medians over runs; ratios are medians of the ratios within a round. "
+        "Memory: the most a rank's process held (VmHWM) less what it held after its imports; "
+        "held-out loss: of 64 validation examples at the end.\n\n" + table(saved["runs"], baseline) + "\n"
+    )
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """This program's own, and those that go to every contender."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, help="begin no round that would, by the longest so far, end later")
+    parser.add_argument("--limit", type=int, help="the first N training examples only")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--baseline", default="HF Trainer as it comes")
+    parser.add_argument("--contenders", nargs="+", default=ASKED, metavar="NAME", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--once", nargs="+", default=[], metavar="NAME", help="contenders of the first round only")
+    parser.add_argument(
+        "--variant", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"),
+        help="one more lockstep, under this name, with these keys of the run file",
+    )  # fmt: skip
+    parser.add_argument("--baseline", default="lockstep")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--show", action="store_true", help="print the table of what --out already holds")
     own, common = parser.parse_known_args()
+    for name, *keys in own.variant:
+        CONTENDERS[name if name.startswith("lockstep") else f"lockstep, {name}"] = [LOCKSTEP, "--set", *keys]
+    own.contenders = [*own.contenders, *(name for name in CONTENDERS if "--set" in CONTENDERS[name])]
+    if unknown := {*own.contenders, *own.once} - set(CONTENDERS):
+        parser.error(f"there is no contender {', '.join(sorted(unknown))}; there are {', '.join(CONTENDERS)}")
+    return own, common
+
+
+def main() -> None:
+    own, common = arguments()
     if own.show:
-        saved = json.loads(own.out.read_text())
-        print(f"{saved['hardware']}\n\n{table(saved['runs'], own.baseline)}")
+        print(page(json.loads(own.out.read_text()), own.baseline))
         return
+    shown = [*common, *(["--limit", str(own.limit)] if own.limit else [])]
     hardware = {
         "processor": processor(),
         "cores": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d"),
-        "arguments": [Path(a).name if "/" in a else a for a in common],
+        "arguments": [Path(a).name if "/" in a else a for a in shown],
     }
     runs: list[dict] = []
-    for number in range(own.rounds):
-        for processes in own.processes:
-            for precision in own.precisions:
-                for contender in own.contenders:  # interleaved: a slow minute of the machine meets all of them
-                    found = one(contender, processes, precision, common, own.micro_batches)
-                    runs.append({"contender": contender, "processes": processes, "round": number, **found})
-                    own.out.write_text(json.dumps({"hardware": hardware, "runs": runs}, indent=1))
-                    print(
-                        f"round {number}: {processes} x {precision} {contender}: {found['examples_per_s']:.1f}/s",
-                        flush=True,
-                    )
-    print(f"\n{hardware['processor']}, {hardware['cores']} cores; {runs[0]['versions']}\n\n{table(runs, own.baseline)}")
+    started, longest = time.monotonic(), 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        common = limited(common, own.limit, Path(folder)) if own.limit else common
+        for number in range(own.rounds):
+            begun = time.monotonic()
+            if own.minutes and begun + longest - started > own.minutes * 60:
+                break
+            for processes in own.processes:
+                for precision in own.precisions:
+                    for contender in own.contenders:  # interleaved: a slow minute of the machine meets all of them
+                        if number > 0 and contender in own.once:
+                            continue
+                        found = one(contender, processes, precision, common, own.micro_batches)
+                        runs.append({"contender": contender, "processes": processes, "round": number, **found})
+                        own.out.write_text(json.dumps({"hardware": hardware, "runs": runs}, indent=1))
+                        rate = found["examples_per_s"]
+                        print(f"round {number}: {processes} x {precision} {contender}: {rate:.1f}/s", flush=True)
+            longest = max(longest, time.monotonic() - begun)
+    text = page(json.loads(own.out.read_text()), own.baseline)
+    own.out.with_suffix(".md").write_text(text)
+    print(f"\n{text}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,29 @@
 """Peer: a training loop on Accelerate, as its documentation writes it: prepare, backward, clip, step.
 The scheduler is not prepared: a prepared one steps once per process at every optimizer step.
-On CPU; the command line is common.py's."""
+On CPU; the command line is common.py's, and `--by-length`: batches of like length, from 50 batches sorted at once."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from common import BETAS, EPS, Meter, accuracy, check_world, load, parameter_groups, parse_arguments, report
+from common import (
+    BETAS,
+    EPS,
+    Meter,
+    accuracy,
+    check_world,
+    load,
+    parameter_groups,
+    parse_arguments,
+    report,
+    sort_fifty_batches,
+)
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, get_scheduler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
 def batches(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -22,21 +35,27 @@ def batches(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
         epoch += 1
 
 
-def train(args: argparse.Namespace) -> tuple[Meter, float | None]:
+def train(args: argparse.Namespace, by_length: bool) -> tuple[Meter, float | None]:
     # cpu=True: without it, two processes under torchrun silently train as two worlds of one
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if args.precision == "bf16" else "no")
     check_world(accelerator.num_processes)
     model, tokenizer, training, validation = load(args)
-    meter = Meter(model, args.skip, args.steps)
+    meter = Meter(model, args, training, validation)
     collate = DataCollatorWithPadding(tokenizer)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, args.weight_decay), lr=args.learning_rate, betas=BETAS, eps=EPS, fused=True
     )
     scheduler = get_scheduler(args.schedule, optimizer, args.warmup_steps, args.steps)
+    lengths = [len(row) for row in training.columns["input_ids"]]
+    one_order = torch.Generator().manual_seed(args.seed)  # on every rank, in every epoch
+    order: dict[str, Any] = {"shuffle": True}
+    if by_length:
+        sort_fifty_batches()
+        order = {"sampler": LengthGroupedSampler(args.batch_size, lengths=lengths, generator=one_order)}
     network, optimizer, train_loader, validation_loader = accelerator.prepare(
         model,
         optimizer,
-        DataLoader(training, batch_size=args.per_process, shuffle=True, collate_fn=collate),
+        DataLoader(training, batch_size=args.per_process, collate_fn=collate, **order),
         DataLoader(validation, batch_size=args.per_process, collate_fn=collate),
     )
 
@@ -66,5 +85,10 @@ def train(args: argparse.Namespace) -> tuple[Meter, float | None]:
 
 
 if __name__ == "__main__":
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--by-length", action="store_true")
+    extra, sys.argv[1:] = own.parse_known_args()
     arguments = parse_arguments(__doc__)
-    report(arguments, "accelerate", "accelerate", *train(arguments))
+    name = "accelerate by length" if extra.by_length else "accelerate"
+    pads = "grouped" if extra.by_length else "random"
+    report(arguments, name, "accelerate", *train(arguments, extra.by_length), pads)

@@ -12,15 +12,16 @@ import gc
 import importlib.metadata
 import json
 import platform
-import resource
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+from checks import Checked, memory_baseline, peak_memory
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -31,6 +32,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
+    trainer_pt_utils,
 )
 
 BETAS = (0.9, 0.999)
@@ -60,7 +62,9 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--validation", type=Path, required=True)
     parser.add_argument("--max-length", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=128, help="global: over all processes")
-    parser.add_argument("--steps", type=int, required=True)
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int)
+    length.add_argument("--epochs", type=int, help="whole ones; the training file then holds a multiple of the batch")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--warmup-steps", type=int, default=0)
     parser.add_argument("--weight-decay", type=float, default=0.01)
@@ -69,17 +73,26 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, required=True, help="rank 0 writes its report here")
-    parser.add_argument("--skip", type=int, default=5, help="leave the first N steps out of the rate")
+    parser.add_argument("--skip", type=int, help="leave the first N steps out of the rate; default: 5, 0 of epochs")
     parser.add_argument("--evaluate", action="store_true", help="accuracy on the validation file at the end")
     args = parser.parse_args()
-    if not 1 <= args.skip < args.steps:
-        parser.error("--skip must be at least 1 and less than --steps")
+    with args.train.open(encoding="utf-8") as file:
+        rows = sum(bool(line.strip()) for line in file)
+    args.whole = rows % args.batch_size == 0  # no step is smaller, and nobody pads or repeats a tail
+    if args.epochs is not None:
+        if not args.whole:
+            parser.error(f"--epochs: {rows} training examples are not a multiple of --batch-size {args.batch_size}")
+        args.steps = args.epochs * rows // args.batch_size
+    args.skip = (0 if args.epochs else 5) if args.skip is None else args.skip
+    if not 0 <= args.skip < args.steps:
+        parser.error("--skip must be less than --steps")
     if args.gpt2_config is not None and args.tokenizer is None:
         parser.error("--gpt2-config needs --tokenizer")
     if args.batch_size % world_size():
         parser.error("--batch-size must be a multiple of the number of processes")
     args.per_process = args.batch_size // world_size()
     torch.set_num_threads(1)
+    args.memory_baseline = memory_baseline()
     return args
 
 
@@ -139,31 +152,53 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
+def sort_fifty_batches() -> None:
+    """transformers' grouping by length sorts 50 batches at once, or a quarter of the data where that is less: on a part
+    of the data it then pads more than on the whole. Here it is always 50, in favour of the peers that group."""
+    grouped = trainer_pt_utils.get_length_grouped_indices
+    trainer_pt_utils.get_length_grouped_indices = partial(grouped, mega_batch_mult=50)
+
+
 class Meter:
     """Counts what this process feeds the model; `step` is to be called at the end of each optimizer step."""
 
-    def __init__(self, model: nn.Module, skip: int, steps: int) -> None:
-        self.skip, self.steps, self.done = skip, steps, 0
+    def __init__(self, model: nn.Module, args: argparse.Namespace, training: Examples, validation: Examples) -> None:
+        self.skip, self.steps, self.done = args.skip, args.steps, 0
         self.examples = self.real_tokens = self.padded_tokens = self.peak_memory = 0
         self.first_step = self.wall = self.cpu = 0.0
+        self.baseline = args.memory_baseline
+        self.checked = Checked(model, args, training, validation)
         model.register_forward_pre_hook(self._feed, with_kwargs=True)
 
     def _feed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and self.skip <= self.done < self.steps:
-            mask = kwargs["attention_mask"]
+        if not module.training or self.done >= self.steps:
+            return
+        mask = kwargs["attention_mask"]
+        if self.skip == self.done == 0 and not self.wall:  # the first batch of a whole epoch
+            self._start()
+        self.checked.fed(kwargs["input_ids"], mask)
+        if self.skip <= self.done:
             self.examples += mask.shape[0]
             self.padded_tokens += mask.numel()
             self.real_tokens += int(mask.sum())
 
+    def _start(self) -> None:
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
     def step(self) -> None:
         self.done += 1
+        self.checked.step()
         if self.done == 1:
             self.first_step = time.time() - psutil.Process().create_time()
         if self.done == self.skip:
-            self.wall, self.cpu = time.perf_counter(), time.process_time()
+            self._start()
         if self.done == self.steps:
             self.wall, self.cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
-            self.peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self.peak_memory = peak_memory() - self.baseline
+
+    def facts(self) -> dict[str, Any]:
+        """What `report` gathers of this rank."""
+        return {name: value for name, value in vars(self).items() if name != "checked"} | self.checked.facts()
 
 
 def accuracy(correct: int, seen: int, validation: Examples) -> float:
@@ -173,36 +208,46 @@ def accuracy(correct: int, seen: int, validation: Examples) -> float:
     return correct / seen
 
 
-def report(args: argparse.Namespace, peer: str, package: str, meter: Meter, score: float | None) -> None:
-    """Gather the meters; rank 0 writes one JSON object. Call it when nothing holds the DDP module any more.
+def report(
+    args: argparse.Namespace, peer: str, package: str, meter: Meter, score: float | None, pads: str = "random"
+) -> None:
+    """Gather the meters, check them; rank 0 writes one JSON object. Call it when nothing holds the DDP module any more.
 
-    padding_ratio is tokens fed, padding included, over real tokens: 1.0 is no padding at all.
+    `pads`: `random` (batches as they are drawn) or `grouped` (examples of like length meet): a peer whose padding is
+    not what it claims is refused. padding_ratio is tokens fed, padding included, over real tokens: 1.0 is none at all.
     """
     if meter.done != args.steps:
         raise RuntimeError(f"the meter saw {meter.done} steps of {args.steps}")
-    ranks: list[Any] = [vars(meter)]
+    ranks: list[Any] = [meter.facts()]
     if world_size() > 1:
         ranks = [None] * world_size()
-        dist.all_gather_object(ranks, vars(meter))
+        dist.all_gather_object(ranks, meter.facts())
         # A DDP module that outlives the group ends it under the interpreter lock, which gloo's threads may be
         # waiting for: the process then never exits (pytorch/pytorch#56297). So DDP goes first.
         gc.collect()
         dist.destroy_process_group()
+    padding = sum(r["padded_tokens"] for r in ranks) / sum(r["real_tokens"] for r in ranks)
+    loss = meter.checked.verify(ranks, padding, pads)
     examples = sum(rank["examples"] for rank in ranks)
     result = {
         "peer": peer,
         "world": world_size(),
         "precision": args.precision,
         "steps": args.steps,
+        "epochs": args.epochs,
         "skip": args.skip,
         "batch_size": args.batch_size,
         "seed": args.seed,
+        "examples": examples,
         "examples_per_s": examples / max(rank["wall"] for rank in ranks),
         "cpu_s_per_example": sum(rank["cpu"] for rank in ranks) / examples,
         "time_to_first_step_s": max(rank["first_step"] for rank in ranks),
         "peak_memory_bytes": max(rank["peak_memory"] for rank in ranks),
-        "padding_ratio": sum(r["padded_tokens"] for r in ranks) / sum(r["real_tokens"] for r in ranks),
+        "peak_memory_sum_bytes": sum(rank["peak_memory"] for rank in ranks),
+        "padding_ratio": padding,
         "tokens_per_example": sum(rank["real_tokens"] for rank in ranks) / examples,
+        "loss_before": loss[0],
+        "loss_after": loss[1],
         "accuracy": score,
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in ("torch", "transformers", package)},

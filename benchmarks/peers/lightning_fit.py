@@ -52,7 +52,7 @@ class StepEnd(L.Callback):
 def train(args: argparse.Namespace) -> tuple[Meter, float | None]:
     L.seed_everything(args.seed)
     model, tokenizer, training, validation = load(args)
-    meter = Meter(model, args.skip, args.steps)
+    meter = Meter(model, args, training, validation)
     collate = DataCollatorWithPadding(tokenizer)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     trainer = L.Trainer(

@@ -1,5 +1,6 @@
 """lockstep on the peers' command line and meter: the product's own loop, strategy and feed, exact as it comes.
-In: common.py's arguments, `--micro-batches`, `--strategy`, `--inexact`, `--options` and `--group`.
+In: common.py's arguments, `--micro-batches`, `--strategy`, `--inexact`, `--options`, `--group`, and other keys of the
+run file as `--set KEY=VALUE`.
 Out: the same report."""
 
 import argparse
@@ -10,7 +11,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from common import Meter, parse_arguments, report
+import datasets  # noqa: F401 - it is read with: imported here, so that it counts as an import in the peak of memory
+from common import Examples, Meter, parse_arguments, report
+from transformers import AutoTokenizer, GPT2Tokenizer
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, load
@@ -50,7 +53,14 @@ def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> 
         "strategy": {"name": extra.strategy, "exact": not extra.inexact, "options": extra.options},
         "launch": {"device": "cpu", "threads": 1},
     }
-    return load(None, [], values)
+    return load(None, extra.set, values)
+
+
+def examples(args: argparse.Namespace) -> tuple[Examples, Examples]:
+    """What the peers train on, for the checks only."""
+    of_gpt2 = args.gpt2_config is not None
+    tokenizer = (GPT2Tokenizer if of_gpt2 else AutoTokenizer).from_pretrained(args.tokenizer or args.model)
+    return Examples(args.train, tokenizer, args.max_length), Examples(args.validation, tokenizer, args.max_length)
 
 
 def without_type(config: dict) -> dict:
@@ -80,6 +90,7 @@ def main() -> None:
     own.add_argument("--inexact", action="store_true")
     own.add_argument("--options", type=json.loads, default={})
     own.add_argument("--group", type=int, default=1, help="data.group_by_length")
+    own.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of the run file")
     extra, rest = own.parse_known_args()
     sys.argv[1:] = rest
     args = parse_arguments(__doc__)
@@ -90,7 +101,7 @@ def main() -> None:
         prepared = prepare_and_join(run, world)
         session = build_session(run, world, prepared)
         keep_freed_memory()  # as `dry_run.try_a_step` does
-        meter = Meter(session.strategy.model, args.skip, args.steps)
+        meter = Meter(session.strategy.model, args, *examples(args))
         checkpoints = NoCheckpoints(run, world, prepared, session.feed.total)
         Path(folder).mkdir(exist_ok=True)
         train(replace(session, checkpoints=checkpoints, sinks=Steps(meter)), 0)
@@ -99,7 +110,7 @@ def main() -> None:
             score = evaluate(run, world, session.task, session.strategy, session.task.splits["validation"])["accuracy"]
         session.strategy.close()
     name = f"lockstep {extra.strategy}" + (" inexact" if extra.inexact else "")
-    report(args, name, "lockstep-train", meter, score)
+    report(args, name, "lockstep-train", meter, score, "grouped")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Peer: transformers.Trainer as it comes, with a collator that pads each batch to its longest example.
-trainer_tuned.py runs the same with the settings that Trainer's users reach for when they want speed.
-Both on CPU; the command line is common.py's."""
+trainer_tuned.py and trainer_rebalanced.py run the same with the settings that Trainer's users reach for when they want
+speed. All on CPU; the command line is common.py's."""
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,15 @@ from transformers import (
     TrainingArguments,
 )
 
-TUNED: dict[str, Any] = {
-    # transformers 4's group_by_length=True; in 5.23 its ranks draw different orders from the second epoch on
-    "train_sampling_strategy": "group_by_length",
+QUICK: dict[str, Any] = {
     "optim": "adamw_torch_fused",  # already the default on torch 2.8 and later; said, not left to the version
     "ddp_find_unused_parameters": False,  # every parameter has a gradient: no walk over the graph
     "dataloader_num_workers": 0,  # examples are tokenised and in memory: a worker only takes a core
     "logging_strategy": "no",
     "disable_tqdm": True,
 }
+# transformers 4's group_by_length=True; in 5.23 its ranks draw different orders from the second epoch on
+TUNED: dict[str, Any] = QUICK | {"train_sampling_strategy": "group_by_length"}
 
 
 class StepEnd(TrainerCallback):
@@ -36,15 +37,14 @@ class StepEnd(TrainerCallback):
         self.meter.step()
 
 
-def train(args: argparse.Namespace, extra: dict[str, Any]) -> tuple[Meter, float | None]:
+def train(args: argparse.Namespace, extra: dict[str, Any], loss: Callable | None) -> tuple[Meter, float | None]:
     model, tokenizer, training, validation = load(args)
-    meter = Meter(model, args.skip, args.steps)
+    meter = Meter(model, args, training, validation)
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder,
             use_cpu=True,  # without it, two processes on CPU do not join
             ddp_backend="gloo" if world_size() > 1 else None,
-            per_device_train_batch_size=args.per_process,
             per_device_eval_batch_size=args.per_process,
             max_steps=args.steps,
             learning_rate=args.learning_rate,
@@ -59,7 +59,7 @@ def train(args: argparse.Namespace, extra: dict[str, Any]) -> tuple[Meter, float
             seed=args.seed,
             save_strategy="no",
             report_to="none",
-            **extra,
+            **{"per_device_train_batch_size": args.per_process} | extra,
         )
         check_world(settings.world_size)
         trainer = Trainer(
@@ -69,6 +69,7 @@ def train(args: argparse.Namespace, extra: dict[str, Any]) -> tuple[Meter, float
             train_dataset=training,
             processing_class=tokenizer,
             callbacks=[StepEnd(meter)],
+            compute_loss_func=loss,
         )
         trainer.train()
         score = None
@@ -79,9 +80,11 @@ def train(args: argparse.Namespace, extra: dict[str, Any]) -> tuple[Meter, float
     return meter, score
 
 
-def main(peer: str, extra: dict[str, Any]) -> None:
-    args = parse_arguments(__doc__)
-    report(args, peer, "accelerate", *train(args, extra))
+def main(
+    peer: str, extra: dict[str, Any], pads: str = "random", args: Any = None, loss: Callable | None = None
+) -> None:
+    args = args or parse_arguments(__doc__)
+    report(args, peer, "accelerate", *train(args, extra, loss), pads)
 
 
 if __name__ == "__main__":

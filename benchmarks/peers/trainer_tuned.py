@@ -2,7 +2,9 @@
 The settings are TUNED in trainer.py; all else is that script's.
 The command line is common.py's."""
 
+from common import sort_fifty_batches
 from trainer import TUNED, main
 
 if __name__ == "__main__":
-    main("trainer_tuned", TUNED)
+    sort_fifty_batches()
+    main("trainer_tuned", TUNED, "grouped")
