@@ -6,7 +6,8 @@ In: micro-batches. Out: one update of a replicated model. Read `single.py`, then
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class Native(Strategy):
 
     exact = True
     statistics: Statistics
+    travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
 
     @property
     def parameter_count(self) -> int:
@@ -46,6 +48,10 @@ class Native(Strategy):
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
         self.uses = [0] * len(self.parameters)  # of this step: how many of its micro-batches here gave each a gradient
+        self.given: set[int] = set()  # the parameters that this micro-batch gave one
+        self.waiting: dict[int, Tensor] | None = None  # what it is added to by row, where it is added to something
+        for i, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self.on_gradient, i))
         exact = self.run.strategy.exact
         with self.autocast():  # attention of some kinds takes bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
@@ -84,29 +90,70 @@ class Native(Strategy):
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         """One micro-batch, forward and backward; its gradient goes into the tree. Returns the micro-batch's loss
         sum."""
+        if not self.run.strategy.exact:  # autograd adds the gradient to those of the micro-batches before
+            return self.run_micro_batch(micro, targets)
+        self.open_leaf(micro.index)
+        loss = self.run_micro_batch(micro, targets)
+        with self.phases("backward"):
+            self.tree.place(self.node, self.take_gradients())
+        return loss
+
+    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
+        """Forward and backward of one micro-batch on `self.wrapped`, the gradient being that of loss sum / divisor.
+        Returns the loss sum, detached."""
         with self.phases("forward"):
             loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
-        with self.phases("backward"):
-            with self.autocast(False):
-                (loss / targets).backward()
-            if self.run.strategy.exact:
-                self.tree.add(micro.index, self.take_gradients())
-        return loss.detach()  # without `exact`, autograd has added the gradient to those of the micro-batches before
+        with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
+            (loss / divisor).backward()
+        return loss.detach()
 
     @abstractmethod
     def reduce(self) -> list[Tensor]:
         """The sum of all leaves of all ranks, in the order of `self.parameters`."""
 
+    # -- leaves ------------------------------------------------------------------------------------------------------
+
+    def open_leaf(self, leaf: int) -> None:
+        """Before a micro-batch. The partial sum that its gradient is added to first waits in `.grad`, if there is one:
+        autograd adds to it parameter by parameter, while backward goes on, and no second gradient is ever whole."""
+        self.node, sibling = self.tree.take_sibling(leaf)
+        self.waiting = None if sibling is None else {i: sibling[i] for i in self.rows}
+        self.given.clear()
+        for i, parameter in enumerate(self.parameters):
+            parameter.grad = None if sibling is None or i in self.rows else sibling[i]
+
+    def on_gradient(self, position: int, parameter: Tensor) -> None:
+        """Called in backward: a parameter's gradient of this micro-batch is whole, and added to what waited."""
+        self.uses[position] += 1
+        self.given.add(position)
+
     def take_gradients(self) -> list[Tensor]:
-        """This micro-batch's gradients, in the order of `self.parameters`, zero where it has none; the parameters hold
-        none afterwards."""
-        self.uses = [uses + (p.grad is not None) for uses, p in zip(self.uses, self.parameters, strict=True)]
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
-        for i in self.rows:
-            gradients[i] = by_row(gradients[i])
-        for parameter in self.parameters:
-            parameter.grad = None
-        return gradients
+        """After a micro-batch: its gradients and what waited for them, in the order of `self.parameters`, zero where it
+        has none; the parameters hold none afterwards."""
+        found = [self.take_gradient(i) for i in range(len(self.parameters))]
+        self.waiting = None
+        return found
+
+    def take_gradient(self, position: int) -> Tensor:
+        """The same of one parameter."""
+        parameter, waited = self.parameters[position], self.waiting
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        elif waited is not None and position not in self.given:
+            gradient += 0.0  # what a micro-batch does not use has the gradient zero: minus zero becomes zero
+        if position not in self.rows:
+            return gradient
+        gradient = by_row(gradient)
+        return gradient if waited is None else (waited[position] + gradient).coalesce()
+
+    def with_last_leaf(self, positions: Sequence[int], gradients: list[Tensor]) -> dict[Node, list[Tensor]]:
+        """This rank's partial nodes of some parameters, what the last micro-batch made among them."""
+        part = ReductionTree(self.tree.leaves)
+        for node, tensors in self.tree.nodes.items():
+            part.place(node, [tensors[i] for i in positions])
+        part.place(self.node, gradients)
+        return part.nodes
 
     def sum_rows(self, nodes: Mapping[Node, list[Tensor]]) -> dict[int, Tensor]:
         """The row-sparse gradients summed over ranks in tree order, by position; `nodes` holds this rank's partial sums
