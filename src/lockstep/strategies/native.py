@@ -11,14 +11,15 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import Node, ReductionTree
+from lockstep.strategies.exact.reduction import Node, ReductionTree, most_held, share
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.strategy import Strategy, make_model
@@ -33,6 +34,10 @@ class Native(Strategy):
     exact = True
     statistics: Statistics
     travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
+
+    @classmethod
+    def partial_sums(cls, run: Run, processes: int) -> float:
+        return 4.0 * (most_partial_sums(run, processes) - 1)
 
     @property
     def parameter_count(self) -> int:
@@ -56,14 +61,20 @@ class Native(Strategy):
         with self.autocast():  # attention of some kinds takes bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
         sparse = row_sparse(self.model, self.world.device, uses) if exact else set()
-        self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
-        self.optimizer = optim.build(self.run.optim, self.model)
+        self.stepped = self.parts_to_step()
+        self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.stepped.items()) if n in sparse}
+        groups = optim.groups(self.stepped.items(), optim.undecayed(self.model), self.run.optim.weight_decay)
+        self.optimizer = optim.of_groups(self.run.optim, groups)
         # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
         # saw its bf16 copy being made: then it is made anew for every micro-batch, and the order is the same for all.
         self.fresh_casts = exact and self.run.precision == "bf16" and max(uses.values(), default=0) > 2
         self.statistics = Statistics(self.model)
         self.model.train()
         self.wrapped = self.model
+
+    def parts_to_step(self) -> dict[str, nn.Parameter]:
+        """What the optimizer of this rank steps of each trained parameter."""
+        return self.named
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.tree = ReductionTree(batch.count)
@@ -166,8 +177,8 @@ class Native(Strategy):
 
     def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
         """Every rank holds all of it."""
-        named = zip(self.named.items(), gradients, strict=True)
-        return Gradient([Part(n, p, g, rows=self.rows.get(i)) for i, ((n, p), g) in enumerate(named)], list(self.named))
+        held = zip(self.stepped.items(), gradients, strict=True)
+        return Gradient([Part(n, p, g, rows=self.rows.get(i)) for i, ((n, p), g) in enumerate(held)], list(self.named))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
@@ -187,7 +198,15 @@ class Native(Strategy):
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
 
     def close(self) -> None:
-        del self.model, self.wrapped, self.optimizer, self.parameters, self.named
+        del self.model, self.wrapped, self.optimizer, self.parameters, self.named, self.stepped
+
+
+def most_partial_sums(run: Run, processes: int) -> int:
+    """Gradients that a process holds at most during a step's backwards, as the tree needs them."""
+    if not run.strategy.exact:
+        return 1
+    shares = (share(run.micro_batches, rank, processes) for rank in range(processes))
+    return max(most_held(mine.start, mine.stop, run.micro_batches) for mine in shares)
 
 
 def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:

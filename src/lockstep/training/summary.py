@@ -38,7 +38,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
         "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task)}",
         "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
         **task.opening,
-        "processes": f"{world.size} ({run.strategy.name}, "
+        "processes": f"{world.size} ({run.strategy.name}{strategy.told}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "
         "steps",
