@@ -47,10 +47,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 class FSDP2(Strategy):
     """`strategy.options`: `gather` (`step`: `fsdp2_step.py`; `micro_batch`: this class; default: what fits),
-    `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that share each matrix product, where the
-    model brings a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's own mixed
-    precision: `param_dtype`, `reduce_dtype` (fp32 or bf16), and `blocks` (names of the modules that are gathered one at
-    a time, `*` for any part of a name; default: the layers)."""
+    `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that share each matrix product,
+    where the model brings a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's
+    own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16), and `blocks` (names of the modules that are
+    gathered one at a time, `*` for any part of a name; default: the layers)."""
 
     exact = True
     statistics: Statistics
