@@ -100,6 +100,18 @@ def peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def capacity(device: torch.device, sharing: int) -> int:
+    """Bytes of a device for one process; `sharing`: processes of this machine, which share its host memory. What a
+    container may use, where it has a limit."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            sizes.append(int(Path(path).read_text()))
+    return min(sizes) // sharing
+
+
 def keep_freed_memory() -> None:
     """What this process frees from now on it keeps for what it allocates next. A step makes the same gradients, buckets
     and activations as the step before; what went back to the kernel comes back zeroed and page by page. glibc only."""

@@ -1,3 +1,3 @@
 """How one optimizer step is computed by all ranks together."""
 
-SHARED = {"native", "strategy"}  # the files here that are no plug-ins
+SHARED = {"fsdp2_step", "native", "strategy"}  # the files here that are no plug-ins

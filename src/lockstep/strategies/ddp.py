@@ -9,11 +9,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.batch import MicroBatch
 from lockstep.strategies.engines.hooked_ddp import Hooked
 
 _OURS = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
@@ -41,10 +40,3 @@ class DDP(Hooked):
         options: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": True} | self.run.strategy.options
         self.primed = not options.get("static_graph")
         return DistributedDataParallel(self.model, **options)
-
-    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
-        with self.phases("forward"):
-            loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
-        with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
-            (loss / divisor).backward()
-        return loss.detach()

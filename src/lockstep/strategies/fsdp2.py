@@ -21,7 +21,7 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import layers
+from lockstep.strategies.engines import fsdp_config, layers
 from lockstep.strategies.engines.fsdp import (
     OTHER_LAYERS,
     ReduceScatter,
@@ -36,28 +36,21 @@ from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.fsdp2_step import FSDP2Step
 from lockstep.strategies.strategy import DataParallel, Strategy, make_model, summing
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_OPTIONS = {
-    "replicate",
-    "tensor_parallel",
-    "reshard_after_forward",
-    "cpu_offload",
-    "param_dtype",
-    "reduce_dtype",
-    "blocks",
-}
 
 
 class FSDP2(Strategy):
-    """`strategy.options`: `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that
-    share each matrix product, where the model brings a plan), `reshard_after_forward` (true, false, or a number of
-    ranks), `cpu_offload`, FSDP's own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16), and `blocks`
-    (names of the modules that are gathered one at a time, `*` for any part of a name; default: the layers)."""
+    """`strategy.options`: `gather` (`step`: `fsdp2_step.py`; `micro_batch`: this class; default: what fits),
+    `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that share each matrix product,
+    where the model brings a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's
+    own mixed precision: `param_dtype`, `reduce_dtype` (fp32 or bf16), and `blocks` (names of the modules that are
+    gathered one at a time, `*` for any part of a name; default: the layers)."""
 
     exact = True
     statistics: Statistics
@@ -70,45 +63,24 @@ class FSDP2(Strategy):
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
-        options = run.strategy.options
-        if unknown := set(options) - _OPTIONS:
-            raise RunError(
-                f"strategy.options: fsdp2 has no option {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(sorted(_OPTIONS))}"
-            )
-        for key in ("replicate", "tensor_parallel"):
-            if not isinstance(value := options.get(key, 1), int) or isinstance(value, bool) or value < 1:
-                raise RunError(f"strategy.options.{key}: {value!r} is not a positive number of ranks")
-        replicate, tensor = options.get("replicate", 1), options.get("tensor_parallel", 1)
-        if processes % (replicate * tensor):
-            raise RunError(
-                f"strategy.options: {processes} processes cannot be {replicate} replica(s) of a multiple of {tensor} "
-                f"rank(s); choose replicate and tensor_parallel so that their product divides the processes"
-            )
-        if replicate > 1 and replicate * tensor == processes:
-            raise RunError(
-                f"strategy.options.replicate: {replicate} copies on {processes} processes leave nothing to shard; "
-                "use strategy.name=ddp, or fewer copies"
-            )
-        for key in ("param_dtype", "reduce_dtype"):
-            if key in options and options[key] not in _DTYPES:
-                raise RunError(f"strategy.options.{key}: {options[key]!r} is not one of {', '.join(_DTYPES)}")
-        reshard, offload = options.get("reshard_after_forward", True), options.get("cpu_offload", False)
-        shards = processes // (replicate * tensor)
-        if not isinstance(reshard, bool) and (not isinstance(reshard, int) or reshard < 1 or shards % reshard):
-            raise RunError(
-                f"strategy.options.reshard_after_forward: {reshard!r} is not true, false, or a number of ranks that "
-                f"divides the {shards} that share the model"
-            )
-        blocks = options.get("blocks", [])
-        if not isinstance(blocks, list) or not all(isinstance(name, str) for name in blocks):
-            raise RunError(f"strategy.options.blocks: {blocks!r} is not a list of names of modules")
-        if not isinstance(offload, bool):
-            raise RunError(f"strategy.options.cpu_offload: {offload!r} is not true or false")
-        if tensor > 1:
-            if layers.own_model(run):
-                raise RunError("strategy.options.tensor_parallel: transformers has no plan for a model of your own")
-            layers.tensor_plan(run, tensor)
+        fsdp_config.check(run, processes)
+
+    @classmethod
+    def variant(cls, run: Run) -> type[Strategy]:
+        return FSDP2Step if fsdp_config.gather(run) == fsdp_config.STEP else cls
+
+    @classmethod
+    def undecided(cls, run: Run) -> bool:
+        return fsdp_config.gather(run) is None
+
+    @classmethod
+    def decided(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
+        """`gather: step` where what it holds, without activations, takes half of the memory at most."""
+        held = FSDP2Step.bytes_held(run, processes)
+        rest = held["gradients"] + held["optimizer"] + FSDP2Step.partial_sums(run, processes)
+        fits = 2 * (parameters * held["weights"] + trained * rest) <= memory
+        options = {**run.strategy.options, "gather": fsdp_config.STEP if fits else fsdp_config.MICRO_BATCH}
+        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:

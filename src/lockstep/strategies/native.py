@@ -6,18 +6,20 @@ In: micro-batches. Out: one update of a replicated model. Read `single.py`, then
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import Node, ReductionTree
+from lockstep.strategies.exact.reduction import Node, ReductionTree, most_held, share
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.strategy import Strategy, make_model
@@ -31,6 +33,11 @@ class Native(Strategy):
 
     exact = True
     statistics: Statistics
+    travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
+
+    @classmethod
+    def partial_sums(cls, run: Run, processes: int) -> float:
+        return 4.0 * (most_partial_sums(run, processes) - 1)
 
     @property
     def parameter_count(self) -> int:
@@ -46,18 +53,28 @@ class Native(Strategy):
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
         self.uses = [0] * len(self.parameters)  # of this step: how many of its micro-batches here gave each a gradient
+        self.given: set[int] = set()  # the parameters that this micro-batch gave one
+        self.waiting: dict[int, Tensor] | None = None  # what it is added to by row, where it is added to something
+        for i, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self.on_gradient, i))
         exact = self.run.strategy.exact
         with self.autocast():  # attention of some kinds takes bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
         sparse = row_sparse(self.model, self.world.device, uses) if exact else set()
-        self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
-        self.optimizer = optim.build(self.run.optim, self.model)
+        self.stepped = self.parts_to_step()
+        self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.stepped.items()) if n in sparse}
+        groups = optim.groups(self.stepped.items(), optim.undecayed(self.model), self.run.optim.weight_decay)
+        self.optimizer = optim.of_groups(self.run.optim, groups)
         # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
         # saw its bf16 copy being made: then it is made anew for every micro-batch, and the order is the same for all.
         self.fresh_casts = exact and self.run.precision == "bf16" and max(uses.values(), default=0) > 2
         self.statistics = Statistics(self.model)
         self.model.train()
         self.wrapped = self.model
+
+    def parts_to_step(self) -> dict[str, nn.Parameter]:
+        """What the optimizer of this rank steps of each trained parameter."""
+        return self.named
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         self.tree = ReductionTree(batch.count)
@@ -84,29 +101,70 @@ class Native(Strategy):
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
         """One micro-batch, forward and backward; its gradient goes into the tree. Returns the micro-batch's loss
         sum."""
+        if not self.run.strategy.exact:  # autograd adds the gradient to those of the micro-batches before
+            return self.run_micro_batch(micro, targets)
+        self.open_leaf(micro.index)
+        loss = self.run_micro_batch(micro, targets)
+        with self.phases("backward"):
+            self.tree.place(self.node, self.take_gradients())
+        return loss
+
+    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
+        """Forward and backward of one micro-batch on `self.wrapped`, the gradient being that of loss sum / divisor.
+        Returns the loss sum, detached."""
         with self.phases("forward"):
             loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
-        with self.phases("backward"):
-            with self.autocast(False):
-                (loss / targets).backward()
-            if self.run.strategy.exact:
-                self.tree.add(micro.index, self.take_gradients())
-        return loss.detach()  # without `exact`, autograd has added the gradient to those of the micro-batches before
+        with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
+            (loss / divisor).backward()
+        return loss.detach()
 
     @abstractmethod
     def reduce(self) -> list[Tensor]:
         """The sum of all leaves of all ranks, in the order of `self.parameters`."""
 
+    # -- leaves ------------------------------------------------------------------------------------------------------
+
+    def open_leaf(self, leaf: int) -> None:
+        """Before a micro-batch. The partial sum that its gradient is added to first waits in `.grad`, if there is one:
+        autograd adds to it parameter by parameter, while backward goes on, and no second gradient is ever whole."""
+        self.node, sibling = self.tree.take_sibling(leaf)
+        self.waiting = None if sibling is None else {i: sibling[i] for i in self.rows}
+        self.given.clear()
+        for i, parameter in enumerate(self.parameters):
+            parameter.grad = None if sibling is None or i in self.rows else sibling[i]
+
+    def on_gradient(self, position: int, parameter: Tensor) -> None:
+        """Called in backward: a parameter's gradient of this micro-batch is whole, and added to what waited."""
+        self.uses[position] += 1
+        self.given.add(position)
+
     def take_gradients(self) -> list[Tensor]:
-        """This micro-batch's gradients, in the order of `self.parameters`, zero where it has none; the parameters hold
-        none afterwards."""
-        self.uses = [uses + (p.grad is not None) for uses, p in zip(self.uses, self.parameters, strict=True)]
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
-        for i in self.rows:
-            gradients[i] = by_row(gradients[i])
-        for parameter in self.parameters:
-            parameter.grad = None
-        return gradients
+        """After a micro-batch: its gradients and what waited for them, in the order of `self.parameters`, zero where it
+        has none; the parameters hold none afterwards."""
+        found = [self.take_gradient(i) for i in range(len(self.parameters))]
+        self.waiting = None
+        return found
+
+    def take_gradient(self, position: int) -> Tensor:
+        """The same of one parameter."""
+        parameter, waited = self.parameters[position], self.waiting
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        elif waited is not None and position not in self.given:
+            gradient += 0.0  # what a micro-batch does not use has the gradient zero: minus zero becomes zero
+        if position not in self.rows:
+            return gradient
+        gradient = by_row(gradient)
+        return gradient if waited is None else (waited[position] + gradient).coalesce()
+
+    def with_last_leaf(self, positions: Sequence[int], gradients: list[Tensor]) -> dict[Node, list[Tensor]]:
+        """This rank's partial nodes of some parameters, what the last micro-batch made among them."""
+        part = ReductionTree(self.tree.leaves)
+        for node, tensors in self.tree.nodes.items():
+            part.place(node, [tensors[i] for i in positions])
+        part.place(self.node, gradients)
+        return part.nodes
 
     def sum_rows(self, nodes: Mapping[Node, list[Tensor]]) -> dict[int, Tensor]:
         """The row-sparse gradients summed over ranks in tree order, by position; `nodes` holds this rank's partial sums
@@ -119,8 +177,8 @@ class Native(Strategy):
 
     def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
         """Every rank holds all of it."""
-        named = zip(self.named.items(), gradients, strict=True)
-        return Gradient([Part(n, p, g, rows=self.rows.get(i)) for i, ((n, p), g) in enumerate(named)], list(self.named))
+        held = zip(self.stepped.items(), gradients, strict=True)
+        return Gradient([Part(n, p, g, rows=self.rows.get(i)) for i, ((n, p), g) in enumerate(held)], list(self.named))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
@@ -140,7 +198,15 @@ class Native(Strategy):
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
 
     def close(self) -> None:
-        del self.model, self.wrapped, self.optimizer, self.parameters, self.named
+        del self.model, self.wrapped, self.optimizer, self.parameters, self.named, self.stepped
+
+
+def most_partial_sums(run: Run, processes: int) -> int:
+    """Gradients that a process holds at most during a step's backwards, as the tree needs them."""
+    if not run.strategy.exact:
+        return 1
+    shares = (share(run.micro_batches, rank, processes) for rank in range(processes))
+    return max(most_held(mine.start, mine.stop, run.micro_batches) for mine in shares)
 
 
 def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:

@@ -69,6 +69,8 @@ class Strategy(ABC):
     exact: ClassVar[bool] = False  # whether it can give the same bits as `single` at every number of processes
     needs: ClassVar[tuple[str, ...]] = ()  # packages beyond the core, as they are imported; extras have their names
 
+    told: ClassVar[str] = ""  # what the opening lines say of it besides its name
+
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
@@ -130,6 +132,23 @@ class Strategy(ABC):
         docs/strategies.md."""
         moments = 8.0 if run.optim.name == "adamw" else 4.0 if run.optim.momentum else 0.0
         return {"weights": 4.0, "gradients": 4.0, "optimizer": moments}
+
+    @classmethod
+    def partial_sums(cls, run: Run, processes: int) -> float:
+        """Bytes for each trained parameter that a process holds besides, at most, while the micro-batches of a step are
+        added over the tree."""
+        return 0.0
+
+    @classmethod
+    def undecided(cls, run: Run) -> bool:
+        """Whether an option that is not given depends on the memory of the machines: `decided` gives it then."""
+        return False
+
+    @classmethod
+    def decided(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
+        """The run with that option. `parameters`: of the model, and those of them that are trained; `memory`: bytes of
+        the device that has least of it, for one process. Never changes bits."""
+        return run
 
     @property
     @abstractmethod

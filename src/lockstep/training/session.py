@@ -29,6 +29,7 @@ from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
 from lockstep.training.checkpoint_model import fetch
 from lockstep.training.feed import Feed
+from lockstep.training.sizes import decided
 
 
 class Sinks:
@@ -81,9 +82,10 @@ def build_session(
 ) -> Session:
     """Task, model and feed. `say` is told what becomes of checkpoints. Collective. Errors: `RunError`."""
     before = tensor_bytes()
-    strategy = strategies.strategy_class(run)(run, world)
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
+    whole = decided(run, task, world)
+    strategy = strategies.strategy_class(whole)(whole, world)
     seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
     strategy.build(task)
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)

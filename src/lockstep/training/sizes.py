@@ -14,6 +14,8 @@ import torch
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.data.tokens import Prepared
+from lockstep.distributed.memory import capacity
+from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks.task import Task
 from lockstep.training.feed import Feed
@@ -26,8 +28,7 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
     feed = Feed(run, task, [], torch.device("cpu"))
-    parameters = {id(p): p for p in task.model(empty=True).parameters()}.values()
-    every, trained = (sum(p.numel() for p in parameters if p.requires_grad or not only) for only in (False, True))
+    every, trained = counts(task)
     of_them = f", of which {trained / 1e6:.2f}M are trained" if trained < every else ""
     return {
         "model": f"{task.origin}, {every / 1e6:.2f}M parameters{of_them}",
@@ -37,6 +38,22 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
         **padding(run, task),
         "memory": memory(run, processes, every, trained),
     }
+
+
+def counts(task: Task) -> tuple[int, int]:
+    """Parameters of the model, and how many of them are trained. It is built on the meta device."""
+    parameters = {id(p): p for p in task.model(empty=True).parameters()}.values()
+    every, trained = (sum(p.numel() for p in parameters if p.requires_grad or not only) for only in (False, True))
+    return every, trained
+
+
+def decided(run: Run, task: Task, world: World) -> Run:
+    """The run with what its strategy leaves to the memory of the machines. The same on every rank. Collective."""
+    found = strategy_class(run)
+    if not found.undecided(run):
+        return run
+    memory = min(world.all_gather(capacity(world.device, world.local_size)))
+    return found.decided(run, world.size, *counts(task), memory)
 
 
 def data(task: Task) -> str:
@@ -72,12 +89,16 @@ def padding(run: Run, task: Task) -> dict[str, str]:
 
 def memory(run: Run, processes: int, every: int, trained: int) -> str:
     """What a process holds, by a formula: weights of `every` parameter, the rest of those that are trained."""
-    held = strategy_class(run).bytes_held(run, processes)
+    found, note = strategy_class(run), ""
+    if found.undecided(run):
+        run = found.decided(run, processes, every, trained, capacity(pick_device(run, 0), processes))
+        found, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
+    held = found.bytes_held(run, processes) | {"partial sums": found.partial_sums(run, processes)}
     sizes = {name: each * (every if name == "weights" else trained) for name, each in held.items()}
-    parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items())
+    parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
     return (
-        f"about {size(sum(sizes.values()))} a process ({parts}); not counted are activations, partial sums of exact "
-        "runs, buffers on the way and libraries"
+        f"about {size(sum(sizes.values()))} a process ({parts}){note}; not counted are activations, buffers on the way "
+        "and libraries"
     )
 
 

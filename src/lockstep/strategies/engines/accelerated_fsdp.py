@@ -43,6 +43,10 @@ class AcceleratedFSDP2(FSDP2):
             raise RunError(f"{key}: Accelerate shards over several processes only, this job has one; use hf_accelerate")
 
     @classmethod
+    def undecided(cls, run: Run) -> bool:
+        return False
+
+    @classmethod
     def gives_bits(cls, run: Run) -> bool:
         own = "mixed_precision_policy" in run.strategy.options["fsdp"]
         return run.strategy.exact and run.precision == "fp32" and not own  # in bf16 Accelerate gathers bf16 weights

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.strategies.engines import layers
-from lockstep.strategies.exact.reduction import Exchange, Node, ReductionTree, buckets
+from lockstep.strategies.exact.reduction import Exchange, buckets
 from lockstep.strategies.exact.statistics import buffers_kept
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
@@ -36,7 +36,6 @@ from lockstep.tasks.task import Task
 class Hooked(Native):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
-    travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
     primed = True  # False while DDP has still to see a backward outside `no_sync`
     steady: bool | None = None  # whether every micro-batch so far used every weight; None: no step was seen
 
@@ -44,11 +43,6 @@ class Hooked(Native):
     def wrap(self) -> nn.Module:
         """`self.model` as its engine runs it: in DistributedDataParallel where there are several processes. May replace
         `self.optimizer` by the engine's."""
-
-    @abstractmethod
-    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
-        """Forward and backward of one micro-batch on `self.wrapped`, the gradient being that of loss sum / divisor.
-        Returns the loss sum, detached."""
 
     def build(self, task: Task) -> None:
         super().build(task)
@@ -85,21 +79,25 @@ class Hooked(Native):
         return super().train_step(batch, learning_rate)
 
     def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
-        self.last_leaf = micro.index
+        if self.in_tree:
+            self.open_leaf(micro.index)
         self.travelling = self.ddp is not None and last and bool(self.steady)
         with self.ddp.no_sync() if self.ddp is not None and not self.travelling else contextlib.nullcontext():
             # DDP's own reduction averages over ranks: multiply back
             loss = self.run_micro_batch(micro, targets if self.in_tree else targets / self.world.size)
         if self.in_tree and (self.ddp is None or not last):
             with self.phases("backward"):
-                self.tree.add(micro.index, self.take_gradients())
+                self.tree.place(self.node, self.take_gradients())
         return loss
 
     def on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Called in backward of the last micro-batch with gradients that are there: send off what is complete. What DDP
         gets back is not used in exact runs: `reduce` reads the exchange."""
         if self.primed:
-            self.arrived |= {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
+            arrived = {self.position[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients())}  # noqa: B905
+            for position in arrived.keys() - self.given if self.waiting is not None else ():
+                arrived[position] += 0.0  # as `take_gradient` does
+            self.arrived |= arrived
             if not self.run.strategy.exact:
                 return allreduce_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)
             while self.sent < len(self.buckets) and self.arrived.keys() >= set(self.buckets[self.sent]):
@@ -113,14 +111,6 @@ class Hooked(Native):
         positions = self.buckets[self.sent]
         self.exchange.submit(self.with_last_leaf(positions, [self.arrived[i] for i in positions]))
         self.sent += 1
-
-    def with_last_leaf(self, positions: list[int], gradients: list[Tensor]) -> dict[Node, list[Tensor]]:
-        """This rank's partial nodes of some parameters, its last leaf among them."""
-        part = ReductionTree(self.tree.leaves)
-        for node, tensors in self.tree.nodes.items():
-            part.place(node, [tensors[i] for i in positions])
-        part.add(self.last_leaf, gradients)
-        return part.nodes
 
     def reduce(self) -> list[Tensor]:
         if self.ddp is None and self.in_tree:

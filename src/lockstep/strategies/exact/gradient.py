@@ -15,6 +15,7 @@ from torch import Tensor
 from lockstep.distributed.sharded import gather, local
 from lockstep.distributed.torch_internals import values_of
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.held_state import as_it_is
 from lockstep.strategies.exact.reduction import clip_
 from lockstep.strategies.exact.sparse_rows import DenseRows
 
@@ -28,6 +29,7 @@ class Part:
     gradient: Tensor  # whole, row-sparse, or a DTensor
     counted: float = 1.0  # of its squares, in the norm: 1 / copies, or 0 where another rank answers for it
     rows: DenseRows | None = None  # where the dense form of a row-sparse gradient lies while the optimizer steps
+    spread: Callable[[str, Tensor], Tensor] = as_it_is  # its name and a plain part -> the DTensor it is a part of
 
     @property
     def values(self) -> Tensor:
@@ -56,8 +58,8 @@ class Gradient:
 
     def whole(self, world: World) -> dict[str, Tensor]:
         """By parameter name on rank 0, nothing elsewhere. Collective."""
-        dense = {p.name: p.gradient.to_dense() if p.gradient.is_sparse else p.gradient for p in self.parts if p.counted}
-        found = gather(dense, world)
+        dense = [(p, p.gradient.to_dense() if p.gradient.is_sparse else p.gradient) for p in self.parts if p.counted]
+        found = gather({part.name: part.spread(part.name, gradient) for part, gradient in dense}, world)
         return {name: found[name] for name in self.names} if world.is_main else {}
 
     def clip_(self, norm: Tensor, limit: float | None) -> None:

@@ -6,7 +6,7 @@ In: the tensors that a rank answers for, the parameters that its optimizer steps
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,26 +20,40 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    """How the moments of a parameter are spread over ranks: not at all, or as the parameter's DTensor says."""
+    return tensor
+
+
 def sharded(
-    tensors: Mapping[str, Tensor], trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    tensors: Mapping[str, Tensor],
+    trained: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    spread: Callable[[str, Tensor], Tensor] = as_it_is,
 ) -> dict[str, Tensor]:
-    """What a rank has to save. Parameters that no update has touched get the state that they begin with."""
+    """What a rank has to save. Parameters that no update has touched get the state that they begin with. `spread`: a
+    parameter's name and this rank's plain part of it or of a moment -> the DTensor that it is a part of."""
     optim.complete(optimizer)
     found = {f"model.{name}": tensor for name, tensor in tensors.items()}
     for name, parameter in trained.items():
         for key, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor):
-                found[f"optimizer.{key}.{name}"] = value
+                found[f"optimizer.{key}.{name}"] = value if key == "step" else spread(name, value)
     return found
 
 
 def load(
-    saved: Saved, tensors: Mapping[str, Tensor], trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    saved: Saved,
+    tensors: Mapping[str, Tensor],
+    trained: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    spread: Callable[[str, Tensor], Tensor] = as_it_is,
 ) -> None:
     """Read into the tensors, and make the optimizer's state of what there is of it. Collective."""
     targets = {f"model.{name}": tensor for name, tensor in tensors.items()}
     for name, parameter in trained.items():
         if found := moments(saved, name, parameter):
             optimizer.state[parameter] = found
-            targets |= {f"optimizer.{key}.{name}": value for key, value in found.items()}
+            for key, value in found.items():
+                targets[f"optimizer.{key}.{name}"] = value if key == "step" else spread(name, value)
     saved.read(targets)

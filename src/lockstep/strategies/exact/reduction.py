@@ -8,7 +8,7 @@ not associate: fix the bracket and the bits are fixed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 Node = tuple[int, int]  # (level, index): the sum of the leaves [index * 2^level, (index + 1) * 2^level) that exist
 
@@ -36,6 +36,18 @@ class ReductionTree:
     def place(self, node: Node, tensors: Sequence[Tensor]) -> None:
         """The same for a partial sum that another tree made."""
         self._place(node, list(tensors))
+
+    def take_sibling(self, leaf: int) -> tuple[Node, list[Tensor] | None]:
+        """The partial sum that a leaf is added to first, which the tree gives up, or None while it is not there; and
+        the node that the two make, or else the leaf alone."""
+        level, index = 0, leaf
+        while (1 << level) < self.leaves:
+            sibling = index ^ 1
+            if sibling << level < self.leaves:
+                found = self.nodes.pop((level, sibling), None)
+                return ((0, leaf), None) if found is None else ((level + 1, index >> 1), found)
+            level, index = level + 1, index >> 1
+        return (0, leaf), None
 
     def _place(self, node: Node, tensors: list[Tensor]) -> None:
         level, index = node
@@ -80,100 +92,152 @@ def partial_nodes(first: int, end: int, leaves: int) -> tuple[Node, ...]:
     return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
 
 
+def most_held(first: int, end: int, leaves: int) -> int:
+    """How many partial sums there are at most while the leaves `first..end-1` are made one after another and each is
+    added, while it is made, to the one that waits for it: max(1, log2(k)) for a whole subtree of k leaves."""
+    tree, most = ReductionTree(leaves), 0
+    for leaf in range(first, end):
+        node, _ = tree.take_sibling(leaf)
+        most = max(most, len(tree.nodes) + 1)
+        tree.place(node, [])
+    return most
+
+
 @dataclass
 class _InFlight:
-    """One bucket on its way: what was sent, what comes back, and where the sums go."""
+    """One bucket on its way to the ranks that add up its slices."""
 
-    shapes: list[torch.Size]
     chunk: int  # elements of one rank's slice
-    count: int  # elements without padding
     received: Tensor
     work: dist.Work
-    sent: Tensor | None  # kept alive until the exchange is over
-    total: Tensor | None = None
+    sent: Tensor  # kept alive until it has arrived
 
 
-class Exchange:
-    """Sums partial nodes over ranks in tree order, bucket by bucket, while the caller goes on computing.
+class Scatter:
+    """Gives each rank its slice of the sum of partial nodes over ranks, in tree order, bucket by bucket, while the
+    caller goes on computing.
 
-    A bucket goes through an all-to-all (each rank gets one slice of everybody's partial nodes), a sum of the slice
-    in tree order, and an all-gather of the sums: 2 (W-1)/W of its bytes a rank, as a ring all-reduce (more when shares
-    are not whole subtrees). The second half of a bucket is issued after the first half of the next one, in the same
-    order on every rank.
+    A bucket goes through an all-to-all (each rank gets its slice of everybody's partial nodes) and a sum of the slice
+    in tree order: (W-1)/W of its bytes a rank, as a ring reduce-scatter (more when shares are not whole subtrees).
+    `then` is given the slice of each bucket, flat, in the memory of what was received; by default copies are kept.
     """
 
-    def __init__(self, leaves: int, rank: int, ranks: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        leaves: int,
+        rank: int,
+        ranks: int,
+        group: dist.ProcessGroup | None = None,
+        then: Callable[[Tensor], None] | None = None,
+    ) -> None:
         self._rank, self._ranks, self._group, self._leaves = rank, ranks, group, leaves
         self._nodes = [partial_nodes(r.start, r.stop, leaves) for r in (share(leaves, i, ranks) for i in range(ranks))]
-        self._scattering: deque[_InFlight] = deque()
-        self._gathering: list[_InFlight] = []
+        self._travelling: deque[_InFlight] = deque()
+        self._sums: list[Tensor] = []
+        self._then = then or (lambda total: self._sums.append(total.clone()))
 
-    def submit(self, nodes: dict[Node, list[Tensor]]) -> None:
-        """Start the exchange of a bucket: this rank's partial nodes, each a list of tensors of the same shapes.
-        Collective."""
+    def submit(self, nodes: Mapping[Node, Sequence[Sequence[Tensor]]]) -> None:
+        """Start a bucket. `nodes`: of each of this rank's partial nodes what every rank is to have of it, a list of
+        tensors a rank; as many numbers on all ranks. They are copied. Collective."""
         mine = [nodes[node] for node in self._nodes[self._rank]]
-        first = mine[0]
-        count = sum(t.numel() for t in first)
-        chunk = -(-count // self._ranks)
-        send = first[0].new_empty(self._ranks, len(mine), chunk)
-        for j, tensors in enumerate(mine):
-            _pack(tensors, send, j, chunk)
-        sizes = [len(n) * chunk for n in self._nodes]
-        received = send.new_empty(sum(sizes))
+        chunk = max(sum(t.numel() for t in slice_) for slice_ in mine[0])
+        like = next(t for slice_ in mine[0] for t in slice_)
+        sent = like.new_empty(self._ranks, len(mine), chunk)
+        for j, slices in enumerate(mine):
+            for rank, tensors in enumerate(slices):
+                lay(tensors, sent[rank, j])
+        received = sent.new_empty(sum(map(len, self._nodes)) * chunk)
         work = dist.all_to_all_single(
             received,
-            send.view(-1),
-            sizes,
+            sent.view(-1),
+            [len(nodes) * chunk for nodes in self._nodes],
             [len(mine) * chunk] * self._ranks,
             group=self._group,
             async_op=True,
         )
-        self._scattering.append(_InFlight([t.shape for t in first], chunk, count, received, work, send))
-        if len(self._scattering) > 1:
+        self._travelling.append(_InFlight(chunk, received, work, sent))
+        if len(self._travelling) > 1:
             self._sum_oldest()
 
-    def finish(self) -> list[list[Tensor]]:
-        """The summed tensors of every bucket, in the order of `submit`. Collective."""
-        while self._scattering:
+    def finish(self) -> list[Tensor]:
+        """This rank's slice of every bucket's sum, flat, in the order of `submit`. Collective."""
+        while self._travelling:
             self._sum_oldest()
-        done = []
-        for bucket in self._gathering:
-            bucket.work.wait()
-            assert bucket.total is not None
-            flat = bucket.total[: bucket.count]
-            parts = flat.split([shape.numel() for shape in bucket.shapes])
-            done.append([part.view(shape) for part, shape in zip(parts, bucket.shapes, strict=True)])
-        self._gathering.clear()
-        return done
+        sums, self._sums = self._sums, []
+        return sums
 
     def _sum_oldest(self) -> None:
-        bucket = self._scattering.popleft()
+        bucket = self._travelling.popleft()
         bucket.work.wait()
-        bucket.sent = None
         tree = ReductionTree(self._leaves)
         slices = bucket.received.split(bucket.chunk)
         for node, part in zip((n for nodes in self._nodes for n in nodes), slices, strict=True):
             tree.place(node, [part])
-        bucket.total = bucket.received.new_empty(self._ranks * bucket.chunk)
-        bucket.work = _all_gather(bucket.total, tree.root[0], group=self._group, async_op=True)
-        self._gathering.append(bucket)
+        self._then(tree.root[0])
 
 
-def _pack(tensors: Iterable[Tensor], send: Tensor, row: int, chunk: int) -> None:
-    """Lay tensors end to end over `send[:, row, :]`, rank after rank."""
+class Exchange:
+    """Sums partial nodes over ranks in tree order and gives every rank the whole sum: a `Scatter` of even slices, and
+    an all-gather of their sums, 2 (W-1)/W of the bytes a rank, as a ring all-reduce. The second half of a bucket is
+    issued after the first half of the next one, in the same order on every rank."""
+
+    def __init__(self, leaves: int, rank: int, ranks: int, group: dist.ProcessGroup | None = None) -> None:
+        self._rank, self._ranks, self._group = rank, ranks, group
+        self._scatter = Scatter(leaves, rank, ranks, group, self._gather)
+        self._shapes: list[list[torch.Size]] = []
+        self._gathering: list[tuple[Tensor, dist.Work]] = []
+
+    def submit(self, nodes: Mapping[Node, list[Tensor]]) -> None:
+        """Start the exchange of a bucket: this rank's partial nodes, each a list of tensors of the same shapes.
+        Collective."""
+        self._shapes.append([t.shape for t in next(iter(nodes.values()))])
+        self._scatter.submit({node: _evenly(tensors, self._ranks) for node, tensors in nodes.items()})
+
+    def _gather(self, own: Tensor) -> None:
+        total = own.new_empty(self._ranks, own.numel())
+        total[self._rank] = own  # sent from there: what was received is not kept
+        work = all_gather(total.view(-1), total[self._rank], group=self._group, async_op=True)
+        self._gathering.append((total, work))
+
+    def finish(self) -> list[list[Tensor]]:
+        """The summed tensors of every bucket, in the order of `submit`. Collective."""
+        self._scatter.finish()
+        done = []
+        for shapes, (total, work) in zip(self._shapes, self._gathering, strict=True):
+            work.wait()
+            done.append(unlaid(total.view(-1), shapes))
+        self._shapes, self._gathering = [], []
+        return done
+
+
+def _evenly(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
+    """Tensors laid end to end and cut into equal slices, the last ones shorter or empty: flat pieces, by rank."""
+    chunk = -(-sum(t.numel() for t in tensors) // ranks)
+    slices: list[list[Tensor]] = [[] for _ in range(ranks)]
     at = 0
     for tensor in tensors:
-        flat = tensor.reshape(-1)
-        start = 0
+        flat, start = tensor.reshape(-1), 0
         while start < flat.numel():
             rank, offset = divmod(at, chunk)
             length = min(chunk - offset, flat.numel() - start)
-            send[rank, row, offset : offset + length].copy_(flat[start : start + length])
+            slices[rank].append(flat[start : start + length])
             start, at = start + length, at + length
-    rank, offset = divmod(at, chunk)
-    if rank < send.shape[0]:
-        send[rank, row, offset:].zero_()
-        send[rank + 1 :, row].zero_()
+    return slices
+
+
+def lay(tensors: Iterable[Tensor], into: Tensor) -> None:
+    """Copy tensors end to end into a flat one; what is left of it becomes zero."""
+    at = 0
+    for tensor in tensors:
+        into[at : at + tensor.numel()].copy_(tensor.reshape(-1))
+        at += tensor.numel()
+    into[at:].zero_()
+
+
+def unlaid(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of what was laid end to end."""
+    parts = flat[: sum(shape.numel() for shape in shapes)].split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def buckets(tensors: Sequence[Tensor], cap_bytes: int) -> list[list[int]]:

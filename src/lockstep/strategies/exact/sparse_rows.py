@@ -56,6 +56,13 @@ def by_row(gradient: Tensor) -> Tensor:
     return _sparse(rows, summed, gradient.shape)
 
 
+def rows_between(gradient: Tensor, first: int, end: int) -> Tensor:
+    """The rows `first..end-1` of a coalesced gradient, numbered from 0."""
+    rows = rows_of(gradient)
+    mine = (rows >= first) & (rows < end)
+    return _sparse(rows[mine] - first, values_of(gradient)[mine], torch.Size([end - first, *gradient.shape[1:]]))
+
+
 def exchange_rows(nodes: dict[Node, Tensor], leaves: int, rank: int, ranks: int) -> Tensor:
     """The sum over ranks of partial nodes of one row-sparse tensor, in tree order. Collective.
 

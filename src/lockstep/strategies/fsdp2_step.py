@@ -1,0 +1,188 @@
+"""`fsdp2` with `gather: step`: weights are gathered once a step, gradients scattered once a step, the optimizer shared.
+
+In: this rank's micro-batches. Out: the same update, of which each rank makes its part. The difference from `ddp.py`:
+what travels during the last backward ends at the rank that updates it, and after the update the new weights travel. So
+a rank holds the optimizer state of its part only. It is what ZeRO's stages 1 and 2 do, over the tree: FSDP itself has
+no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.config.run import Run
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.distributed.sharded import Saved
+from lockstep.strategies.engines import fsdp_config
+from lockstep.strategies.exact import held_state
+from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.reduction import ReductionTree, Scatter, all_gather, buckets, lay, unlaid
+from lockstep.strategies.exact.sparse_rows import rows_between
+from lockstep.strategies.native import Native
+from lockstep.tasks.task import Task
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class FSDP2Step(Native):
+    """`strategy.options`: `gather: step`, and none of FSDP's own."""
+
+    waits_inside = ("reduction", "overlapped", "optimizer")
+    told = ", weights gathered once a step"
+
+    @classmethod
+    def check(cls, run: Run, processes: int) -> None:
+        fsdp_config.check(run, processes)
+
+    @classmethod
+    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+        held = super().bytes_held(run, processes)
+        return held | {"optimizer": held["optimizer"] / processes}
+
+    # -- who holds what ----------------------------------------------------------------------------------------------
+
+    def build(self, task: Task) -> None:
+        self.alone = self.world.size == 1
+        if not self.alone:
+            self.mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+        super().build(task)
+        dense = [i for i in reversed(range(len(self.parameters))) if i not in self.rows]  # as backward meets them
+        self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], BUCKET_BYTES)]
+        cut = [p for p in self.parameters if p.dim()]  # a single number is updated by every rank
+        self.gathered = [[cut[j] for j in b] for b in buckets(cut, BUCKET_BYTES)]
+
+    def own(self, tensor: Tensor, rank: int) -> Tensor:
+        """The rows of a whole tensor that a rank updates, as DTensor cuts them: a view, the last ones fewer or none."""
+        if not tensor.dim():
+            return tensor
+        each = -(-len(tensor) // self.world.size)
+        return tensor[rank * each : (rank + 1) * each]
+
+    def parts_to_step(self) -> dict[str, nn.Parameter]:
+        """Views of the whole weights: the update writes where forward reads."""
+        if self.alone:
+            return self.named
+        return {name: nn.Parameter(self.own(p.detach(), self.world.rank)) for name, p in self.named.items()}
+
+    def spread(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter's gradient or moment, as a part of the whole."""
+        whole = self.named[name]
+        if self.alone or not whole.dim():
+            return tensor
+        return DTensor.from_local(
+            tensor, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        leaves = batch.count if self.run.strategy.exact else self.world.size
+        self.scatter = Scatter(leaves, self.world.rank, self.world.size)
+        self.sent = 0  # buckets
+        return super().train_step(batch, learning_rate)
+
+    def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
+        self.travelling = last and self.run.strategy.exact and not self.alone
+        if not self.travelling:
+            return super().backward(micro, targets, last)
+        self.open_leaf(micro.index)
+        return self.run_micro_batch(micro, targets)
+
+    def on_gradient(self, position: int, parameter: Tensor) -> None:
+        super().on_gradient(position, parameter)
+        while self.travelling and self.sent < len(self.buckets) and self.given >= set(self.buckets[self.sent]):
+            self.send()
+
+    def send(self) -> None:
+        """The next bucket: of this rank's partial nodes each rank's rows. They are let go of."""
+        positions = self.buckets[self.sent]
+        nodes = self.with_last_leaf(positions, [self.take_gradient(i) for i in positions])
+        ranks = range(self.world.size)
+        self.scatter.submit(
+            {n: [[self.own(t, rank) for t in tensors] for rank in ranks] for n, tensors in nodes.items()}
+        )
+        gone = torch.empty(0)
+        for tensors in self.tree.nodes.values():
+            for i in positions:
+                tensors[i] = gone
+        self.sent += 1
+
+    def reduce(self) -> list[Tensor]:
+        """This rank's rows of the sums, in the order of `self.parameters`."""
+        if self.alone:
+            return self.tree.root if self.run.strategy.exact else self.take_gradients()
+        if not self.run.strategy.exact:  # a leaf a rank: what autograd has added up
+            self.tree, self.node = ReductionTree(self.world.size), (0, self.world.rank)
+        self.travelling = False
+        while self.sent < len(self.buckets):
+            self.send()
+        rows = self.sum_rows(self.with_last_leaf(list(self.rows), [self.take_gradient(i) for i in self.rows]))
+        found = {i: self.own_rows(summed) for i, summed in rows.items()}
+        for positions, flat in zip(self.buckets, self.scatter.finish(), strict=True):
+            found |= zip(positions, unlaid(flat, [self.held[i].shape for i in positions]), strict=True)
+        return [found[i] for i in range(len(self.parameters))]
+
+    def own_rows(self, gradient: Tensor) -> Tensor:
+        """The same of a row-sparse one."""
+        mine = self.own(torch.arange(len(gradient)), self.world.rank)
+        first = int(mine[0]) if len(mine) else 0
+        return rows_between(gradient, first, first + len(mine))
+
+    @property
+    def held(self) -> list[nn.Parameter]:
+        return list(self.stepped.values())
+
+    def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
+        """Each rank holds its rows."""
+        if self.alone:
+            return super().whole_gradient(gradients)
+        parts = [
+            Part(n, p, g, 1.0 if p.dim() else 1 / self.world.size, self.rows.get(i), self.spread)
+            for i, ((n, p), g) in enumerate(zip(self.stepped.items(), gradients, strict=True))
+        ]
+        return Gradient(parts, list(self.named), self.world.sum)
+
+    def update(
+        self, step: int, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
+    ) -> tuple[Tensor, Tensor | bool]:
+        norm, used = super().update(step, gradient, learning_rate, losses, uses)
+        if used is not False and not self.alone:
+            self.gather()
+        return norm, used
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Every rank's new rows, to every rank. Collective."""
+        arriving: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
+        for parameters in self.gathered:
+            by_rank = [[self.own(p, rank) for p in parameters] for rank in range(self.world.size)]
+            chunk = max(sum(t.numel() for t in tensors) for tensors in by_rank)
+            flat = parameters[0].new_empty(self.world.size, chunk)
+            lay(by_rank[self.world.rank], flat[self.world.rank])
+            arriving.append((parameters, flat, all_gather(flat.view(-1), flat[self.world.rank], async_op=True)))
+            if len(arriving) > 1:
+                self.take_over(*arriving.pop(0))
+        for bucket in arriving:
+            self.take_over(*bucket)
+
+    def take_over(self, parameters: list[nn.Parameter], flat: Tensor, work: dist.Work) -> None:
+        """What a bucket brought from the others."""
+        work.wait()
+        for rank in range(self.world.size):
+            places = [self.own(p, rank) for p in parameters]
+            if rank != self.world.rank:
+                torch._foreach_copy_(places, unlaid(flat[rank], [place.shape for place in places]))
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        return held_state.sharded(held_state.tensors_of(self.model), self.stepped, self.optimizer, self.spread)
+
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        held_state.load(saved, held_state.tensors_of(self.model), self.stepped, self.optimizer, self.spread)
