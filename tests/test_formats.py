@@ -64,7 +64,10 @@ def test_a_compressed_file_that_is_cut_off_names_file_and_line(
 
     monkeypatch.setattr(packed, "BLOCK", 2**12)
     draw = random.Random(0)
-    rows = "".join(json.dumps({"text": f"{draw.getrandbits(256)}", "label": i % 2}) + "\n" for i in range(15_000 if packing == ".bz2" else 3000))
+    rows = "".join(
+        json.dumps({"text": f"{draw.getrandbits(256)}", "label": i % 2}) + "\n"
+        for i in range(15_000 if packing == ".bz2" else 3000)
+    )
     for name in ("train.jsonl", "train.csv", "train.txt"):
         path = tmp_path / f"{name}{packing}"
         path.write_bytes(PACK[packing](rows.encode())[:-2000])
