@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from harness import run_on, tiny
 
-from lockstep.config.run import DataSection, Run, RunError
+from lockstep.config.run import DataSection, Run
 from lockstep.data import source, tokenizer
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
@@ -117,13 +117,6 @@ def test_several_files_a_split_and_limit(tmp_path: Path) -> None:
 def test_files_named_one_by_one(tmp_path: Path) -> None:
     paths = {s: str(write(tmp_path, f"{s}-own.jsonl", ROWS[:n])) for s, n in (("train", 6), ("validation", 2))}
     assert {k: len(v) for k, v in source.load(DataSection(**paths), 0).splits.items()} == {"train": 6, "validation": 2}
-
-
-def test_formats_cannot_be_mixed_in_a_split(tmp_path: Path) -> None:
-    write(tmp_path, "a.jsonl", ROWS)
-    write(tmp_path, "b.csv", ROWS)
-    with pytest.raises(RunError, match="different formats"):
-        source.load(DataSection(source=str(tmp_path)), 0)
 
 
 # -- the cut ---------------------------------------------------------------------------------------------------------

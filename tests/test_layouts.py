@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.run import DataSection, RunError, load
-from lockstep.data import readable, source
+from lockstep.data import packed, source
 from lockstep.data.text_files import is_language
 
 MODEL = "model: {type: gpt2}\ntokenizer: {train: bpe}\n"
@@ -127,12 +127,12 @@ def test_parallel_files_that_do_not_fit(tmp_path: Path) -> None:
     write(tmp_path / "train.de.gz", gzip.compress(b"eins\nzwei\n")[:-12])
     assert "cannot unpack" in refused(source=str(tmp_path), layout="parallel")
     write(tmp_path / "train.de.gz", gzip.compress(b"caf\xe9\n"))
-    assert "is not text in utf-8" in refused(source=str(tmp_path), layout="parallel")
+    assert "is not text in UTF-8 (line 1" in refused(source=str(tmp_path), layout="parallel")
 
 
 def test_a_file_that_would_fill_the_disk_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readable, "LARGE", 2**20)
-    monkeypatch.setattr(readable, "MOST", 100)
+    monkeypatch.setattr(packed, "LARGE", 2**20)
+    monkeypatch.setattr(packed, "MOST", 100)
     for language in ("en", "de"):
         write(tmp_path / f"train.{language}.gz", gzip.compress(b"\n" * 2**23))
     assert "which looks like a mistake or a trap" in refused(source=str(tmp_path), layout="parallel")

@@ -11,9 +11,9 @@ from task_runs import TASKS, rows_of, write
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
+from lockstep.data.apart import left_out
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
-from lockstep.training.summary import left_out
 
 GOOD: dict[str, list[dict]] = {
     "classification": [{"text": f"word {i}", "label": "joy" if i % 2 else "anger"} for i in range(40)],
@@ -153,7 +153,6 @@ def test_it_is_said_aloud(tmp_path: Path) -> None:
     rows = [row | ({"text": ""} if i < 3 else {}) for i, row in enumerate(GOOD["classification"])]
     run = run_of(save(tmp_path / "data.jsonl", rows), "data.drop_missing=true")
     found = prepared(run)
-    task = plugins.find("tasks", "classification")(run, found)
-    assert left_out(task) == "; left out for want of a text or label: 3 of train"
+    assert left_out(found.facts) == "; left out for want of a text or label: 3 of train"
     assert sum(len(Columns(path)) for path in found.splits.values()) == 37
     assert json.loads(json.dumps(found.facts))["left_out"] == {"train": 3}

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from lockstep.config.conditions import Filter
+
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Interval = Steps | Literal["epoch"]  # every so many steps, or at the end of every epoch
@@ -116,6 +118,27 @@ class DataSection(Section):
         lt=1,
         description="share of train cut off, seeded and stratified, where no validation split is given",
     )
+    test_fraction: float = Field(
+        0.0, ge=0, lt=1, description="share of train cut off before that, in the same way, where no test split is given"
+    )
+    split_column: str | None = Field(
+        None, description="column that says which split a row belongs to: train, validation (valid, val, dev) or test"
+    )
+    filter: Filter = Field(
+        default_factory=dict,
+        description="rows to use, of every split, by column: a value, a list of values, or {min, max, none_of, "
+        "min_words, max_words, min_characters, max_characters}; the others are left out and counted",
+    )
+    deduplicate: bool = Field(
+        False,
+        description="of rows of train that hold the same, up to white space, in all columns the task reads, use the "
+        "first, and count the others",
+    )
+    overlap: Literal["warn", "drop"] = Field(
+        "warn",
+        description="rows of train whose texts stand in validation or test, too; warn: say how many; drop: leave them "
+        "out of train, and count them",
+    )
     drop_missing: bool = Field(
         False,
         description="leave out, and count, rows that lack a text or a label (null, empty, blank); false: refuse them",
@@ -136,6 +159,15 @@ class DataSection(Section):
         description="processes beside each rank that make its batches (task module only); changes no bit; 0: the rank "
         "itself",
     )
+
+    @model_validator(mode="after")
+    def _something_is_left(self) -> DataSection:
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"validation_fraction ({self.validation_fraction:g}) and test_fraction ({self.test_fraction:g}) leave "
+                "nothing to train on"
+            )
+        return self
 
     @field_validator("encoding")
     @classmethod

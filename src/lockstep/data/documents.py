@@ -115,15 +115,15 @@ def _closed(document: Document, tokenizer: Any) -> Document:
     return joined([document, Document(np.asarray([end], dtype=np.int32), np.ones(1, dtype=bool), zero, zero)])
 
 
-def cut(train: Dataset, fraction: float, seed: int, column: str | None) -> dict[str, Dataset]:
-    """Cut a validation split off the training split: rows drawn with the seed; of a single text, its end."""
+def cut(train: Dataset, share: float, seed: Any, key: str, column: str | None = None) -> tuple[Dataset, Dataset]:
+    """Cut a share off the training split: rows drawn with the seed; of a single text, in this column, its end. The rest
+    and what was cut off. `key`: what of `data` asks for it. Errors: `RunError`."""
     if len(train) == 1 and column is not None:
         text = train[0][column]
-        at = int(len(text) * (1 - fraction))
-        parts = {"train": text[:at], "validation": text[at:]}
-        return {split: train.from_dict({column: [part]}) for split, part in parts.items()}
+        at = int(len(text) * (1 - share))
+        return train.from_dict({column: [text[:at]]}), train.from_dict({column: [text[at:]]})
     order = np.random.default_rng(seed).permutation(len(train))
-    held = round(len(train) * fraction)
+    held = round(len(train) * share)
     if held in (0, len(train)):
-        raise RunError(f"data.validation_fraction: {fraction} of {len(train)} examples leaves one of the splits empty")
-    return {"train": train.select(np.sort(order[held:])), "validation": train.select(np.sort(order[:held]))}
+        raise RunError(f"data.{key}: {share:g} of {len(train)} examples leaves one of the splits empty")
+    return train.select(np.sort(order[held:])), train.select(np.sort(order[:held]))

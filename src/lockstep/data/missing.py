@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.config.run import RunError
+from lockstep.data import nested
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -63,7 +64,7 @@ def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, d
             if bad is not None:
                 raise RunError(
                     f"{key}: column {column!r} of the {split} split must hold texts; row {bad} holds "
-                    f"{str(dataset[bad][column])[:80]}"
+                    f"{str(dataset[bad][column])[:80]}{nested.within(column, dataset[bad][column])}"
                 )
     return dataset
 

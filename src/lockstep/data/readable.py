@@ -6,12 +6,15 @@ In: a local file and the encoding of texts. Out: nothing, or a `RunError` that n
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import errors as messages
 from lockstep.config.run import RunError
+from lockstep.data import packed
 
 # How compressed files begin: `datasets` would unpack them whatever they are called, to any size.
 _PACKED = {
@@ -22,26 +25,24 @@ _PACKED = {
     "zip": (0, b"PK\x03\x04"),
     "lz4": (0, b"\x04\x22\x4d\x18"),
 }
-BLOCK = 2**20  # bytes decoded at a time
-MOST = 1000  # times its own size that a file may unpack to, if that is
-LARGE = 2**30  # bytes or more
 
 
 def check(file: Path, key: str, encoding: str) -> None:
-    """Refuse what is compressed, what is not text of this encoding, and a Parquet file that would fill the disk.
+    """Refuse what is compressed and not called so, what is not text of this encoding, and a file that would fill the
+    disk.
 
     Reads the whole file. Errors: `RunError`."""
-    try:
-        with open(file, "rb") as opened:
-            start = opened.read(4096)
-        if file.suffix == ".parquet":
-            return _check_unpacked(file, key)
-        for name, (place, mark) in _PACKED.items():
-            if start.startswith(mark, place):
-                raise RunError(f"{key}: {file} is compressed ({name}), whatever its name says: unpack it first")
-        return _check_text(file, key, encoding, start)
-    except OSError as error:
-        raise RunError(f"{key}: cannot read {file}: {error.strerror or error}") from error
+    blocks = packed.blocks(file, key)
+    start = next(blocks, b"")
+    if file.suffix == ".parquet":
+        return _check_unpacked(file, key)
+    for name, (place, mark) in _PACKED.items():
+        if start.startswith(mark, place):
+            found = "holds another compressed file" if packed.is_packed(file) else "is compressed"
+            endings = {kind: ending for ending, kind in packed.ENDINGS.items()}
+            mend = f"call it {packed.plain(file).name}{endings[name]}, or unpack it" if name in endings else "unpack it"
+            raise RunError(f"{key}: {file} {found} ({name}), whatever its name says: {mend}")
+    return _check_text(file, key, encoding, itertools.chain([start], blocks))
 
 
 def codec(encoding: str) -> str:
@@ -51,16 +52,16 @@ def codec(encoding: str) -> str:
 
 def text_of(file: Path, encoding: str) -> str:
     """The text of a file that was found readable, with its ends of lines as they are on Unix."""
-    return file.read_text(encoding=codec(encoding))
+    text = b"".join(packed.blocks(file, "data")).decode(codec(encoding))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _check_text(file: Path, key: str, encoding: str, start: bytes) -> None:
-    decoder, line = codecs.getincrementaldecoder(encoding)(), 1
-    guess = _looks_like(start)
+def _check_text(file: Path, key: str, encoding: str, blocks: Iterator[bytes]) -> None:
+    decoder, line, guess = codecs.getincrementaldecoder(encoding)(), 1, None
     try:
-        with open(file, "rb") as opened:
-            while block := opened.read(BLOCK):
-                line += decoder.decode(block).count("\n")
+        for number, block in enumerate(blocks):
+            guess = guess if number else _looks_like(block[:4096])
+            line += decoder.decode(block).count("\n")
         decoder.decode(b"", final=True)
         if guess is None or codecs.lookup(guess).name[:6] == codecs.lookup(encoding).name[:6]:
             return
@@ -103,7 +104,7 @@ def _check_unpacked(file: Path, key: str) -> None:
             unpacked += max(rows, told.total_byte_size)
     except pa.ArrowException:
         return  # its reader says what is wrong with it
-    if unpacked >= LARGE and unpacked > MOST * size:
+    if unpacked >= packed.LARGE and unpacked > packed.MOST * size:
         raise RunError(
             f"{key}: {file} has {size:,} bytes and unpacks to about {unpacked / 2**30:,.1f} GiB, "
             f"{unpacked / size:,.0f} times as much, which looks like a mistake or a trap; if it is "

@@ -1,25 +1,22 @@
 """Texts in files of their own: a folder for each label, or a file for each language.
 
-In: `data` of a run with `layout: class_folders` (train/pos/1.txt) or `layout: parallel` (train.en and train.de, also
-.gz). Out: the files of each split, and what they hold as a `datasets.Dataset`: columns text and label, or one column a
-language.
+In: `data` of a run with `layout: class_folders` (train/pos/1.txt) or `layout: parallel` (train.en and train.de); files
+may be compressed. Out: the files of each split, and what they hold as a `datasets.Dataset`: columns text and label, or
+one column a language.
 """
 
 from __future__ import annotations
 
-import codecs
 import glob
-import gzip
 import itertools
 import re
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import readable
+from lockstep.data import packed, readable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -59,9 +56,11 @@ def classes_in(folder: Path) -> list[Path]:
 
 
 def _texts_in(folder: Path) -> list[Path]:
-    """Files that end in .txt, or whose names have no ending."""
+    """Files that end in .txt, or whose names have no ending, compressed or not."""
     return sorted(
-        f for f in folder.iterdir() if f.suffix in (".txt", "") and not f.name.startswith(".") and f.is_file()
+        f
+        for f in folder.iterdir()
+        if packed.plain(f).suffix in (".txt", "") and not f.name.startswith(".") and f.is_file()
     )
 
 
@@ -118,7 +117,7 @@ def read_classes(files: list[Path], key: str, encoding: str) -> Dataset:
 def named(file: Path) -> tuple[str, str]:
     """What a file of lines is called without its ending, and the ending that says which side it is: train.en.gz is
     (train, en), and so is train.en.txt."""
-    name = file.name.removesuffix(".gz")
+    name = packed.plain(file).name
     if name.count(".") > 1:
         name = name.removesuffix(".txt")
     stem, _, side = name.rpartition(".")
@@ -209,31 +208,6 @@ def read_parallel(files: list[Path], key: str, encoding: str) -> Dataset:
 
 def _lines(file: Path, key: str, encoding: str) -> list[str]:
     """All lines, blank ones too: they keep the files beside each other."""
-    if file.suffix != ".gz":
-        readable.check(file, key, encoding)
-        lines = readable.text_of(file, encoding).split("\n")
-    else:
-        lines = _unpacked(file, key, encoding).split("\n")
+    readable.check(file, key, encoding)
+    lines = readable.text_of(file, encoding).split("\n")
     return lines[:-1] if lines[-1] == "" else lines
-
-
-def _unpacked(file: Path, key: str, encoding: str) -> str:
-    """The text of a .gz file. Errors: `RunError`."""
-    size, parts, total = file.stat().st_size, [], 0
-    decoder = codecs.getincrementaldecoder(readable.codec(encoding))()
-    try:
-        with gzip.open(file, "rb") as opened:
-            while block := opened.read(readable.BLOCK):
-                total += len(block)
-                if total > max(readable.LARGE, readable.MOST * size):
-                    raise RunError(
-                        f"{key}: {file} has {size:,} bytes and unpacks to more than {total / 2**30:,.1f} GiB, which "
-                        "looks like a mistake or a trap; unpack it if it is meant"
-                    )
-                parts.append(decoder.decode(block))
-        parts.append(decoder.decode(b"", final=True))
-    except UnicodeError as error:
-        raise RunError(f"{key}: {file} is not text in {encoding} ({error}): set data.encoding") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise RunError(f"{key}: cannot unpack {file}: {error}") from None
-    return "".join(parts).replace("\r\n", "\n").replace("\r", "\n")

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import labels, missing, source, tokenizer
+from lockstep.data import apart, labels, missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks.task import Task
 
@@ -66,7 +66,7 @@ class Classification(Task):
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
         options = ClassificationOptions.model_validate(run.task.options)
-        data = source.load(run.data, run.seed)
+        data = source.load(run.data, run.seed, columns=options.columns | {"task.label": options.label})
         splits = dict(data.splits)
         texts = list(options.columns.values())
         for split, dataset in data.splits.items():
@@ -76,10 +76,12 @@ class Classification(Task):
             missing.present(dataset, options.columns | {"task.label": options.label}, split, data.name)
         for split, dataset in splits.items():
             splits[split] = _whole(dataset, options, split, data.name, run.data.drop_missing)
-        left_out = missing.left_out(data.splits, splits)
         names, codes = labels.codes_of(splits, options.label, options.label_names, data.name)
-        if "validation" not in splits:
-            splits |= _cut(splits["train"], codes(splits["train"], "train"), run)
+
+        def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
+            return _cut(train, codes(train, "train"), share, seed, key)
+
+        splits, left_out = apart.kept(data, splits, run, texts, [options.label], cut)
         hashes = {split: content(dataset, [*texts, options.label]) for split, dataset in splits.items()}
 
         def batches() -> Iterator[list[str]]:
@@ -250,27 +252,24 @@ def _whole(dataset: Dataset, options: ClassificationOptions, split: str, name: s
     return found
 
 
-def _cut(train: Dataset, codes: np.ndarray, run: Run) -> dict[str, Dataset]:
-    """Cut a validation split off the training split: seeded, and every class in proportion."""
+def _cut(train: Dataset, codes: np.ndarray, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
+    """Cut a share off the training split: seeded, and every class in proportion. Errors: `RunError`."""
     chosen = []
-    random = np.random.default_rng(run.seed)
+    random = np.random.default_rng(seed)
     for code in np.unique(codes):
         rows = random.permutation(np.flatnonzero(codes == code))
-        chosen.append(rows[: round(len(rows) * run.data.validation_fraction)])
-    validation = np.sort(np.concatenate(chosen))
-    rest = np.setdiff1d(np.arange(len(codes)), validation)
-    if len(validation) == 0 and round(len(codes) * run.data.validation_fraction) > 0:
+        chosen.append(rows[: round(len(rows) * share)])
+    held = np.sort(np.concatenate(chosen))
+    rest = np.setdiff1d(np.arange(len(codes)), held)
+    if len(held) == 0 and round(len(codes) * share) > 0:
         raise RunError(
             f"task.label: {len(np.unique(codes))} distinct labels in {len(codes)} rows: no label has enough of them to "
-            f"cut a share of {run.data.validation_fraction} off for validation. Is task.label the column meant? If so, "
-            "give data.validation, or a larger data.validation_fraction"
+            f"cut a share of {share:g} off ({key}). Is task.label the column meant? If so, give "
+            f"data.{key.partition('_')[0]}, or a larger data.{key}"
         )
-    if len(validation) == 0 or len(rest) == 0:
-        raise RunError(
-            f"data.validation_fraction: {run.data.validation_fraction} of {len(codes)} examples leaves one of the "
-            f"splits empty"
-        )
-    return {"train": train.select(rest), "validation": train.select(validation)}
+    if len(held) == 0 or len(rest) == 0:
+        raise RunError(f"data.{key}: {share:g} of {len(codes)} examples leaves one of the splits empty")
+    return train.select(rest), train.select(held)
 
 
 def _check_model(run: Run) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import documents, long_texts, missing, packing, source, tokenizer
+from lockstep.data import apart, documents, long_texts, missing, packing, source, tokenizer
 from lockstep.data.cache import discard
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.per_token import PerToken
@@ -90,13 +91,12 @@ class LanguageModeling(PerToken):
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
         options = LanguageModelingOptions.model_validate(run.task.options)
-        data = source.load(run.data, run.seed, plain=options.document)
+        asked = options.columns or {"task.messages": str(options.messages)}
+        data = source.load(run.data, run.seed, plain=options.document, columns=asked)
         splits = {s: _whole(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
-        left_out = missing.left_out(data.splits, splits)
-        single = options.text if list(options.columns) == ["task.text"] else None
-        if "validation" not in splits:
-            splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, single)
-        columns = [options.messages] if options.messages is not None else list(options.columns.values())
+        columns = list(asked.values())
+        cut = partial(documents.cut, column=options.text if list(asked) == ["task.text"] else None)
+        splits, left_out = apart.kept(data, splits, run, columns, [], cut)
         hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
         folder = tokenizer.prepare(run, _batches(splits["train"], options), hashes["train"], generative=True)
         tok = tokenizer.load(str(folder), run.model.trust_remote_code)

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import documents, missing, source, tokenizer
+from lockstep.data import apart, documents, missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Prepared, content, digest, encode
 from lockstep.tasks.per_token import PerToken
 
@@ -47,12 +47,11 @@ class TokenClassification(PerToken):
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
         options = TokenClassificationOptions.model_validate(run.task.options)
-        data = source.load(run.data, run.seed)
+        asked = {"task.words": options.words, "task.tags": options.tags}
+        data = source.load(run.data, run.seed, columns=asked)
         splits = {s: _rows(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
-        left_out = missing.left_out(data.splits, splits)
         names = sorted({tag for tags in splits["train"]["tags"] for tag in tags})
-        if "validation" not in splits:
-            splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, None)
+        splits, left_out = apart.kept(data, splits, run, ["words"], ["tags"], documents.cut)
         for split, dataset in splits.items():
             if unknown := {tag for tags in dataset["tags"] for tag in tags} - set(names):
                 raise RunError(

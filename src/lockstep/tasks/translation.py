@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import documents, missing, source, tokenizer
+from lockstep.data import apart, documents, missing, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks.models import bleu
 from lockstep.tasks.task import Task
@@ -62,11 +62,10 @@ class Translation(Task):
         options = TranslationOptions.model_validate(run.task.options)
         if options.bleu:
             bleu.check(options.bleu_tokenizer)
-        data = source.load(run.data, run.seed)
+        asked = {"task.source": options.source, "task.target": options.target}
+        data = source.load(run.data, run.seed, columns=asked)
         splits = {s: _pairs(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
-        left_out = missing.left_out(data.splits, splits)
-        if "validation" not in splits:
-            splits |= documents.cut(splits["train"], run.data.validation_fraction, run.seed, None)
+        splits, left_out = apart.kept(data, splits, run, ["source", "target"], [], documents.cut)
         hashes = {split: content(dataset, ["source", "target"]) for split, dataset in splits.items()}
         folder = _tokenizers(run, splits["train"], hashes["train"], options)
         _check_model(run, options, folder)

@@ -15,13 +15,12 @@ from typing import Any, TextIO
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, aside_of
 from lockstep.config.sections import DataSection
-from lockstep.data import source
+from lockstep.data import packed, row_files, source
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
 
 Given = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; texts by column
-ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 
 def predictions(
@@ -86,12 +85,13 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
     path = Path(word)
     if len(word) > 1000 or "\n" in word or not path.is_file():  # a long text is no path, and asking may be an error
         return [row_of(word, columns, repr(word[:40]))]
-    if path.suffix not in ENDINGS:
-        raise RunError(f"predict: {word} is a file that cannot be read: its name must end in {', '.join(ENDINGS)}")
-    if path.suffix == ".txt":
+    ending = row_files.format_of(path)
+    if ending is None:
+        raise RunError(f"predict: {word} is a file that cannot be read: its name must end in {row_files.READ}")
+    if ending == ".txt":
         try:
-            lines = path.read_text(encoding=run.data.encoding).splitlines()
-        except (OSError, UnicodeError) as error:
+            lines = b"".join(packed.blocks(path, "predict")).decode(run.data.encoding).splitlines()
+        except UnicodeError as error:
             raise RunError(f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
         return [row_of(line, columns, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
     section = DataSection.model_validate({"train": word, "encoding": run.data.encoding})

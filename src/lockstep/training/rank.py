@@ -27,6 +27,7 @@ from lockstep.config import plugins
 from lockstep.config.disclosure import said, struck_all
 from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
 from lockstep.config.run import Run, RunError, aside_of, keep, load
+from lockstep.data.apart import warnings
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import launched
 from lockstep.distributed.failure import lost_contact, tell_failure
@@ -168,8 +169,8 @@ def resumed(session: Session, console: Console) -> int:
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
-    for doubt in session.task.doubts:
-        console.note(doubt)
+    for text in (*session.task.doubts, *warnings(session.task.prepared.facts)):
+        console.note(text)
     PLACE.at("trying a step with the longest examples")
     try_a_step(session, lambda: try_the_end(session))
     PLACE.at("looking for a checkpoint")

@@ -13,6 +13,7 @@ import torch
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
+from lockstep.data.apart import left_out
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.memory import capacity
 from lockstep.distributed.world import World, pick_device
@@ -60,7 +61,7 @@ def data(task: Task) -> str:
     """Where the examples are from, and how many there are."""
     sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
     mean = f"; mean {task.splits['train'].lengths.mean():.1f} {task.unit}" if task.unit else ""
-    return f"{task.prepared.facts['source']}: {sizes} examples{mean}"
+    return f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}"
 
 
 def length(run: Run, feed: Feed) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.config.run import Run, RunError, override_of
+from lockstep.data.apart import left_out
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
@@ -36,7 +37,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
     mean = f"; mean {task.splits['train'].lengths.mean():.1f} {task.unit}" if task.unit else ""
     return {
         "run": f"{run.name} -> {run.folder}",
-        "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task)}",
+        "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}",
         "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
         **padding_of(run, task),
         **task.opening,
@@ -58,13 +59,6 @@ def parameters(strategy: Strategy) -> str:
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:.2f}M" if count >= 10_000 else f"{count:,}"
-
-
-def left_out(task: Task) -> str:
-    """What `data.drop_missing` left out, for the opening line."""
-    found = task.prepared.facts.get("left_out", {})
-    counts = ", ".join(f"{count:,} of {split}" for split, count in found.items())
-    return f"; left out for want of a text or label: {counts}" if found else ""
 
 
 def precisions(run: Run, strategy: Strategy) -> str:

@@ -21,6 +21,7 @@ import lockstep
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection
+from lockstep.data import packed as compressed
 from lockstep.data.source import given, local_splits
 
 DISTRIBUTION = "lockstep-train"
@@ -43,7 +44,7 @@ def packed(run: Run, output: str, data: str) -> Parcel:
         there: dict[str, Any] = {"source": None}
         for split, found in splits.items():
             names = [
-                f"{split}-{i:03d}{file.suffix}" if len(found) > 1 else f"{split}{file.suffix}"
+                f"{split}-{i:03d}{compressed.ending(file)}" if len(found) > 1 else f"{split}{compressed.ending(file)}"
                 for i, file in enumerate(found)
             ]
             files |= dict(zip(names, found, strict=True))

@@ -8,6 +8,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from lockstep.config.run import Run
+from lockstep.data.apart import warnings
 from lockstep.launchers import start
 from lockstep.launchers.further import further
 from lockstep.tools.commands import run_file
@@ -45,6 +46,9 @@ def main(known: argparse.Namespace) -> int:
     )
     if isinstance(found, str):
         console.say(f"note: what it amounts to cannot be told here: {found}")
+    else:
+        for text in warnings(found.facts):
+            console.note(text)
     for path, text in plan.files.items():
         console.say(f"--- {path}\n{text}")
     for note in plan.notes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import source
+from lockstep.data import row_files, source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -80,7 +80,7 @@ def look(data: DataSection, seed: int = 0) -> Look:
 
 def _read(data: DataSection, seed: int) -> tuple[source.Source, bool]:
     """The data, and whether they are lines of text and nothing else."""
-    lines = data.layout == "rows" and any(file.suffix == ".txt" for file in source.files_of(data))
+    lines = data.layout == "rows" and any(row_files.format_of(file) == ".txt" for file in source.files_of(data))
     try:
         found = source.load(data, seed)
     except RunError as error:

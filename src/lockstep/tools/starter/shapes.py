@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import readable, source, text_files
+from lockstep.data import packed, readable, row_files, source, text_files
 from lockstep.tools.starter import columns, fit
 from lockstep.tools.starter.talk import Talk
 
@@ -31,13 +31,13 @@ def recognised(data: DataSection, talk: Talk) -> DataSection:
     local = source.local_splits(data)
     if local is None or data.columns is not None:
         return data
-    tables = {split: files for split, files in local.items() if files and files[0].suffix in _TABLES}
+    tables = {split: files for split, files in local.items() if files and row_files.format_of(files[0]) in _TABLES}
     return _header(data, tables, talk) if tables.get("train") else data
 
 
 def _layout(data: DataSection, root: Path, talk: Talk) -> DataSection:
     """Folders of labels and files side by side are recognised by their names."""
-    if root.is_file() and root.suffix not in source.FORMATS:
+    if root.is_file() and row_files.format_of(root) is None:
         stem, _ = text_files.named(root)
         files = text_files.parallel_in(root.parent).get(stem, [])
         if root not in files:
@@ -60,8 +60,8 @@ def _layout(data: DataSection, root: Path, talk: Talk) -> DataSection:
 
 def _is_rows(file: Path) -> bool:
     """Whether a file of a folder says that the folder holds rows: train.jsonl, any.csv, test.txt."""
-    rows = file.suffix in source.FORMATS and file.is_file()
-    return rows and (file.suffix != ".txt" or file.stem in _WORDS)
+    ending = row_files.format_of(file) if file.is_file() else None
+    return ending is not None and (ending != ".txt" or packed.plain(file).stem in _WORDS)
 
 
 def _say_classes(splits: dict[str, Path], root: Path, talk: Talk) -> None:
@@ -86,7 +86,7 @@ def _header(data: DataSection, tables: dict[str, list[Path]], talk: Talk) -> Dat
     """Whether the first row of a table names its columns."""
     file = tables["train"][0]
     readable.check(file, "data.source", data.encoding)
-    rows = list(itertools.islice(source.rows_of_table(file, data.encoding), _ROWS))
+    rows = list(itertools.islice(row_files.rows_of_table(file, data.encoding), _ROWS))
     if not rows:
         return data  # its reader says that it is empty
     first = rows[0]
@@ -103,7 +103,7 @@ def _header(data: DataSection, tables: dict[str, list[Path]], talk: Talk) -> Dat
     if named:
         return data
     talk.console.say(f"{file.name} has no header; its first row is: {shown}")
-    fewer = source.first_row(tables["test"][0], data.encoding) if tables.get("test") else first
+    fewer = row_files.first_row(tables["test"][0], data.encoding) if tables.get("test") else first
     if len(fewer) < len(first) and data.test is None:
         data = without_test(data, talk)
     return data.model_copy(update={"columns": _names(data, len(first), talk)})

@@ -1,0 +1,158 @@
+"""Train, validation and test are kept apart: duplicates, what is cut off train, and examples that stand in two splits.
+
+In: splits that are whole, and the columns that their task reads. Out: the splits as training has them, and facts for
+those who read about the run: how many rows were left out and why, and how many examples stand in train and elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import missing
+from lockstep.data.source import Source
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Cut a share off train, with a seed, for the key of the run file that asks for it -> the rest, and what was cut off.
+Cut = Callable[["Dataset", float, Any, str], tuple["Dataset", "Dataset"]]
+_ROWS = 10_000  # looked at together
+_SHOWN = 60  # characters of an example in messages
+
+
+def kept(
+    read: Source, splits: dict[str, Dataset], run: Run, texts: Sequence[str], label: Sequence[str], cut: Cut
+) -> tuple[dict[str, Dataset], dict[str, Any]]:
+    """Splits and facts. `splits`: the rows of `read` that lack nothing; `texts`: the columns that make two examples the
+    same for an evaluation; `label`: what must be equal, too, where one of them is left out. Errors: `RunError`."""
+    facts: dict[str, Any] = missing.left_out(read.splits, splits)
+    facts |= {"filtered": read.left_out} if read.left_out else {}
+    if run.data.deduplicate:
+        train, rows = splits["train"], first_of(hashes(splits["train"], [*texts, *label]))
+        if len(rows) < len(train):
+            facts["duplicates"] = {"train": len(train) - len(rows)}
+            splits = splits | {"train": train.select(rows)}
+    splits = _cut_off(splits, run, cut, read.name)
+    found, overlapping = overlap(splits, texts)
+    if found:
+        facts["overlap"] = found
+    if found and run.data.overlap == "drop":
+        facts["dropped"] = {"train": len(overlapping)}
+        rest = np.setdiff1d(np.arange(len(splits["train"])), overlapping)
+        if len(rest) == 0:
+            raise RunError(f"data.overlap: every row of the train split of {read.name} stands in {' and '.join(found)}")
+        splits = splits | {"train": splits["train"].select(rest)}
+    return splits, facts
+
+
+def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, name: str) -> dict[str, Dataset]:
+    """With a test split, where one is asked for, and a validation split. Both are shares of the same whole."""
+    splits, share = dict(splits), run.data.test_fraction
+    if share and "test" in splits:
+        raise RunError(f"data.test_fraction: {name} has a test split already; leave data.test_fraction out")
+    if share:
+        splits["train"], splits["test"] = cut(splits["train"], share, [run.seed, 1], "test_fraction")
+    if "validation" not in splits:
+        rest = run.data.validation_fraction / (1 - share)
+        splits["train"], splits["validation"] = cut(splits["train"], rest, run.seed, "validation_fraction")
+    return splits
+
+
+# -- what is the same ------------------------------------------------------------------------------------------------
+
+
+def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
+    """Of each row, by what some columns hold, white space aside: uint64 [rows, 2]."""
+    some = dataset.select_columns(list(columns))
+    parts = [np.empty((0, 2), dtype=np.uint64)]
+    for start in range(0, len(dataset), _ROWS):
+        rows = some[start : start + _ROWS]
+        digests = (
+            hashlib.blake2b("\x1f".join(map(_normal, row)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            for row in zip(*(rows[column] for column in columns), strict=True)
+        )
+        parts.append(np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2))
+    return np.concatenate(parts)
+
+
+def _normal(value: Any) -> str:
+    """A value as a text; of texts within it white space counts as one space, or as nothing at the ends."""
+    if isinstance(value, str):
+        return " ".join(value.split())
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    return "\x1e".join(["[", *map(_normal, value), "]"]) if isinstance(value, list | tuple) else repr(value)
+
+
+def first_of(found: np.ndarray) -> np.ndarray:
+    """Of each hash the first row that has it, in order: int64."""
+    order = np.lexsort((found[:, 1], found[:, 0]))  # stable: of equal ones the first row comes first
+    ordered = found[order]
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    return np.sort(order[new])
+
+
+def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[str, dict[str, Any]], np.ndarray]:
+    """Split -> how many of its examples stand in train, and the first of them; and the rows of train that stand in
+    another split, in order."""
+    train = hashes(splits["train"], texts)
+    told: dict[str, dict[str, Any]] = {}
+    overlapping = np.zeros(len(train), dtype=bool)
+    for split, dataset in splits.items():
+        if split == "train":
+            continue
+        other = hashes(dataset, texts)
+        both = np.concatenate([other, train])
+        groups = np.empty(len(both), dtype=np.int64)  # rows that are the same have the same number
+        sort = np.lexsort((both[:, 1], both[:, 0]))
+        groups[sort] = np.cumsum(np.r_[True, (both[sort][1:] != both[sort][:-1]).any(axis=1)])
+        here, there = groups[: len(other)], groups[len(other) :]
+        rows = np.flatnonzero(np.isin(here, there))
+        overlapping |= np.isin(there, here)
+        if len(rows):
+            row = int(rows[0])
+            told[split] = {
+                "examples": len(rows),
+                "of": len(dataset),
+                "row": row,
+                "train_row": int(np.flatnonzero(there == here[row])[0]),
+                "text": str(dataset[row][texts[0]])[:_SHOWN],
+            }
+    return told, np.flatnonzero(overlapping)
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------
+
+
+def left_out(facts: Mapping[str, Any]) -> str:
+    """What of the data is not used, for the end of a line about them; nothing where all of it is."""
+    why = {
+        "left_out": "for want of a text or label",
+        "filtered": "by data.filter",
+        "duplicates": "as duplicates",
+        "dropped": "for standing in validation or test, too",
+    }
+    told = [
+        f"left out {reason}: {', '.join(f'{count:,} of {split}' for split, count in facts[key].items())}"
+        for key, reason in why.items()
+        if facts.get(key)
+    ]
+    return "".join(f"; {each}" for each in told)
+
+
+def warnings(facts: Mapping[str, Any]) -> list[str]:
+    """Of examples that a model is trained on and scored by."""
+    if facts.get("dropped"):
+        return []
+    return [
+        f"{found['examples']:,} of {found['of']:,} {split} examples stand in train, too; the first is row "
+        f"{found['row']:,} of {split}, row {found['train_row']:,} of train: {found['text']!r}. Scores on them flatter; "
+        "data.overlap=drop leaves them out of train"
+        for split, found in facts.get("overlap", {}).items()
+    ]

@@ -1,0 +1,220 @@
+"""Rows in local files: .json, .jsonl, .csv, .tsv, .parquet and .txt, also compressed, also of several formats.
+
+In: the files of a split, in order. Out: their rows as a `datasets.Dataset`, or a `RunError` that names the key, the
+file and the line, or in what two files differ. Imports `datasets` only when called.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data import packed, readable
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# file ending -> the builder of `datasets` that reads it, and its options
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {"keep_default_na": False}),  # a text that says "null" or "NA" is a text
+    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t", "quoting": 3}),
+    ".parquet": ("parquet", {}),
+    ".txt": ("lines", {}),
+}
+READ = f"{', '.join(FORMATS)} (all but .parquet also with {', '.join(packed.ENDINGS)} after it)"
+
+
+def format_of(file: Path) -> str | None:
+    """The ending, of those that are read, that a file has, whether or not it is compressed; None for any other."""
+    found = packed.plain(file).suffix
+    return found if found in FORMATS and not (found == ".parquet" and packed.is_packed(file)) else None
+
+
+def check_columns(local: dict[str, list[Path]], names: list[str]) -> None:
+    """Errors: `RunError` where `data.columns` does not name what is in a file, column by column."""
+    if len(set(names)) < len(names):
+        raise RunError(f"data.columns: {', '.join(names)}: a name is there twice")
+    for files in local.values():
+        for file in files:
+            if format_of(file) not in (".csv", ".tsv"):
+                raise RunError(f"data.columns: for .csv and .tsv files without a header, and {file} is none")
+
+
+def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
+    """All rows, in the order of the files. `plain`: a .txt file is text and nothing else, each `line` or the whole
+    `file` an example. Errors: `RunError`."""
+    import datasets
+
+    for file in files:
+        readable.check(file, key, data.encoding)
+    parts: list[tuple[Path, Dataset]] = []
+    with packed.unpacked(files, key) as there:
+        given = dict(zip(there, files, strict=True))
+        for ending, some in itertools.groupby(there, format_of):
+            assert ending is not None
+            alike = list(some)
+            parts.append((given[alike[0]], _read(alike, ending, key, plain, data)))
+    if len(parts) == 1:
+        return parts[0][1]
+    return datasets.concatenate_datasets(_agreeing(parts, key))
+
+
+def _read(files: list[Path], ending: str, key: str, plain: str | None, data: DataSection) -> Dataset:
+    """Files of one format, none of them compressed. Errors: `RunError`."""
+    import datasets
+
+    encoding = data.encoding
+    builder, options = FORMATS[ending]
+    if builder == "lines":
+        return _plain(files, plain, encoding) if plain else _lines(files, key, encoding)
+    utf8 = codecs.lookup(encoding).name == "utf-8"
+    if builder == "json" and not utf8:  # its reader knows UTF-8 only
+        return datasets.Dataset.from_list([row for file in files for row in _rows_of(file, key, encoding)])
+    if builder == "csv" and not utf8:
+        options = options | {"encoding": encoding}
+    if data.columns is not None:
+        for file in files:
+            if (there := len(first_row(file, encoding))) not in (0, len(data.columns)):
+                raise RunError(f"{key}: {file} has {there} column(s), and data.columns names {len(data.columns)}")
+        options = options | {"column_names": data.columns}
+    try:
+        return datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
+    except Exception as error:  # datasets wraps whatever its readers raise
+        if any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error):  # a header alone
+            raise RunError(f"{key}: {', '.join(str(f) for f in files)} is empty, it holds no example") from None
+        for file in files if builder == "json" else ():
+            _rows_of(file, key, encoding)  # says on which line it goes wrong
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
+
+
+# -- several formats -------------------------------------------------------------------------------------------------
+
+
+def _agreeing(parts: list[tuple[Path, Dataset]], key: str) -> list[Dataset]:
+    """The same rows with columns of one order and type. Errors: `RunError`, which says in what two files differ."""
+    first, start = parts[0]
+    wanted = start.features
+    for file, part in parts[1:]:
+        if missing := [c for c in start.column_names if c not in part.column_names]:
+            raise RunError(_differ(key, first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start))
+        if more := [c for c in part.column_names if c not in wanted]:
+            raise RunError(_differ(key, first, file, f"has a column {more[0]!r} more", start))
+    for column in start.column_names:
+        kinds = {file: part.features[column] for file, part in parts}
+        common = _common(list(kinds.values()))
+        if common is None:
+            other = next(file for file, kind in kinds.items() if _common([kinds[first], kind]) is None)
+            raise RunError(
+                f"{key}: files of one split must agree in what their columns hold: {column!r} holds "
+                f"{_kind(kinds[first])} in {first} and {_kind(kinds[other])} in {other}"
+            )
+        wanted = type(wanted)({**wanted, column: common})
+    return [part.select_columns(start.column_names).cast(wanted) for _, part in parts]
+
+
+def _common(kinds: list[Any]) -> Any:
+    """The type that stands for all of these without a loss, or None."""
+    names = [getattr(kind, "dtype", None) for kind in kinds]
+    known = [kind for kind, name in zip(kinds, names, strict=True) if name != "null"]
+    if not known or all(kind == known[0] for kind in known):
+        return known[0] if known else kinds[0]
+    told = {str(getattr(kind, "dtype", kind)) for kind in known}
+    if any(getattr(kind, "names", None) for kind in known):
+        return None
+    for alike, to in ((("string", "large_string"), "large_string"), (("int8", "int16", "int32", "int64"), "int64")):
+        if told <= set(alike):
+            return next((kind for kind in known if getattr(kind, "dtype", "") == to), None) or _value(to)
+    return None
+
+
+def _value(dtype: str) -> Any:
+    import datasets
+
+    return datasets.Value(dtype)
+
+
+def _kind(feature: Any) -> str:
+    """A type for a person."""
+    dtype = str(getattr(feature, "dtype", ""))
+    known = {"string": "texts", "large_string": "texts", "bool": "true and false"}
+    starts = {"int": "whole numbers", "uint": "whole numbers", "float": "numbers with decimals"}
+    if getattr(feature, "names", None):
+        return "labels with names"
+    return known.get(dtype) or next((told for start, told in starts.items() if dtype.startswith(start)), str(feature))
+
+
+def _named(dataset: Dataset) -> str:
+    return ", ".join(dataset.column_names)
+
+
+def _differ(key: str, first: Path, file: Path, how: str, start: Dataset) -> str:
+    return f"{key}: files of one split must have the same columns: {first} has {_named(start)}, and {file} {how}"
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def first_row(file: Path, encoding: str) -> list[str]:
+    """The cells of the first line of a .csv or .tsv file; none where it is empty."""
+    return next(rows_of_table(file, encoding), [])
+
+
+def rows_of_table(file: Path, encoding: str) -> Iterator[list[str]]:
+    """The rows of a .csv or .tsv file, as they are."""
+    options = FORMATS[packed.plain(file).suffix][1]
+    with io.TextIOWrapper(packed.opened(file), encoding=readable.codec(encoding), newline="") as opened:
+        if "quoting" in options:
+            yield from csv.reader(opened, delimiter=options["sep"], quoting=csv.QUOTE_NONE)
+        else:
+            yield from csv.reader(opened)
+
+
+# -- json and lines --------------------------------------------------------------------------------------------------
+
+
+def _rows_of(file: Path, key: str, encoding: str) -> list[dict[str, Any]]:
+    try:
+        return readable.json_rows(file, encoding)
+    except ValueError as error:
+        raise RunError(f"{key}: {file}, {error}") from None
+
+
+def _plain(files: list[Path], each: str, encoding: str) -> Dataset:
+    """Texts without labels: each `line` that is not blank, or each whole `file`."""
+    import datasets
+
+    texts = [readable.text_of(file, encoding) for file in files]
+    if each == "line":
+        texts = [line for text in texts for line in text.split("\n")]
+    return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
+
+
+def _lines(files: list[Path], key: str, encoding: str) -> Dataset:
+    """`text;label` a line; the text may hold semicolons, the label may not."""
+    import datasets
+
+    texts: list[str] = []
+    labels: list[str] = []
+    for file in files:
+        lines = readable.text_of(file, encoding).split("\n")  # splitlines would also cut at U+2028 and the like
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                text, mark, label = line.rpartition(";")
+                if not mark:
+                    raise RunError(f"{key}: {file}, line {number}: wanted is 'text;label', there is no semicolon")
+                texts.append(text)
+                labels.append(label.strip())
+    if labels and all(re.fullmatch("-?[0-9]+", label) for label in labels):
+        return datasets.Dataset.from_dict({"text": texts, "label": [int(label) for label in labels]})
+    return datasets.Dataset.from_dict({"text": texts, "label": labels})
