@@ -153,7 +153,8 @@ class Run(Section):
         values = self.model_dump(mode="json")
         for key in _FREE:
             del values[key]
-        values["model"].pop("trust_remote_code")
+        for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
+            del values["model"][key]
         values["data"].pop("workers")
         for key in plugins.find("tasks", self.task.name).shown:  # type: ignore[attr-defined]
             values["task"].pop(key, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
-from lockstep.strategies.engines import layers
+from lockstep.strategies.engines import blocks, layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Node, ReductionTree
@@ -50,6 +50,7 @@ class Native(Strategy):
         with self.autocast():  # attention of some kinds takes bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
         sparse = row_sparse(self.model, self.world.device, uses) if exact else set()
+        blocks.prepare(self.run, self.model)
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.named.items()) if n in sparse}
         self.optimizer = optim.build(self.run.optim, self.model)
         # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
