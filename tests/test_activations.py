@@ -182,7 +182,7 @@ def test_on_a_gpu_the_bits_are_the_same_and_memory_is_less(more: tuple[str, ...]
         (("model.offload_activations=true",), "model.offload_activations: .* no GPU"),
         ((AGAIN, "model.type=reformer", "model.config={}"), "model.checkpoint_activations: no layers of reformer"),
         ((AGAIN, "model.type=squeezebert", "model.config={}"), "model.checkpoint_activations: no layers of squeeze"),
-        ((AGAIN, "model.type=lilt", "model.config={}"), "transformers does not compute layers of lilt again"),
+        ((AGAIN, "model.type=mpnet", "model.config={}"), "transformers does not compute layers of mpnet again"),
     ],
 )
 def test_what_cannot_be(overrides: tuple[str, ...], said: str) -> None:

@@ -70,7 +70,7 @@ def _layers_of(model: nn.Module, asked: list[str]) -> list[nn.Module]:
         )
     if "checkpoint_activations" not in asked:
         return found
-    instead = "leave it out; more micro_batches need less memory"
+    instead = "leave it out, or use more micro_batches, which need less memory"
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise RunError(f"model.checkpoint_activations: transformers does not compute layers of {kind} again; {instead}")
     if any(averaged(block) for block in found):

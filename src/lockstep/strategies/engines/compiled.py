@@ -84,20 +84,21 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
     PLACE.at("compiling the layers")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))  # ranks share it, under its locks
     Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir(mode=0o700, parents=True, exist_ok=True)
-    torch.compiler.reset()
-    with _making():
+    torch.compiler.reset()  # what was made for another run in this process met other sizes
+    with making():
         for batch in examples(run, strategy, task):
             try:
                 strategy.dry_run(batch.to(strategy.world.device))
             except torch._dynamo.exc.TorchDynamoException as error:
-                said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                said = " ".join(str(error).partition("\n\nSet TORCH")[0].split())[:300]
                 raise RunError(
                     f"model.compile: torch.compile cannot take a layer of this model: {said}; leave model.compile out"
                 ) from error
 
 
 @contextmanager
-def _making() -> Iterator[None]:
+def making() -> Iterator[None]:
+    """What layers meet in here is compiled."""
     _stance[0] = "default"
     try:
         with (
