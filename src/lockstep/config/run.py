@@ -154,7 +154,8 @@ class Run(Section):
         values = self.model_dump(mode="json")
         for key in _FREE:
             del values[key]
-        values["model"].pop("trust_remote_code")
+        for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
+            del values["model"][key]
         values["data"].pop("workers")
         task: Any = plugins.find("tasks", self.task.name)
         if task.own_model:

@@ -191,6 +191,17 @@ class ModelSection(Section):
         default_factory=dict, description="entries of the model's config to set; a mapping for a config within it"
     )
     attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
+    compile: bool = Field(
+        False, description="torch.compile of the layers, in training; other bits than without, the same at any number "
+        "of processes"
+    )
+    checkpoint_activations: bool = Field(
+        False,
+        description="keep only each layer's inputs for backward and compute the rest again; the same bits",
+    )
+    offload_activations: bool = Field(
+        False, description="keep what layers save for backward in the host's memory (GPUs only); the same bits"
+    )
     adapter: dict[str, Any] = Field(
         default_factory=dict,
         description="train an adapter of peft (type: lora, r, ...) and nothing else; export: merged | adapter",

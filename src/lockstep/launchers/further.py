@@ -26,7 +26,8 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
     whole = run.epochs if key == "epochs" else run.steps
     output = f"{run.output}-{whole:g}-{key}"
     values: dict[str, Any] = run.model_dump(mode="json")
-    kept = {name: values["model"][name] for name in ("attention", "adapter", "trust_remote_code")}
+    left = ("source", "revision", "type", "config")  # the export has all of these
+    kept = {name: value for name, value in values["model"].items() if name not in left}
     values |= {"name": f"{run.name}-{whole:g}-{key}", "output": output, key: more}
     values |= {"model": kept | {"source": str(run.folder)}, "tokenizer": {}}
     say(

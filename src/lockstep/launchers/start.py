@@ -282,10 +282,13 @@ def check(run: Run, plan: Plan) -> None:
         tracker: Any = _find("track.to", "track", name)
         tracker.check()
     from lockstep.strategies import strategy as strategies
+    from lockstep.strategies.engines import blocks
     from lockstep.tasks.models import attention
 
-    attention.check(run, here=not launcher_of(run).submits)
+    here = not launcher_of(run).submits
+    attention.check(run, here)
     strategies.checked_strategy(run, plan.processes)
+    blocks.check(run, here)
 
 
 def _find(key: str, kind: str, name: str) -> type:

@@ -21,7 +21,7 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import fsdp_config, layers
+from lockstep.strategies.engines import blocks, fsdp_config, layers
 from lockstep.strategies.engines.fsdp import (
     OTHER_LAYERS,
     ReduceScatter,
@@ -129,6 +129,7 @@ class FSDP2(Strategy):
         if (named := self.run.strategy.options.get("blocks")) is not None:
             self.blocks = layers.named_blocks(self.model, named)
         shown = [Shown(module) for module in [*self.blocks, self.model]]
+        blocks.prepare(self.run, self.model)
         self.apply_shards(exempt=optim.undecayed(self.model))
         if skips is not None:
             leaves_layers_out(self.model)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
-from lockstep.strategies.engines import layers
+from lockstep.strategies.engines import blocks, layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Node, ReductionTree, most_held, share
@@ -61,6 +61,7 @@ class Native(Strategy):
         with self.autocast():  # attention of some kinds takes bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
         sparse = row_sparse(self.model, self.world.device, uses) if exact else set()
+        blocks.prepare(self.run, self.model)
         self.stepped = self.parts_to_step()
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.stepped.items()) if n in sparse}
         groups = optim.groups(self.stepped.items(), optim.undecayed(self.model), self.run.optim.weight_decay)

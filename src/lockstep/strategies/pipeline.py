@@ -24,7 +24,7 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import sequential
+from lockstep.strategies.engines import blocks, sequential
 from lockstep.strategies.engines.cuts import Cut, layer_count
 from lockstep.strategies.engines.layers import own_model
 from lockstep.strategies.engines.pipelining import (
@@ -123,6 +123,8 @@ class Pipeline(Strategy):
         self.receive_weights(model)
         del model
         models_held = [part.model for part in self.cut_parts]
+        for each in models_held:
+            blocks.prepare(self.run, each)
         self.model = models_held[0] if len(models_held) == 1 else nn.ModuleList(models_held)
         self.model.train()
         self.order = [n for n, p in self.cut.whole.named_parameters() if p.requires_grad]

@@ -23,6 +23,7 @@ from lockstep.distributed.memory import tensor_bytes
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
+from lockstep.strategies.engines import blocks, compiled
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import attention, padding
 from lockstep.tasks.task import Task
@@ -66,6 +67,7 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
     attention.check(run, here=True)
     run.check_shared(world.size, f"launch: {world.size} processes")
     strategies.checked_strategy(run, world.size)
+    blocks.check(run, here=True)
     fetch(run)
     task: Any = plugins.find("tasks", run.task.name)
     prepared = prepare(data or run, task)
@@ -88,5 +90,6 @@ def build_session(
     strategy = strategies.strategy_class(whole)(whole, world)
     seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
     strategy.build(task)
+    compiled.warm_up(run, strategy, task)
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     return Session(run, world, task, strategy, feed, Checkpoints(run, world, prepared, feed.total, say), before)

@@ -20,7 +20,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
-from lockstep.strategies.engines import layers, zero_config
+from lockstep.strategies.engines import blocks, layers, zero_config
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.statistics import Statistics
@@ -78,6 +78,7 @@ class Sharded(Strategy):
             self._shard()
         else:
             self.model.to(self.world.device)
+        blocks.prepare(self.run, self.model)
         if self.run.precision == "bf16" and not self.low_precision:
             # Inside the engine, which switches off an autocast that it finds around itself. Stage 3 forgets the bf16
             # copy of a weight as soon as it forgets the weight.
@@ -299,9 +300,8 @@ class Sharded(Strategy):
         """Rank 0 reads every tensor by itself and sends it; each rank keeps its shard of it."""
         names = [n for n, _ in self._trained()]
         found = [k for k in _STATE_KEYS if f"optimizer.{k}.{names[0]}" in saved]
-        step = None
-        if (key := f"optimizer.step.{names[0]}") in saved:
-            step = float(self._from_main(saved, key, torch.Size()))
+        key = f"optimizer.step.{names[0]}"
+        step = float(self._from_main(saved, key, torch.Size())) if key in saved else None
         self._make_optimizer_state(found, step)
         for name, parameter in self.named.items():
             self._set(parameter, self._from_main(saved, f"model.{name}", self.shapes[name]), None)

@@ -68,6 +68,11 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
     `key`: where in the run file the options are. Errors: `RunError`, with everything that is wrong."""
     if run.on_nonfinite == "skip":
         raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
+    if run.model.compile:
+        raise RunError(
+            "model.compile: DeepSpeed gathers and lets go of weights inside of the layers, which cannot be compiled then; "
+            "leave model.compile out, or use strategy.name=fsdp2"
+        )
     rows = differing(run, processes, stage, options, key)
     if options and isinstance(options.get("zero_optimization", {}), Mapping):
         import torch

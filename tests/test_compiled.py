@@ -1,0 +1,153 @@
+"""`model.compile`: one code for all layers that are alike and all lengths, made of the same examples on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import build, tiny
+from marks import slow
+from test_strategies import of, steps_of
+from torch import nn
+
+from lockstep.config.run import RunError
+from lockstep.distributed.world import World
+from lockstep.strategies.engines import blocks, compiled
+from lockstep.strategies.strategy import checked_strategy
+from lockstep.training.loop import evaluate
+
+COMPILE = "model.compile=true"
+SEVERAL = ("ddp", "allreduce", "fsdp2", "hf_accelerate", "hf_trainer", "pipeline")
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was compiled: into nothing but itself, which is soon done."""
+    found: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def code(*args: Any) -> Any:
+            code.calls += 1  # type: ignore[attr-defined]
+            return graph(*args)
+
+        code.calls = 0  # type: ignore[attr-defined]
+        found.append(code)
+        return code
+
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    return found
+
+
+def here(*overrides: str, **values: Any) -> dict[str, Any]:
+    """Six steps in this process."""
+    run = tiny("strategy.name=single", *overrides, **values)
+    return steps_of(World(run), run)
+
+
+def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> None:
+    """Padded micro-batches, such without padding, single examples: three codes, whatever comes after, and the steps are
+    those that they were."""
+    run = tiny("strategy.name=single", COMPILE, "model.config.n_layer=4", "batch_size=9")
+    world = World(run)
+    task, strategy = build(run, world)
+    assert len(codes) == 3
+    evaluate(run, world, task, strategy, task.splits["validation"])
+    strategy.close()
+    assert len(codes) == 3
+    found = steps_of(world, run)  # lengths from 3 to 32, micro-batches of one example and of two
+    assert len(codes) == 6
+    plain = here("model.config.n_layer=4", "batch_size=9")
+    assert (found["digest"], found["loss"]) == (plain["digest"], plain["loss"])
+
+
+def test_code_is_made_before_training_and_used_in_it(codes: list[Any]) -> None:
+    """What no code fits runs as it is."""
+    layer = nn.Linear(4, 4)
+    run = compiled.in_training(layer, layer.forward)
+    run(torch.ones(2, 4))
+    assert codes == []
+    with compiled.making():
+        run(torch.ones(2, 4))
+    assert [code.calls for code in codes] == [1]
+    run(torch.ones(7, 4))
+    assert [code.calls for code in codes] == [2]
+    run(torch.ones(3, 2, 4))
+    assert [code.calls for code in codes] == [2]
+
+
+def test_evaluation_runs_the_layers_as_they_are(codes: list[Any]) -> None:
+    layer = nn.Linear(4, 4)
+    run = compiled.in_training(layer, layer.forward)
+    with compiled.making():
+        layer.eval()
+        run(torch.ones(2, 4))
+        layer.train()
+        with torch.no_grad():
+            run(torch.ones(2, 4))
+    assert codes == []
+
+
+def test_names_of_weights_stay(codes: list[Any]) -> None:
+    run = tiny("strategy.name=single", COMPILE)
+    _, strategy = build(run, World(run))
+    assert strategy.export().keys() == strategy.model.state_dict().keys()  # type: ignore[union-attr]
+    assert not [name for name in strategy.state_dict() if "_orig_mod" in name]
+    assert not [name for name, _ in strategy.model.named_modules() if "_orig_mod" in name]
+    strategy.close()
+
+
+# -- compiled by inductor --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [slow(precision, name) for precision in ("fp32", "bf16") for name in SEVERAL],
+)
+def test_the_bits_of_a_single_process(name: str, precision: str) -> None:
+    """With dropout, of the compiler's own numbers."""
+    one, two = (of(n, ranks, f"precision={precision}", COMPILE) for n, ranks in (("single", 1), (name, 2)))
+    assert two["digest"] == one["digest"]
+    assert two["loss"] == one["loss"]
+    assert one["digest"] != of("single", 1, f"precision={precision}")["digest"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["single", "fsdp2"])
+def test_the_same_bits_where_activations_are_computed_again(name: str) -> None:
+    again = of(name, 1 if name == "single" else 2, COMPILE, "model.checkpoint_activations=true")
+    assert again["digest"] == of("single", 1, COMPILE)["digest"]
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RunError, match="model.compile: there is no C.. compiler 'no-such-compiler'") as caught:
+        blocks.check(tiny(COMPILE), here=True)
+    assert "\n" not in str(caught.value)
+    blocks.check(tiny(COMPILE), here=False)  # the ranks look for themselves
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3", "hf_accelerate"])
+def test_deepspeed(name: str) -> None:
+    options = {"deepspeed": {"zero_stage": 2}} if name == "hf_accelerate" else {}
+    run = tiny(COMPILE, strategy={"name": name, "options": options})
+    with pytest.raises(RunError, match="model.compile: DeepSpeed"):
+        checked_strategy(run, 1)
+
+
+def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        raise NotImplementedError("no kernel for this")
+
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    with pytest.raises(RunError, match="model.compile: torch.compile cannot take a layer of this model: .*no kernel"):
+        here(COMPILE)
+
+
+def test_it_is_a_part_of_what_a_checkpoint_agrees_on() -> None:
+    assert tiny(COMPILE).arithmetic()["model.compile"] is True
+    assert tiny().arithmetic()["model.compile"] is tiny().default("model.compile") is False
