@@ -55,8 +55,13 @@ _spawned = util.spawnv_passfds  # type: ignore[attr-defined]
 
 def can_fork(environment: dict[str, str], server: dict[str, str]) -> bool:
     """Whether no import would read in `environment` what it did not read in the server's."""
-    differ = {name for name in environment.keys() | server.keys() if environment.get(name) != server.get(name)}
-    return not any(name.startswith(READ_BY_IMPORTS) for name in differ - {*LATER})
+    return not read_differently(environment, server)
+
+
+def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    """The variables that imports read and that differ."""
+    differ = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    return sorted(name for name in differ - {*LATER} if name.startswith(READ_BY_IMPORTS))
 
 
 class Forked:
