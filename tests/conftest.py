@@ -25,6 +25,8 @@ os.environ["HF_DATASETS_CACHE"] = f"{_cache.name}/datasets"
 
 import kernel  # noqa: E402 - what these import reads the variables
 from command import LOCKSTEP, ended, processes_in, start_anew, until, write  # noqa: E402
+from forked import read_differently  # noqa: E402
+from harness import AT_FIRST  # noqa: E402
 
 from lockstep.distributed.stops import STOP_SIGNALS  # noqa: E402
 
@@ -74,12 +76,19 @@ def _what_starts_processes_says_so(request: pytest.FixtureRequest) -> Iterator[N
 
 
 @pytest.fixture(autouse=True)
-def _signals_are_heard_as_before() -> Iterator[None]:
-    """A run that ends in this process ignores those that ask it to stop, and what is started later would, too."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def _signals_and_variables_are_as_before() -> Iterator[None]:
+    """A run that ends in this process ignores those that ask it to stop, and what is started later would, too. It also
+    sets variables that engines read, and with one of those no command could be forked any more (`forked.can_fork`):
+    every later one would begin with the seconds of its imports."""
+    left = read_differently(dict(os.environ), AT_FIRST)
+    assert not left, f"a fixture of a module or of the session has left {', '.join(left)} behind"
+    before, variables = {number: signal.getsignal(number) for number in STOP_SIGNALS}, dict(os.environ)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import multiprocessing.context
 import multiprocessing.process
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -48,6 +50,13 @@ READ_BY_IMPORTS = (
     "LD_",
 )
 LATER = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL")
+_NEW_NET, _NEW_MOUNTS, _NEW_NAMES, _SLAVE, _DETACH = (
+    0x40000000,
+    0x20000,
+    0x4000000,
+    0x84000,
+    2,
+)  # of <sched.h>, <mount.h>
 _TESTS = str(Path(__file__).parent)
 _Main = type(multiprocessing.process.current_process())  # this file is imported before anything is forked
 _spawned = util.spawnv_passfds  # type: ignore[attr-defined]
@@ -55,17 +64,28 @@ _spawned = util.spawnv_passfds  # type: ignore[attr-defined]
 
 def can_fork(environment: dict[str, str], server: dict[str, str]) -> bool:
     """Whether no import would read in `environment` what it did not read in the server's."""
-    differ = {name for name in environment.keys() | server.keys() if environment.get(name) != server.get(name)}
-    return not any(name.startswith(READ_BY_IMPORTS) for name in differ - {*LATER})
+    return not read_differently(environment, server)
+
+
+def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    """The variables that imports read and that differ."""
+    differ = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    return sorted(name for name in differ - {*LATER} if name.startswith(READ_BY_IMPORTS))
 
 
 class Forked:
     """A running command."""
 
     def __init__(
-        self, words: list[str], folder: Path, environment: dict[str, str], most_bytes: int | None = None
+        self,
+        words: list[str],
+        folder: Path,
+        environment: dict[str, str],
+        most_bytes: int | None = None,
+        host: tuple[str, str] | None = None,
     ) -> None:
-        """`most_bytes`: beyond which none of its files may grow."""
+        """`most_bytes`: beyond which none of its files may grow. `host`: a network namespace to be in, and the name of
+        the machine there; what it says is then read from `stdout` and `stderr` by whoever has started it."""
         from harness import server_environment
 
         self.args = words
@@ -73,7 +93,7 @@ class Forked:
         context = multiprocessing.get_context("forkserver")
         (out, its_out), (err, its_err), (ready, its_ready) = (context.Pipe(duplex=False) for _ in range(3))
         ignored = [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
-        arguments = (words, str(folder), environment, most_bytes, ignored, its_out, its_err, its_ready)
+        arguments = (words, str(folder), environment, most_bytes, host, ignored, its_out, its_err, its_ready)
         self._process = context.Process(target=_become, args=arguments, daemon=True)  # no end of tests waits for it
         self._process.start()
         for theirs in (its_out, its_err, its_ready):
@@ -81,18 +101,22 @@ class Forked:
         with contextlib.suppress(EOFError):
             ready.recv()
         self.pid = int(self._process.pid or 0)
+        self._pipes = out, err
+        self.stdout, self.stderr = (
+            open(pipe.fileno(), encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+            for pipe in self._pipes
+        )
         self._said: dict[str, str] = {}
         self._readers = [
-            threading.Thread(target=self._read, args=(name, pipe), daemon=True)
-            for name, pipe in (("out", out), ("err", err))
+            threading.Thread(target=self._read, args=(name, stream), daemon=True)
+            for name, stream in (("out", self.stdout), ("err", self.stderr))
         ]
-        for reader in self._readers:
+        for reader in self._readers if host is None else ():
             reader.start()
 
-    def _read(self, name: str, pipe: Connection) -> None:
-        with open(pipe.fileno(), encoding="utf-8", errors="replace", closefd=False) as stream:
-            self._said[name] = stream.read()
-        pipe.close()
+    def _read(self, name: str, stream: IO[str]) -> None:
+        self._said[name] = stream.read()
+        stream.close()
 
     @property
     def returncode(self) -> int | None:
@@ -133,6 +157,7 @@ def _become(
     folder: str,
     environment: dict[str, str],
     most_bytes: int | None,
+    host: tuple[str, str] | None,
     ignored: list[signal.Signals],
     out: Connection,
     err: Connection,
@@ -140,6 +165,8 @@ def _become(
 ) -> None:
     """Take the place of a new process, and never return."""
     os.setsid()
+    if host is not None:
+        _move_to(*host)
     os.chdir(folder)
     with open(os.devnull) as nothing:
         for number, place in ((nothing.fileno(), 0), (out.fileno(), 1), (err.fileno(), 2)):
@@ -163,6 +190,23 @@ def _become(
     ready.send(None)
     _close_all_but({0, 1, 2})
     _end(cli.main)
+
+
+def _move_to(space: str, name: str) -> None:
+    """As `ip netns exec SPACE unshare --uts` and `hostname NAME` do."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def done(result: int) -> None:
+        if result:
+            raise OSError(ctypes.get_errno(), f"cannot move to {space}")
+
+    with open(f"/run/netns/{space}") as place:
+        done(libc.setns(place.fileno(), _NEW_NET))
+    done(libc.unshare(_NEW_MOUNTS | _NEW_NAMES))
+    socket.sethostname(name)
+    done(libc.mount(b"", b"/", b"none", _SLAVE, None))  # /sys tells of this network's devices, and of no other place
+    done(libc.umount2(b"/sys", _DETACH))
+    done(libc.mount(space.encode(), b"/sys", b"sysfs", 0, None))
 
 
 def _path(folder: str, given: str) -> None:

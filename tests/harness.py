@@ -42,6 +42,7 @@ _context.set_forkserver_preload(
     ]
 )
 _HERE = str(Path(__file__).parent)
+AT_FIRST = dict(os.environ)  # before a test has changed anything
 
 TINY = {
     "name": "tiny",
@@ -122,7 +123,12 @@ def run_on(
 @functools.cache
 def server_environment() -> dict[str, str]:
     """Start the server that ranks and commands are forked from, unless it runs. Returns the variables it began with."""
-    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 gives the server no path to find `engines` on
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ.keys() - AT_FIRST.keys():
+            patch.delenv(name)
+        for name, value in AT_FIRST.items():
+            patch.setenv(name, value)
+        # Python 3.11 gives the server no path to find `engines` on
         patch.setenv("PYTHONPATH", _HERE, prepend=os.pathsep)
         patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command sets it before it imports torch
         forkserver.ensure_running()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,17 +29,24 @@ def seed_everything(seed: int, *place: int) -> None:
     Micro-batch k of step t goes through the model with `place = (t, k)`, and is collated, where a task's `collate` may
     draw, with `(t, k, 1)`; batch b of an evaluation has `(-1, b)`, and what is written for people `(-2,)`.
     """
-    number = mix(seed, *place)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
+    seed_libraries(mix(seed, *place))
 
 
 def seed_libraries(seed: int) -> None:
     """Seed Python and numpy too, for model code that draws from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    if _has_accelerator():
+        torch.manual_seed(seed)
+    else:
+        # For each kind of device that is not in use, `torch.manual_seed` writes down the stack: a twentieth of a small
+        # micro-batch on a CPU
+        torch.default_generator.manual_seed(seed)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 def mix(*numbers: int) -> int:
