@@ -57,12 +57,9 @@ def test_every_format_is_read_compressed(ending: str, packing: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("packing", PACK)
-def test_a_compressed_file_that_is_cut_off_names_file_and_line(
-    packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compressed_file_that_is_cut_off_names_file_and_line(packing: str, tmp_path: Path) -> None:
     import random
 
-    monkeypatch.setattr(packed, "BLOCK", 2**12)
     draw = random.Random(0)
     rows = "".join(
         json.dumps({"text": f"{draw.getrandbits(256)}", "label": i % 2}) + "\n"

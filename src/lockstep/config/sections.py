@@ -107,7 +107,7 @@ class DataSection(Section):
     layout: Literal["rows", "class_folders", "parallel"] = Field(
         "rows",
         description="of local files; class_folders: each text a file, in a folder called by its label; parallel: lines "
-        "of train.en and train.de (or .gz) with the same number are one example",
+        "of train.en and train.de (or .gz, ...) with the same number are one example",
     )
     columns: list[str] | None = Field(
         None, min_length=1, description="names of the columns, in order, of .csv and .tsv files without a header"

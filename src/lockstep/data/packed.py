@@ -16,13 +16,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lockstep.config.run import RunError
 from lockstep.data.cache import cache_folder, locked
 
 ENDINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 BLOCK = 2**20  # bytes read at a time
+_SMALL = 2**16
 MOST = 1000  # times its own size that a file may unpack to, if that is
 LARGE = 2**30  # bytes or more
 
@@ -42,13 +43,13 @@ def ending(file: Path) -> str:
     return plain(file).suffix + (file.suffix if is_packed(file) else "")
 
 
-def opened(file: Path) -> IO[bytes]:
+def opened(file: Path) -> Any:
     """The bytes that are in it, for reading from the beginning. Errors: those of the library that unpacks."""
     kind: Any = ENDINGS.get(file.suffix.lower())
     if kind == "zstd":
         import pyarrow as pa
 
-        return pa.CompressedInputStream(pa.OSFile(str(file)), "zstd")  # type: ignore[return-value]
+        return pa.CompressedInputStream(pa.OSFile(str(file)), "zstd")
     return {None: open, "gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}[kind](file, "rb")
 
 
@@ -59,7 +60,9 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
     try:
         size = file.stat().st_size
         with opened(file) as stream:
-            while block := stream.read(BLOCK):
+            # What comes before the place where a file is cut off is given out first; of zstd all is lost that is read
+            # together with it.
+            while block := stream.read1(_SMALL if file.suffix.lower() == ".zst" else BLOCK):
                 total += len(block)
                 if is_packed(file) and total > max(LARGE, MOST * size):
                     raise RunError(

@@ -6,15 +6,15 @@ it is for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import row_files, source
+from lockstep.data import nested, row_files, source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -40,6 +40,8 @@ class Look:
     lacking: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # split -> columns of train it has not
     same: tuple[str, ...] = ()  # columns that hold the same in every row
     joined: tuple[str, ...] = ()  # columns of few texts that are lists of each other's: "a", "b", "a,b"
+    apart: str | None = None  # the column that says which split each row belongs to
+    deep: bool = False  # whether columns hold others, which were not looked at
 
     @property
     def texts(self) -> list[str]:
@@ -50,9 +52,17 @@ class Look:
         return ", ".join(f"{name} ({kind})" for name, kind in self.kinds.items())
 
 
-def look(data: DataSection, seed: int = 0) -> Look:
-    """Read a data set's training split. Errors: `RunError`, as `source.load`."""
+def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
+    """Read a data set's training split. `deep`: also the columns within its columns, by dotted paths. Errors:
+    `RunError`, as `source.load`."""
     found, plain = _read(data, seed)
+    inner = {path: path for path in _within(found.splits["train"])}
+    if deep:
+        splits = {split: nested.added(rows, inner, split, found.name) for split, rows in found.splits.items()}
+        outer = {path.partition(".")[0] for path in inner}
+        found = replace(found, splits={s: rows.remove_columns(sorted(outer)) for s, rows in splits.items()})
+    if data.split_column in found.splits["train"].column_names:
+        found = replace(found, splits={s: r.remove_columns([data.split_column]) for s, r in found.splits.items()})
     whole = found.splits["train"]
     train = whole.select(np.linspace(0, len(whole) - 1, min(_ROWS, len(whole))).astype(int))
     kinds = {name: _kind(train, name) for name in whole.column_names}
@@ -75,6 +85,8 @@ def look(data: DataSection, seed: int = 0) -> Look:
         {split: tuple(c for c in kinds if c not in rows.column_names) for split, rows in found.splits.items()},
         tuple(name for name, count in counts.items() if count == 1 and len(train) > 1),
         tuple(name for name, there in values.items() if kinds[name] == "text" and _are_lists(set(there))),
+        next((name for name in values if kinds[name] == "text" and _are_splits(set(values[name]))), None),
+        bool(inner) and not deep,
     )
 
 
@@ -91,6 +103,30 @@ def _read(data: DataSection, seed: int) -> tuple[source.Source, bool]:
         if not lines or _is_few(len(set(labels)), len(labels)):
             return found, False
     return source.load(data, seed, plain="line"), True
+
+
+def _within(rows: Dataset) -> Iterator[str]:
+    """The paths of texts, numbers and the like within columns that are mappings; of lists of them, the first."""
+    for name, feature in rows.features.items():
+        if isinstance(feature, dict) and _kind(rows, name) == "mapping":
+            yield from _leaves(name, feature)
+
+
+def _leaves(path: str, feature: Any) -> Iterator[str]:
+    if isinstance(feature, dict):
+        for name, inner in feature.items():
+            yield from _leaves(f"{path}.{name}", inner)
+    elif (first := getattr(feature, "feature", None)) is not None:
+        yield from _leaves(f"{path}.0", first)
+    else:
+        yield path
+
+
+def _are_splits(values: set[str]) -> bool:
+    """Whether all values are what splits are called."""
+    words = {value.strip().lower() for value in values}
+    known = {word for usual in source.USUAL.values() for word in usual}
+    return len(words) > 1 and words <= known and bool(words & set(source.USUAL["train"]))
 
 
 def _kind(rows: Dataset, name: str) -> str:

@@ -191,8 +191,8 @@ def _language_modeling(found: Look) -> Fit | None:
     if found.plain:
         return Fit({"document": "line" if found.sizes["train"] > 1 else "file"})
     texts = found.texts
-    prompt = _first([c for c in _PROMPT if c in texts])
-    response = _first([c for c in _RESPONSE if c in texts and c != prompt])
+    prompt = _first(_called(_PROMPT, texts))
+    response = _first(c for c in _called(_RESPONSE, texts) if c != prompt)
     if prompt and response:
         doubts = {}
         if "input" in texts and prompt != "input" and found.characters["input"]:
@@ -265,6 +265,11 @@ def _pair(texts: list[str]) -> tuple[str, str] | None:
 
 def _unlike(name: str | None, columns: Iterable[str]) -> list[str]:
     return [c for c in dict.fromkeys(columns) if c != name]
+
+
+def _called(names: Iterable[str], columns: list[str]) -> list[str]:
+    """Columns of these names, in their order; then those within columns of these names: answers.text.0."""
+    return [n for n in names if n in columns] + [c for n in names for c in columns if n in c.split(".")[:-1]]
 
 
 def _first(*choices: Iterable[str]) -> str | None:

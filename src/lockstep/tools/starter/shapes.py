@@ -13,6 +13,7 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import packed, readable, row_files, source, text_files
 from lockstep.tools.starter import columns, fit
+from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.talk import Talk
 
 _TABLES = (".csv", ".tsv")
@@ -31,8 +32,31 @@ def recognised(data: DataSection, talk: Talk) -> DataSection:
     local = source.local_splits(data)
     if local is None or data.columns is not None:
         return data
-    tables = {split: files for split, files in local.items() if files and row_files.format_of(files[0]) in _TABLES}
+    tables = {s: files for s, files in local.items() if files and {*map(row_files.format_of, files)} <= set(_TABLES)}
     return _header(data, tables, talk) if tables.get("train") else data
+
+
+def looked(data: DataSection, talk: Talk) -> tuple[DataSection, Look]:
+    """What the rows hold; with `split_column`, where a column says which split they belong to, and with the columns
+    within columns, where those alone fit no task. Errors: `RunError`."""
+    found = columns.look(data)
+    if found.apart is not None and list(found.sizes) == ["train"] and data.split_column is None:
+        talk.console.say(f"column {found.apart} says which split a row belongs to: data.split_column={found.apart}")
+        data = data.model_copy(update={"split_column": found.apart})
+        found = columns.look(data)
+    if found.deep:
+        deep = columns.look(data, deep=True)
+        if _fits(deep) > _fits(found):
+            found = deep
+    return data, found
+
+
+def _fits(found: Look) -> int:
+    """How well columns fit a task: not at all, as texts to read, or as what is to be learned from texts."""
+    try:
+        return 1 if set(fit.guess(found)[1].keys) == {"text"} else 2
+    except RunError:
+        return 0
 
 
 def _layout(data: DataSection, root: Path, talk: Talk) -> DataSection:

@@ -17,8 +17,9 @@ from typing import Any
 from lockstep.config import places, plugins
 from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.config.sections import DataSection, at_length
+from lockstep.data import apart
 from lockstep.data.source import BUILTIN, local_splits
-from lockstep.tools.starter import columns, fit, guesses, shapes, sheet
+from lockstep.tools.starter import fit, guesses, shapes, sheet
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.guesses import CHAT, SCRATCH, Here
 from lockstep.tools.starter.talk import Ask, NoAnswerMends, Talk, one_of
@@ -34,6 +35,7 @@ class Trial:
     examples: int  # of the training split, as training will have them
     held: bool  # whether validation examples were cut off them
     exact: bool  # False: with another tokenizer than the run's, whose blocks may be more or fewer
+    warnings: tuple[str, ...] = ()  # of the data, that training will say
 
 
 def init(path: Path, flags: dict[str, str | None], overrides: list[str], force: bool, ask: Ask | None) -> int:
@@ -51,6 +53,8 @@ def init(path: Path, flags: dict[str, str | None], overrides: list[str], force: 
     console.say(f"task: {', '.join(f'{key} {value}' for key, value in task.items())}{_unread(found, task)}")
     here = Here.look()
     filled, trial = _tried_with_model(path, data, task, found, here, flags.get("model"), given, talk)
+    for text in trial.warnings:
+        talk.note(text)
     filled = guesses.with_steps(filled, trial.examples, here)
     run = checked(path, sheet.write(filled, _header(filled, path.name, found, here, trial, talk), {}))
     console.say(f"wrote {path}: {run.task.name} with {run.model.source or run.model.type} on {here.described()}")
@@ -114,8 +118,7 @@ def _data(given_source: str | None, given: dict[str, Any], talk: Talk) -> tuple[
         except ValueError:  # what is wrong with a key is said in the run file's words
             load(None, {f"data.{key}": value for key, value in more.items()}, {"model": {"type": "gpt2"}, "data": {}})
             raise
-        section = shapes.recognised(section, talk)
-        return section, columns.look(section)
+        return shapes.looked(shapes.recognised(section, talk), talk)
 
     if given_source is not None or "train" in more:
         talk.console.say(f"reading {given_source or more['train']}")
@@ -174,7 +177,7 @@ def _column(key: str, why: str, keys: dict[str, Any], found: Look, talk: Talk) -
 def _without_test(data: DataSection, task: dict[str, Any], found: Look, talk: Talk) -> DataSection:
     """A test split without what is to be learned is not scored."""
     lacking = set(found.lacking.get("test", ())) & {str(value) for value in task.values()}
-    if not lacking or data.test is not None or local_splits(data) is None:
+    if not lacking or data.test is not None or data.split_column is not None or local_splits(data) is None:
         return data
     if task["name"] == "classification" and lacking == {task.get("label")}:  # training leaves it out by itself
         talk.note(f"the test split has no column {task['label']}: it is not scored; `lockstep predict` reads it")
@@ -267,7 +270,8 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
     with _aside(path, sheet.write(filled, [], {})) as aside:
         run = load(aside, [])
         prepared = prepare(run, plugins.find("tasks", run.task.name))
-    return Trial(examples_in(prepared.splits["train"]), "validation" not in found.sizes, exact)
+    held = "validation" not in found.sizes
+    return Trial(examples_in(prepared.splits["train"]), held, exact, tuple(apart.warnings(prepared.facts)))
 
 
 # -- paths -----------------------------------------------------------------------------------------------------------

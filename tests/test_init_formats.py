@@ -1,0 +1,93 @@
+"""`lockstep init` recognises compressed files, several formats, columns within columns and a column of splits."""
+
+import bz2
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from test_init import LAPTOP, written
+from test_init_shapes import check_arithmetic
+
+from lockstep.tools.starter import guesses
+
+WORDS = ("sad", "happy", "tired", "the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(guesses.Here, "look", staticmethod(lambda: LAPTOP))
+    return tmp_path
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(4, 12))) + f" {i}" for i in range(count)]
+
+
+def lines(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+LABELLED = [{"text": text, "label": "joy" if i % 2 else "fear"} for i, text in enumerate(texts(120))]
+
+
+def test_a_compressed_table_without_a_header(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = "".join(f'"I feel it, {row["text"]}",{row["label"]}\n' for row in LABELLED).encode()
+    (here / "a.csv.zst").write_bytes(pa.compress(table, codec="zstd", asbytes=True))
+    run = written("--data", "a.csv.zst", "--model", "scratch")
+    assert (run.data.source, run.data.columns) == ("a.csv.zst", ["text", "label"])
+    assert "a.csv.zst has no header" in capsys.readouterr().out
+    check_arithmetic(here / "run.yaml")
+
+
+def test_a_folder_of_several_formats(here: Path) -> None:
+    (here / "mix").mkdir()
+    (here / "mix/a.jsonl.bz2").write_bytes(bz2.compress(lines(LABELLED[:60])))
+    rest = "".join(f"{row['text']},{row['label']}\n" for row in LABELLED[60:])
+    (here / "mix/b.csv").write_text(f"text,label\n{rest}")
+    run = written("--data", "mix", "--model", "scratch")
+    assert (run.data.source, run.task.name, run.task.options["label"]) == ("mix", "classification", "label")
+    assert "mix: 120 train examples" in (here / "run.yaml").read_text()
+
+
+def test_a_column_of_splits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train"] * 8 + ["dev", "test"]
+    rows = [row | {"split": words[i % 10]} for i, row in enumerate(LABELLED)]
+    (here / "one.jsonl.gz").write_bytes(gzip.compress(lines(rows)))
+    run = written("--data", "one.jsonl.gz", "--model", "scratch")
+    assert (run.data.split_column, run.task.options["label"]) == ("split", "label")
+    said = capsys.readouterr().out
+    assert "column split says which split a row belongs to" in said
+    assert "96 train, 12 validation, 12 test examples; columns text (text), label (text)" in " ".join(said.split())
+    check_arithmetic(here / "run.yaml")
+
+
+def test_columns_within_columns(here: Path) -> None:
+    rows = [{"data": {"text": row["text"], "lang": "en"}, "meta": {"label": row["label"]}} for row in LABELLED]
+    (here / "deep.jsonl").write_bytes(lines(rows))
+    run = written("--data", "deep.jsonl", "--model", "scratch")
+    assert (run.task.name, run.task.options["text"]) == ("classification", "data.text")
+    assert run.task.options["label"] == "meta.label"
+    questions = [
+        {"id": str(i), "context": f"{text}.", "question": f"{text}?", "answers": {"text": [text], "answer_start": [0]}}
+        for i, text in enumerate(texts(120, 1))
+    ]
+    (here / "squad.jsonl").write_bytes(lines(questions))
+    run = written("--data", "squad.jsonl", "--model", "scratch", path="squad.yaml")
+    assert (run.task.options["prompt"], run.task.options["response"]) == ("question", "answers.text.0")
+    flat = [{**row, "meta": {"source": "web" if i % 2 else "book"}} for i, row in enumerate(LABELLED)]
+    (here / "flat.jsonl").write_bytes(lines(flat))  # what is beside what a task needs is left alone
+    assert written("--data", "flat.jsonl", "--model", "scratch", path="flat.yaml").task.options["text"] == "text"
+
+
+def test_examples_in_two_splits_are_noted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "both").mkdir()
+    (here / "both/train.jsonl").write_bytes(lines(LABELLED))
+    (here / "both/test.jsonl").write_bytes(lines([*LABELLED[4:7], {"text": "something else", "label": "joy"}]))
+    written("--data", "both", "--model", "scratch")
+    assert "note: 3 of 4 test examples stand in train, too" in " ".join(capsys.readouterr().out.split())
+    assert "Note: 3 of 4 test examples stand in train, too" in (here / "run.yaml").read_text()
