@@ -284,7 +284,12 @@ def check(run: Run, plan: Plan) -> None:
     from lockstep.strategies import strategy as strategies
     from lockstep.tasks.models import attention
 
-    attention.check(run, here=not launcher_of(run).submits)
+    here = not launcher_of(run).submits
+    attention.check(run, here)
+    if run.task.options.get("loss_chunk") is not None:
+        from lockstep.tasks.models import chunked_loss  # brings torch and transformers with it
+
+        chunked_loss.check(run, here)
     strategies.checked_strategy(run, plan.processes)
 
 
