@@ -207,7 +207,7 @@ def test_a_model_that_makes_something_else_of_its_logits_is_refused(kind: Any) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("head", "kind"), [(None, "none"), (nn.Bilinear(2, 2, 2), "a Bilinear")])
+@pytest.mark.parametrize(("head", "kind"), [(None, "none"), (nn.Bilinear(2, 2, 2), r"a torch\.nn\.modules\.linear\.Bilinear")])
 def test_a_head_that_is_no_linear_layer_is_refused(head: Any, kind: str) -> None:
     model = GPT2LMHeadModel(AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, **GPT2))
     model.get_output_embeddings = lambda: head
@@ -218,7 +218,6 @@ def test_a_head_that_is_no_linear_layer_is_refused(head: Any, kind: str) -> None
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("task.loss_chunk=8", "strategy.name=pipeline"), "a pipeline's stages hand on hidden states"),
         (("task.loss_chunk=8", "strategy.name=fsdp2", "strategy.options.tensor_parallel=2"), "was not tried with"),
         (("task.loss_chunk=liger", "launch.device=cpu"), "Triton kernels, which run on GPUs only"),
     ],
@@ -257,7 +256,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, dict[str, Any]]:
-    runs = {kind: make(folder, kind, "strategy.name=single", CHUNK) for kind in ("prompts", "translation")}
+    runs = {"prompts": make(folder, "prompts", "strategy.name=single", CHUNK, "task.temperature=0")}
+    runs["translation"] = make(folder, "translation", "strategy.name=single", CHUNK)
     return {kind: run_on(1, trained, run, run=run)[0] for kind, run in runs.items()}
 
 
@@ -269,12 +269,15 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
         ("prompts", "fsdp2", 3),
         ("translation", "allreduce", 3),
         ("translation", "fsdp2", 2),
+        ("prompts", "pipeline", 2),
+        ("translation", "pipeline", 3),
         ("prompts", "hf_accelerate", 2),
         ("prompts", "hf_trainer", 2),
     ],
 )
 def test_the_same_bits_under_every_strategy(kind: str, name: str, ranks: int, folder: Path, alone: dict) -> None:
-    run = make(folder, kind, f"strategy.name={name}", CHUNK)
+    greedy = ["task.temperature=0"] if kind == "prompts" else []  # as a pipeline writes
+    run = make(folder, kind, f"strategy.name={name}", CHUNK, *greedy)
     first, *others = run_on(ranks, trained, run, run=run)
     for key in ("digest", "loss", "norm", "scores", "samples"):
         assert first[key] == alone[kind][key], key

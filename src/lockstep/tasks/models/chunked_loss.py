@@ -36,8 +36,6 @@ def check(run: Run, here: bool) -> None:
     Errors: `RunError`."""
     if run.task.name not in _HEADS or (chunk := run.task.options.get("loss_chunk")) is None:
         return
-    if run.strategy.name == "pipeline":
-        raise RunError(f"{KEY}: a pipeline's stages hand on hidden states, and its last one needs all logits{OUT}")
     if run.strategy.options.get("tensor_parallel", 1) != 1:
         raise RunError(f"{KEY}: was not tried with strategy.options.tensor_parallel{OUT}")
     if run.precision not in ("fp32", "bf16"):
@@ -61,7 +59,7 @@ def head_of(model: Any) -> nn.Linear:
     """The layer that makes logits. Errors: `RunError` where it is no plain linear one."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
-        kind = "none" if head is None else f"a {type(head).__name__}"
+        kind = "none" if head is None else f"a {type(head).__module__}.{type(head).__name__}"
         raise RunError(f"{KEY}: needs a model whose head is a linear layer, and this has {kind}{OUT}")
     return head
 
@@ -122,6 +120,7 @@ class _Installed:
         self.targets: Tensor | None = None  # [B, T], of the forward that is under way
         self.scores: Tensor | None = None  # [B, T, 2]
         self.loss: Tensor | None = None
+        self.last: Any = None
         head.forward = self.forward  # type: ignore[method-assign]
         model.register_forward_pre_hook(self.begin, with_kwargs=True)
         model.register_forward_hook(self.end)
@@ -129,6 +128,8 @@ class _Installed:
     def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs = dict(kwargs)
         self.targets, self.loss, self.scores = kwargs.pop(TARGETS, None), None, None
+        if self.last is not None:  # a forward that did not come to its head, in a stage of a pipeline
+            self.last.remove()
         if self.targets is not None:
             # at every forward, so that it is the last one: an engine's hook may put a node of its own behind the output
             self.last = self.head.register_forward_hook(self.take)
