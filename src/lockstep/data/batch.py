@@ -21,6 +21,8 @@ from torch import Tensor
 
 IGNORED = -100  # the target that counts for nothing, as in torch.nn.functional.cross_entropy
 
+TARGETS = "lockstep_targets"  # among the inputs of a model that takes its own loss (`task.loss_chunk`): the targets
+
 Sums = dict[str, Tensor]  # name -> float64 sum over examples, of any shape; metrics are functions of these
 
 
@@ -43,8 +45,9 @@ class MicroBatch:
 
     def blank(self) -> MicroBatch:
         """A micro-batch of one example whose every target is ignored: its gradient is zero."""
-        inputs = {k: v[:1] for k, v in self.inputs.items()}
-        return MicroBatch(self.index, inputs, torch.full_like(self.targets[:1], IGNORED))
+        targets = torch.full_like(self.targets[:1], IGNORED)
+        inputs = {k: targets if k == TARGETS else v[:1] for k, v in self.inputs.items()}
+        return MicroBatch(self.index, inputs, targets)
 
 
 @dataclass(frozen=True)

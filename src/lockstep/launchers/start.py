@@ -287,6 +287,10 @@ def check(run: Run, plan: Plan) -> None:
 
     here = not launcher_of(run).submits
     attention.check(run, here)
+    if run.task.options.get("loss_chunk") is not None:
+        from lockstep.tasks.models import chunked_loss  # brings torch and transformers with it
+
+        chunked_loss.check(run, here)
     strategies.checked_strategy(run, plan.processes)
     blocks.check(run, here)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -47,6 +47,11 @@ class LanguageModelingOptions(BaseModel):
     block_size: int = Field(256, ge=2, description="tokens an example has, at most")
     packing: bool | None = Field(
         None, description="texts follow each other in blocks that are all full; default: true for texts alone"
+    )
+    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
+        None,
+        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
+        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
     )
     samples: int = Field(2, ge=0, description="continuations to show after each evaluation")
     sample_prompt: str | None = Field(None, description="what they continue; default: beginnings of validation texts")
@@ -127,12 +132,14 @@ class LanguageModeling(PerToken):
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
         self.options = LanguageModelingOptions.model_validate(run.task.options)
+        self.loss_chunk = self.options.loss_chunk
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import chunked_loss, models
 
-        return models.build(self.run, "causal", self.tokenizer, empty, **_entries(self.run))
+        model = models.build(self.run, "causal", self.tokenizer, empty, **_entries(self.run))
+        return chunked_loss.install(model, self.loss_chunk)
 
     def score_texts(
         self,

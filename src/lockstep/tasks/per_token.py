@@ -24,27 +24,35 @@ class PerToken(Task):
     """A task with a cross-entropy over [B, T] targets; `metrics` is left to say what the sums mean."""
 
     tokenizer: Any
+    loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         import torch
 
         from lockstep.data.batch import IGNORED, MicroBatch
+        from lockstep.tasks.models.chunked_loss import with_targets
 
         blank = len(rows) == 0
         rows = np.zeros(1, dtype=np.int64) if blank else rows
         ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))  # [B, T]
         targets = torch.from_numpy(columns.ragged("targets").padded(rows, IGNORED)[0])  # [B, T]
+        targets = torch.full_like(targets, IGNORED) if blank else targets
         inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        return MicroBatch(index, inputs, torch.full_like(targets, IGNORED) if blank else targets)
+        return MicroBatch(index, with_targets(inputs, targets, self.loss_chunk), targets)
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return int(columns.flat("count")[rows].sum())
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        return _loss_sum(outputs.logits.float(), targets)
+        return outputs.loss if self.loss_chunk else _loss_sum(outputs.logits.float(), targets)
 
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
-        return self.sums(forward(batch.inputs).float(), batch.targets)
+        found = forward(batch.inputs).float()
+        if self.loss_chunk:
+            from lockstep.tasks.models.chunked_loss import scored
+
+            return scored(found, batch.targets)
+        return self.sums(found, batch.targets)
 
     def sums(self, logits: Tensor, targets: Tensor) -> Sums:
         """Loss, examples, targets and how many of them are the likeliest, of float32 logits [B, T, V]."""

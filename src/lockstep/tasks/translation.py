@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,6 +41,11 @@ class TranslationOptions(BaseModel):
         "shared", description="trained ones: one for both languages, or one each (marian)"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
+    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
+        None,
+        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
+        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
+    )
     bleu: bool = Field(True, description="write translations at each evaluation, and score them by BLEU and chrF")
     bleu_tokenizer: str = Field("13a", description="sacrebleu's tokenizer: 13a, intl, zh, ja-mecab, char, ...")
     beams: int = Field(1, ge=1, description="of the search that writes translations; 1: greedy")
@@ -88,15 +93,17 @@ class Translation(Task):
         self.overlap = bleu.Overlap(self.options.bleu_tokenizer) if self.options.bleu else None
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import chunked_loss, models
 
-        return models.build(self.run, "seq2seq", self.tokenizer, empty, **self.entries)
+        model = models.build(self.run, "seq2seq", self.tokenizer, empty, **self.entries)
+        return chunked_loss.install(model, self.options.loss_chunk, self.options.label_smoothing)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         """Teacher forcing: the decoder reads its start token and then the targets, one behind."""
         import torch
 
         from lockstep.data.batch import IGNORED, MicroBatch
+        from lockstep.tasks.models.chunked_loss import with_targets
 
         blank = len(rows) == 0
         rows = np.zeros(1, dtype=np.int64) if blank else rows
@@ -105,23 +112,27 @@ class Translation(Task):
         read = np.roll(wanted, 1, axis=1)
         read[:, 0] = self.entries["decoder_start_token_id"]
         targets = torch.from_numpy(np.where(real == 1, wanted, IGNORED))
-        inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": read}
+        targets = torch.full_like(targets, IGNORED) if blank else targets
+        arrays = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": read}
         if self.unpadded:
-            inputs["decoder_attention_mask"] = real
-        return MicroBatch(
-            index,
-            {name: torch.from_numpy(values) for name, values in inputs.items()},
-            torch.full_like(targets, IGNORED) if blank else targets,
-        )
+            arrays["decoder_attention_mask"] = real
+        inputs = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        return MicroBatch(index, with_targets(inputs, targets, self.options.loss_chunk), targets)
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return int(columns.ragged("target_ids").lengths[rows].sum())
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        if self.options.loss_chunk:
+            return outputs.loss
         return _cross_entropy(outputs.logits, targets, self.options.label_smoothing)
 
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
         logits = forward(batch.inputs)  # [B, T, V]
+        if self.options.loss_chunk:
+            from lockstep.tasks.models.chunked_loss import scored
+
+            return scored(logits, batch.targets)
         real = batch.targets >= 0  # [B, T]
         return {
             "loss": _cross_entropy(logits, batch.targets, 0.0).double(),
@@ -238,7 +249,7 @@ class Translation(Task):
 
 def _asked(batch: MicroBatch) -> dict[str, Tensor]:
     """What is to be translated, without what the decoder would read."""
-    return {name: tensor for name, tensor in batch.inputs.items() if not name.startswith("decoder")}
+    return {name: batch.inputs[name] for name in ("input_ids", "attention_mask")}
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:

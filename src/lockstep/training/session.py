@@ -25,7 +25,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.engines import blocks, compiled
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import attention, padding
+from lockstep.tasks.models import attention, chunked_loss, padding
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
 from lockstep.training.checkpoint_model import fetch
@@ -65,6 +65,7 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
     """Check, prepare the data, join the other ranks, and agree with them that all have the same. `data`: the run whose
     data they are, where that is another. Collective. Errors: `RunError`, `Unreached`."""
     attention.check(run, here=True)
+    chunked_loss.check(run, here=True)
     run.check_shared(world.size, f"launch: {world.size} processes")
     strategies.checked_strategy(run, world.size)
     blocks.check(run, here=True)

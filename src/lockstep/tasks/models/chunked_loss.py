@@ -1,0 +1,314 @@
+"""Cross-entropy of a language model without its matrix of logits: `task.loss_chunk` tokens go through its head at once.
+
+In: a model of transformers with a linear head, and targets beside its inputs. Out: the same model, which gives the sum
+of the losses where it gave logits. No code of a model is written: the head's `forward` is replaced, so that what wraps
+the model (DDP, FSDP, DeepSpeed) gathers the head's weights and finds their gradients as before.
+
+Positions without a target cost nothing. Gradients are made in the forward pass, chunk by chunk, while a chunk's logits
+are there (as Liger-Kernel does), so no logits are computed twice. What the model does with its logits after the head
+is known for `Finish`, and compared with the model itself when it is built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.modeling_outputs import CausalLMOutput
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import TARGETS
+from lockstep.tasks.models import models
+
+KEY = "task.loss_chunk"
+LIGER = "liger"
+OUT = "; leave it out for the whole matrix of logits"
+_HEADS = {"language_modeling": "causal", "translation": "seq2seq"}
+
+
+def check(run: Run, here: bool) -> None:
+    """Refuse what cannot work before any rank has started. `here`: the ranks will run on machines like this one.
+    Errors: `RunError`."""
+    if run.task.name not in _HEADS or (chunk := run.task.options.get("loss_chunk")) is None:
+        return
+    if run.strategy.options.get("tensor_parallel", 1) != 1:
+        raise RunError(f"{KEY}: was not tried with strategy.options.tensor_parallel{OUT}")
+    if run.precision not in ("fp32", "bf16"):
+        raise RunError(f"{KEY}: makes gradients before they are scaled, as {run.precision} needs them{OUT}")
+    if chunk == LIGER:
+        instead = f"; give a number of tokens, such as {KEY}=256"
+        if run.launch.device == "cpu" or (here and not torch.cuda.is_available()):
+            raise RunError(f"{KEY}: {LIGER} is made of Triton kernels, which run on GPUs only{instead}")
+        if here and importlib.util.find_spec("liger_kernel") is None:
+            raise RunError(f"{KEY}: {LIGER} needs liger_kernel, which is not installed: pip install "
+                           f"'lockstep-train[liger]'{instead}")  # fmt: skip
+    import transformers
+
+    if not run.model.adapter:  # an adapter is put around it when it is built, and looked at then
+        with torch.device("meta"):
+            auto = getattr(transformers, models.HEADS[_HEADS[run.task.name]][0])
+            head_of(auto.from_config(models.load_config(run), trust_remote_code=run.model.trust_remote_code))
+
+
+def head_of(model: Any) -> nn.Linear:
+    """The layer that makes logits. Errors: `RunError` where it is no plain linear one."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        kind = "none" if head is None else f"a {type(head).__module__}.{type(head).__name__}"
+        raise RunError(f"{KEY}: needs a model whose head is a linear layer, and this has {kind}{OUT}")
+    return head
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What a model does with its logits after the head: `cap * tanh((logits * scale + bias) / cap)`."""
+
+    scale: float = 1.0  # Cohere, Granite, Falcon-H1
+    biased: Any = None  # the module whose buffer `final_logits_bias` [1, V] is added: BART, Marian
+    cap: float | None = None  # Gemma
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V]; looked up anew, since engines move buffers."""
+        return None if self.biased is None else self.biased.final_logits_bias.flatten()
+
+    @classmethod
+    def of(cls, model: Any) -> Finish:
+        """As the model's config and buffers say; `agree` holds it to what the model does."""
+        config = model.config.get_text_config(decoder=True)
+        scale = 1.0
+        for entry in ("logit_scale", "lm_head_multiplier"):
+            scale *= float(models.entry(config, entry) or 1.0)
+        scale /= float(models.entry(config, "logits_scaling") or 1.0)
+        biased = next((m for m in model.modules() if "final_logits_bias" in dict(m.named_buffers(recurse=False))), None)
+        return cls(scale, biased, models.entry(config, "final_logit_softcapping"))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Of float32 logits [N, V], in place."""
+        if self.scale != 1.0:
+            logits *= self.scale
+        if self.bias is not None:
+            logits += self.bias
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+
+def install(model: nn.Module, chunk: int | str | None, smoothing: float = 0.0) -> nn.Module:
+    """The model, whose forward takes its `TARGETS` beside its inputs and then gives, as an output's `loss`, the sum of
+    their losses (label smoothing as in torch) or, in evaluation mode, as `logits` what `scored` reads. Without targets
+    it gives logits. Errors: `RunError` when the model makes something else of its logits than is known here."""
+    if chunk is None:
+        return model
+    head = head_of(model)
+    finish = Finish.of(model)
+    if head.weight.device.type != "meta":
+        agree(model, head, finish)
+    _Installed(model, head, finish, chunk, smoothing)
+    return model
+
+
+class _Installed:
+    """The hooks on a model and its head, and what a forward hands from one to the other."""
+
+    def __init__(self, model: nn.Module, head: nn.Linear, finish: Finish, chunk: int | str, smoothing: float) -> None:
+        self.head, self.finish, self.chunk, self.smoothing = head, finish, chunk, smoothing
+        self.plain = head.forward
+        self.targets: Tensor | None = None  # [B, T], of the forward that is under way
+        self.scores: Tensor | None = None  # [B, T, 2]
+        self.loss: Tensor | None = None
+        self.last: Any = None
+        head.forward = self.forward  # type: ignore[method-assign]
+        model.register_forward_pre_hook(self.begin, with_kwargs=True)
+        model.register_forward_hook(self.end)
+
+    def begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kwargs = dict(kwargs)
+        self.targets, self.loss, self.scores = kwargs.pop(TARGETS, None), None, None
+        if self.last is not None:  # a forward that did not come to its head, in a stage of a pipeline
+            self.last.remove()
+        if self.targets is not None:
+            # at every forward, so that it is the last one: an engine's hook may put a node of its own behind the output
+            self.last = self.head.register_forward_hook(self.take)
+        return args, kwargs
+
+    def take(self, head: nn.Module, args: Any, output: Tensor) -> None:
+        self.loss = output.sum()  # of one number
+        self.last.remove()
+
+    def end(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if self.targets is None:
+            return None
+        self.targets = None
+        assert self.loss is not None, "the model's forward has not called its head"
+        loss, scores, self.loss, self.scores = self.loss, self.scores, None, None
+        return CausalLMOutput(loss=loss if model.training else None, logits=scores)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The head's: logits where no targets are known, else one number [1, 1, 1], with which the model goes on as if
+        it were logits; what becomes of it there is not used."""
+        if self.targets is None:
+            return self.plain(hidden)
+        if hidden.shape[:2] != self.targets.shape:
+            raise RunError(f"{KEY}: this model's head is given other positions than there are targets{OUT}")
+        wanted = self.targets.flatten()
+        rows = (wanted >= 0).nonzero().flatten()  # on CUDA the host waits here
+        states, wanted = hidden.flatten(0, 1), wanted[rows]
+        if not self.head.training:
+            scores = _scores(states[rows], wanted, self.head, self.finish, _size(self.chunk))
+            self.scores = scores.new_zeros(len(states), 2).index_copy_(0, rows, scores).view(*hidden.shape[:2], 2)
+            return scores.new_zeros(1, 1, 1)
+        if self.chunk == LIGER:
+            return _by_liger(states[rows], wanted, self.head, self.finish, self.smoothing).view(1, 1, 1)
+        weight, bias = self.head.weight, self.head.bias
+        how = (self.finish, _size(self.chunk), self.smoothing, _compute_dtype(weight))
+        return _Loss.apply(states, rows, wanted, weight, bias, how).view(1, 1, 1)
+
+
+def _size(chunk: int | str) -> int:
+    return chunk if isinstance(chunk, int) else 1024
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """Of the head's matrix product: autocast's where it is on."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+class _Loss(torch.autograd.Function):
+    """The sum of cross-entropies of some rows of `states` [N, H]: float32 scalar. Products are in the compute dtype (as
+    autocast would have them; their logits are rounded to it), all else is float32: softmax, loss, and the sums over
+    chunks of the gradients of weight and bias, in the order of the chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, rows: Tensor, targets: Tensor, weight: Tensor, bias: Any, how: Any) -> Tensor:
+        finish, size, smoothing, dtype = how
+        asked = ctx.needs_input_grad
+        used = states[rows].to(dtype)  # [n, H]
+        with torch.autocast(weight.device.type, enabled=False):
+            matrix = weight.to(dtype)
+            to_states = torch.zeros_like(states) if asked[0] else None
+            to_weight = torch.zeros_like(weight, dtype=torch.float32) if asked[3] else None
+            to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and asked[4] else None
+            losses = [states.new_zeros(0, dtype=torch.float32)]
+            for start in range(0, len(rows), size):
+                part, wanted = used[start : start + size], targets[start : start + size]
+                logits = linear(part, matrix, None if bias is None else bias.to(dtype)).float()  # [n, V]
+                loss, slope = _losses(logits, wanted, finish, smoothing)  # slope: in the memory of logits
+                losses.append(loss)
+                if to_bias is not None:
+                    to_bias += slope.sum(0)
+                slope = slope.to(dtype)
+                if to_states is not None:
+                    to_states[rows[start : start + size]] = (slope @ matrix).to(states.dtype)
+                if to_weight is None:
+                    continue
+                if dtype == torch.float32:
+                    to_weight.addmm_(slope.t(), part)
+                else:
+                    to_weight += slope.t() @ part
+        ctx.given, ctx.dtypes = (to_states, to_weight, to_bias), (weight.dtype, None if bias is None else bias.dtype)
+        return torch.cat(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (states, weight, bias), ctx.given = ctx.given, None  # held no longer than needed: backward runs once
+        for each in (states, weight, bias):
+            if each is not None:
+                each *= gradient
+        weight = None if weight is None else weight.to(ctx.dtypes[0])
+        return states, None, None, weight, None if bias is None else bias.to(ctx.dtypes[1]), None
+
+
+def _losses(logits: Tensor, targets: Tensor, finish: Finish, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Cross-entropies [n], and their gradients by the head's logits [n, V], in the memory of the logits: float32."""
+    logits = finish(logits)
+    capped = logits.clone() if finish.cap is not None else None
+    places = targets[:, None]
+    logits -= logits.amax(1, keepdim=True)
+    right = logits.gather(1, places).squeeze(1)
+    mean = logits.mean(1) if smoothing else right
+    sums = logits.exp_().sum(1, keepdim=True)  # [n, 1]
+    losses = sums.squeeze(1).log() - (1 - smoothing) * right - smoothing * mean
+    slope = logits.div_(sums)
+    if smoothing:
+        slope -= smoothing / slope.shape[1]
+    slope.scatter_add_(1, places, torch.full_like(sums, smoothing - 1.0))
+    if capped is not None and finish.cap is not None:
+        slope *= 1 - (capped.div_(finish.cap)).square_()
+    return losses, slope.mul_(finish.scale) if finish.scale != 1.0 else slope
+
+
+def _scores(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, size: int) -> Tensor:
+    """For each row its cross-entropy, and 1 where its target is the likeliest token: float32 [n, 2]."""
+    found = [torch.zeros(0, 2, device=states.device)]
+    bias = head.bias
+    for start in range(0, len(states), size):
+        part, wanted = states[start : start + size], targets[start : start + size]
+        logits = finish(linear(part, head.weight, bias).float())
+        loss = nn.functional.cross_entropy(logits, wanted, reduction="none")
+        found.append(torch.stack([loss, (logits.argmax(1) == wanted).float()], 1))
+    return torch.cat(found)
+
+
+def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, smoothing: float) -> Tensor:
+    """The sum by Liger-Kernel's fused linear cross-entropy, its gradients added up in float32. CUDA."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
+
+    if finish.bias is not None and bool(finish.bias.any()):
+        raise RunError(f"{KEY}: {LIGER} knows no second bias of logits; give a number of tokens")
+    dtype = _compute_dtype(head.weight)
+    states, weight = (states * finish.scale).to(dtype), head.weight.to(dtype)
+    bias = None if head.bias is None else (head.bias * finish.scale).to(dtype)
+    options = {"label_smoothing": smoothing, "reduction": "sum", "softcap": finish.cap, "accum_dtype": torch.float32}
+    return fused(states, weight, targets, bias, **options).float()
+
+
+def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
+    """Compare what is known of the model's logits with what it makes of random ones. Errors: `RunError`."""
+    leaves: list[Tensor] = []
+
+    def instead(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        drawn = 40 * torch.rand(output.shape, generator=torch.Generator().manual_seed(0)) - 20
+        leaves.append(drawn.to(output).requires_grad_())
+        return leaves[-1]
+
+    ids = torch.tensor([[0, 1]], device=head.weight.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    training = model.training
+    hook = head.register_forward_hook(instead)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            logits = model.eval()(**inputs).logits
+    finally:
+        hook.remove()
+        model.train(training)
+    if len(leaves) == 1 and leaves[0].shape == logits.shape == (1, 2, head.out_features) and logits.requires_grad:
+        trained = [p for p in model.parameters() if p.requires_grad]  # none of them may come in after the head
+        others = torch.autograd.grad(logits.sum(), trained, allow_unused=True) if trained else ()
+        near = 1e-5 if logits.dtype == torch.float32 else 2e-2
+        with torch.no_grad():
+            found = finish(leaves[0][0].float().clone())
+        if all(g is None for g in others) and torch.allclose(found, logits[0].float(), rtol=near, atol=near):
+            return
+    raise RunError(
+        f"{KEY}: what a {model.config.model_type} makes of its head's logits is not known here, so its loss would be "
+        f"another{OUT}"
+    )
+
+
+def with_targets(inputs: Mapping[str, Tensor], targets: Tensor, chunk: int | str | None) -> dict[str, Tensor]:
+    """The model's inputs, and its targets among them where it takes its own loss."""
+    return {**inputs} if chunk is None else {**inputs, TARGETS: targets}
+
+
+def scored(scores: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Sums over the targets [B, T] of what `install` gives in evaluation mode: [B, T, 2]."""
+    real = targets >= 0
+    loss, right = scores.double().sum((0, 1))
+    return {"loss": loss, "examples": real.any(1).sum().double(), "targets": real.sum().double(), "right": right}
