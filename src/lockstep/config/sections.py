@@ -28,8 +28,9 @@ SHORT = {
     "track": "to",
 }
 BEFORE = {"data.padding": "batch"}  # what was done before there was a key, where that is not its default
-# What other systems call the two precisions.
+# What other systems call the precisions.
 PRECISIONS = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32": "fp32", "32-true": "fp32"}
+PRECISIONS |= {"float16": "fp16", "16": "fp16", "16-mixed": "fp16", "half": "fp16"}
 
 
 def at_length(section: str, value: Any) -> Any:
@@ -56,7 +57,7 @@ def _listed(value: Any) -> Any:
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
-Precision = Annotated[Literal["fp32", "bf16"], BeforeValidator(lambda value: PRECISIONS.get(str(value), value))]
+Precision = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(lambda value: PRECISIONS.get(str(value), value))]
 Names = Annotated[list[str], BeforeValidator(_listed)]
 
 
