@@ -325,12 +325,14 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     """The task's model, its tensors laid out in memory as their shapes say; `empty`: on the meta device.
 
     Sums, slices and fused updates walk through memory: the gradient of a transposed weight would be taken in another
-    order than the weight. Errors: `RunError` for trainable weights that are not float32.
+    order than the weight. Errors: `RunError` for trainable weights that are not float32, unless the run asks for
+    others.
     """
+    wanted = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
     model = task.model(empty=True) if empty else task.model()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be torch.float32")
+        if parameter.requires_grad and parameter.dtype != wanted:
+            raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be {wanted}")
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()
