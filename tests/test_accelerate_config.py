@@ -26,7 +26,8 @@ def plan(folder: Path, config: Any, *overrides: str) -> None:
     ("config", "words"),
     [
         (ZERO, ["zero_stage 2: strategy.name=zero2", "mixed_precision bf16: precision=bf16"]),
-        (PLAIN | {"mixed_precision": "fp16"}, ["no fp16", "precision=bf16 or fp32"]),
+        (PLAIN | {"mixed_precision": "fp8"}, ["no fp8", "precision=bf16, fp16 or fp32"]),
+        (PLAIN | {"mixed_precision": "fp16"}, ["precision=fp16"]),
         (PLAIN | {"distributed_type": "FSDP"}, ["strategy.name=fsdp2"]),
         (PLAIN | {"distributed_type": "MEGATRON_LM"}, ["MEGATRON_LM", "no strategy of lockstep"]),
         (PLAIN | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["strategy.options.torch_compile=true"]),

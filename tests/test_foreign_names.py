@@ -128,7 +128,7 @@ def test_a_short_section_that_will_not_do_is_refused() -> None:
     assert "strategy.name: unknown name 'deepsped'" in said("strategy=deepsped")
     assert "not both" in said("model=gpt2")  # beside type: which of the two is not guessed
     assert "model: 5 will not do" in said("model=5")
-    assert "'fp16' will not do: wanted is 'fp32' or 'bf16'" in said("precision=fp16")
+    assert "'fp8' will not do: wanted is 'fp32', 'bf16' or 'fp16'" in said("precision=fp8")
 
 
 def test_the_schema_takes_what_is_read() -> None:
@@ -137,7 +137,7 @@ def test_the_schema_takes_what_is_read() -> None:
     for text in (SHORT, LONG, whole.dump(), SHORT.replace("wandb", "[wandb, mlflow]"), SHORT.replace("bfloat16", "32")):
         load(None, [], yaml.safe_load(text))
         assert not list(found.iter_errors(yaml.safe_load(text)))
-    for text in (SHORT.replace("gpt2", "5"), LONG + "eval_steps: 3", SHORT.replace("bfloat16", "fp16")):
+    for text in (SHORT.replace("gpt2", "5"), LONG + "eval_steps: 3", SHORT.replace("bfloat16", "fp8")):
         with pytest.raises(RunError):
             load(None, [], yaml.safe_load(text))
         assert list(found.iter_errors(yaml.safe_load(text)))

@@ -143,7 +143,7 @@ def test_arguments_as_trainer_writes_them(here: Path, capsys: pytest.CaptureFixt
 
 def test_what_has_no_counterpart_is_listed_with_why(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = {
-        "fp16": True,
+        "tpu_num_cores": 8,
         "lr_scheduler_type": "polynomial",
         "dataloader_num_workers": 4,
         "my_key": 1,
@@ -153,7 +153,7 @@ def test_what_has_no_counterpart_is_listed_with_why(here: Path, capsys: pytest.C
     moved(here / "args.json")
     said, text = capsys.readouterr().out, (here / "moved.yaml").read_text()
     for wanted in (
-        "fp16: True (there is no fp16",
+        "tpu_num_cores: 8 (",
         "lr_scheduler_type: polynomial (optim.schedule is one of linear, cosine, constant",
         "dataloader_num_workers: 4 (",
         "my_key: 1 (not a key that is known here)",

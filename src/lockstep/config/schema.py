@@ -21,6 +21,6 @@ def schema() -> dict[str, Any]:
         texts = to["anyOf"] if name == "track" else [{"type": "string"}]
         properties[name] = {"anyOf": [{"$ref": properties[name]["$ref"]}, *texts]}
     precision = properties["precision"]
-    precision["enum"] += [*PRECISIONS, 32]
+    precision["enum"] += [*PRECISIONS, 32, 16]
     del precision["type"]
     return found

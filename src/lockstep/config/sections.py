@@ -28,8 +28,9 @@ SHORT = {
     "track": "to",
 }
 BEFORE = {"data.padding": "batch"}  # what was done before there was a key, where that is not its default
-# What other systems call the two precisions.
+# What other systems call the precisions.
 PRECISIONS = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32": "fp32", "32-true": "fp32"}
+PRECISIONS |= {"float16": "fp16", "16": "fp16", "16-mixed": "fp16", "half": "fp16"}
 
 
 def at_length(section: str, value: Any) -> Any:
@@ -56,7 +57,12 @@ def _listed(value: Any) -> Any:
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
-Precision = Annotated[Literal["fp32", "bf16"], BeforeValidator(lambda value: PRECISIONS.get(str(value), value))]
+def _dtype(value: Any) -> Any:
+    return {"bf16": "bfloat16", "fp32": "float32"}.get(name := str(value).removeprefix("torch."), name)
+
+
+Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)]
+Precision = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(lambda value: PRECISIONS.get(str(value), value))]
 Names = Annotated[list[str], BeforeValidator(_listed)]
 
 
@@ -192,8 +198,9 @@ class ModelSection(Section):
     )
     attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
     compile: bool = Field(
-        False, description="torch.compile of the layers, in training; other bits than without, the same at any number "
-        "of processes"
+        False,
+        description="torch.compile of the layers, in training; other bits than without, the same at any number "
+        "of processes",
     )
     checkpoint_activations: bool = Field(
         False,
@@ -206,7 +213,24 @@ class ModelSection(Section):
         default_factory=dict,
         description="train an adapter of peft (type: lora, r, ...) and nothing else; export: merged | adapter",
     )
+    dtype: Dtype = Field(
+        "float32",
+        description="what weights are kept in; bfloat16: computed in it, too. With an adapter (default there: bfloat16) "
+        "of the frozen matrices only, which are computed with as precision says",
+    )
     trust_remote_code: bool = Field(False, description="run code that comes with a Hub model; read it first")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dtype_of_frozen_weights(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("adapter") and values.get("dtype") is None:
+            return {**values, "dtype": "bfloat16"}
+        return values
+
+    @property
+    def trained_in_bfloat16(self) -> bool:
+        """Whether the weights that are trained are bfloat16, and all is computed in it."""
+        return self.dtype == "bfloat16" and not self.adapter
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:

@@ -183,7 +183,7 @@ def pick_device(run: Run, local_rank: int) -> torch.device:
         )
     if count > local_rank and run.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise RunError(
-            f"precision: bf16, but {torch.cuda.get_device_name(local_rank)} does not compute in it; use precision=fp32"
+            f"precision: bf16, but {torch.cuda.get_device_name(local_rank)} does not compute in it; use precision=fp16"
         )
     return torch.device("cuda", local_rank) if count > local_rank else torch.device("cpu")
 

@@ -90,7 +90,7 @@ class FSDP2(Strategy):
     @classmethod
     def rounding(cls, run: Run) -> float:
         low = "bf16" in (run.strategy.options.get(key) for key in ("param_dtype", "reduce_dtype"))
-        return 0.1 if low or (run.precision == "bf16" and tensor_ranks(run) > 1) else 1e-4
+        return 0.1 if low or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
@@ -226,7 +226,7 @@ class FSDP2(Strategy):
             with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
                 loss = self.task.loss_sum(self.model(**micro.inputs), micro.targets)
             with self.phases("backward"):
-                (loss / batch.targets).backward()
+                self.scaled(loss / batch.targets).backward()
                 self.uses.check_reduced()
                 self.collect(micro.index)
             if turn < len(batch.micro_batches):

@@ -182,7 +182,11 @@ class FSDP2Step(Native):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        return held_state.sharded(held_state.tensors_of(self.model), self.stepped, self.optimizer, self.spread)
+        return held_state.sharded(
+            held_state.tensors_of(self.model), self.stepped, self.optimizer, self.spread, self.scaling
+        )
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        held_state.load(saved, held_state.tensors_of(self.model), self.stepped, self.optimizer, self.spread)
+        held_state.load(
+            saved, held_state.tensors_of(self.model), self.stepped, self.optimizer, self.spread, self.scaling
+        )

@@ -65,7 +65,7 @@ class HFAccelerate(Hooked):
         with self.phases("forward"):
             loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
-            self.accelerator.backward(loss / divisor)
+            self.accelerator.backward(self.scaled(loss / divisor))
         return loss.detach()
 
     def close(self) -> None:

@@ -73,6 +73,8 @@ class HFTrainer(Hooked):
                 compute_loss_func=self.loss,
                 optimizers=(self.optimizer, None),
             )
+        if self.run.precision == "fp16":  # by our own autocast and scale: Accelerate's are of GPUs only
+            self.trainer.compute_loss_context_manager = self.autocast  # type: ignore[method-assign, assignment]
         engine: Any = self.trainer.accelerator
         assert engine.num_processes == self.world.size, f"Trainer sees {engine.num_processes} processes"
         engine.ddp_handler = self.handler(arguments)
@@ -98,7 +100,7 @@ class HFTrainer(Hooked):
         loss = self.task.loss_sum(outputs, targets)
         self.loss_sum = loss.detach()
         with self.autocast(False):
-            return loss / num_items_in_batch
+            return self.scaled(loss / num_items_in_batch)
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         inputs = {**micro.inputs, "labels": micro.targets}

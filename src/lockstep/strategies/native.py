@@ -67,8 +67,8 @@ class Native(Strategy):
         groups = optim.groups(self.stepped.items(), optim.undecayed(self.model), self.run.optim.weight_decay)
         self.optimizer = optim.of_groups(self.run.optim, groups)
         # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
-        # saw its bf16 copy being made: then it is made anew for every micro-batch, and the order is the same for all.
-        self.fresh_casts = exact and self.run.precision == "bf16" and max(uses.values(), default=0) > 2
+        # saw its low copy being made: then it is made anew for every micro-batch, and the order is the same for all.
+        self.fresh_casts = exact and self.run.precision != "fp32" and max(uses.values(), default=0) > 2
         self.statistics = Statistics(self.model)
         self.model.train()
         self.wrapped = self.model
@@ -82,7 +82,7 @@ class Native(Strategy):
         self.uses = [0] * len(self.parameters)
         losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
         self.statistics.start(batch.count)
-        with self.autocast():  # around the whole step: weights are cast to bf16 once, not once a micro-batch
+        with self.autocast():  # around the whole step: weights are cast once, not once a micro-batch
             for micro in batch.micro_batches:
                 if self.fresh_casts:
                     torch.clear_autocast_cache()
@@ -116,7 +116,7 @@ class Native(Strategy):
         with self.phases("forward"):
             loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
-            (loss / divisor).backward()
+            self.scaled(loss / divisor).backward()
         return loss.detach()
 
     @abstractmethod

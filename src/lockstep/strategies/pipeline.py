@@ -194,7 +194,7 @@ class Pipeline(Strategy):
         loss = self.task.loss_sum(outputs, micro.targets)
         self.losses[micro.index] = loss.detach()
         with self.autocast(False):
-            return loss / self.batch.targets
+            return self.scaled(loss / self.batch.targets)
 
     def reduce(self) -> list[dict[str, Tensor]]:
         """The gradients of this rank's parts, summed over all micro-batches of all pipelines, by name. Collective."""
@@ -275,7 +275,7 @@ class Pipeline(Strategy):
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         owned = {name: parameter for held in self.held for name, parameter in held.owned.items()}
-        return held_state.sharded(self.weights(), owned, self.optimizer)
+        return held_state.sharded(self.weights(), owned, self.optimizer, scaling=self.scaling)
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters and buffers that this rank answers for."""
@@ -289,7 +289,7 @@ class Pipeline(Strategy):
     def load_sharded_state_dict(self, saved: Saved) -> None:
         for part, held in zip(self.cut_parts, self.held, strict=True):
             tensors = {name: part.tensor(name).detach() for name in part.names}
-            held_state.load(saved, tensors, held.parameters, self.optimizer)
+            held_state.load(saved, tensors, held.parameters, self.optimizer, scaling=self.scaling)
 
     def export(self) -> dict[str, Tensor] | None:
         found = gather(self.weights(), self.world)

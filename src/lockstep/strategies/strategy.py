@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.reduction import share
+from lockstep.strategies.exact.scaling import LOWEST, LossScale
 from lockstep.strategies.exact.statistics import Statistics, buffers_kept
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
@@ -89,7 +91,9 @@ class Strategy(ABC):
         self.phases = Phases(world.device)
         self.data_parallel = DataParallel(world.rank, world.size, world.sum)
         self.asks_late = world.device.type == "cuda"  # whether a step was usable: while the next one is computed
-        self._doubt: tuple[int, Tensor, Tensor] | None = None  # step, losses and norm that nobody has looked at
+        self.scaling = LossScale(world.device) if run.precision == "fp16" else None
+        # step, losses, norm and loss scale that nobody has looked at
+        self._doubt: tuple[int, Tensor, Tensor, Tensor | None] | None = None
 
     @classmethod
     @abstractmethod
@@ -165,8 +169,13 @@ class Strategy(ABC):
         return share(self.run.micro_batches, self.data_parallel.rank, self.data_parallel.size)
 
     def autocast(self, enabled: bool = True) -> torch.autocast:
-        """bf16 where the run asks for it; weights, gradients and moments stay fp32."""
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled and self.run.precision == "bf16")
+        """bf16 or fp16 where the run asks for it; weights, gradients and moments stay fp32."""
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.run.precision)
+        return torch.autocast(self.world.device.type, low or torch.bfloat16, enabled and low is not None)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward is called on: times the loss scale, where there is one."""
+        return loss if self.scaling is None else loss * self.scaling.value
 
     @abstractmethod
     def build(self, task: Task) -> None:
@@ -183,10 +192,15 @@ class Strategy(ABC):
         `uses` are what `agree` gave. Returns the norm before clipping, and whether the update was made: on CUDA that is
         still on the device, which then leaves the weights as they are by itself, and the host hears of it in the next
         update. Collective. Errors: `NotFinite`, also of the update before."""
+        scale = None
+        if self.scaling is not None:
+            gradient.scale_(1 / (scale := self.scaling.value))
         norm = gradient.norm()
+        if self.scaling is not None:
+            self.scaling.follow(losses, norm)
         if self.observe is not None:
             self.observe(gradient.whole(self.world))
-        used = self.doubted(step, losses, norm) if self.asks_late else self.usable(step, losses, norm)
+        used = (self.doubted if self.asks_late else self.usable)(step, losses, norm, scale)
         if used is not False:
             gradient.clip_(norm, self.run.optim.clip)
             gradient.give(uses)
@@ -195,22 +209,25 @@ class Strategy(ABC):
         gradient.take_back()
         return norm.to(self.world.device), used
 
-    def usable(self, step: int, losses: Tensor, norm: Tensor) -> bool:
+    def usable(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> bool:
         """Whether an update may be made of a gradient with this norm and these losses of the step's micro-batches
-        (summed over ranks: [M]): the same on every rank. The host waits for the device here. Errors: `NotFinite`,
-        unless the run says to skip such steps."""
+        (summed over ranks: [M]): the same on every rank. The host waits for the device here. `scale`: that of the loss;
+        a step that it made overflow is left out, whatever the run says of others. Errors: `NotFinite`, unless the run
+        says to skip such steps."""
         bad = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         if not bad and bool(torch.isfinite(norm)):
             return True
+        if not bad and scale is not None and float(scale) > LOWEST:
+            return False
         if self.run.on_nonfinite == "stop":
             raise NotFinite(step, bad, float(norm))
         return False
 
-    def doubted(self, step: int, losses: Tensor, norm: Tensor) -> Tensor:
+    def doubted(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
         """The same without waiting: a bool scalar on the device. What it says of this step is raised by the next call,
         or by `settle`. Errors: `NotFinite` of the step before."""
         self.settle()
-        self._doubt = (step, losses, norm)
+        self._doubt = (step, losses, norm, scale)
         return torch.isfinite(losses).all() & torch.isfinite(norm).to(losses.device)
 
     def settle(self) -> None:
@@ -248,7 +265,7 @@ class Strategy(ABC):
         """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is
         found here. `then`: what is tried while there is a state of the optimizer. Collective. Errors: `RunError` when
         buffers change that each rank would keep for itself."""
-        with buffers_kept(self.model) as changed:
+        with buffers_kept(self.model) as changed, self.scaling.aside() if self.scaling else nullcontext():
             self.train_step(batch, 0.0)  # at this rate weights stay what they are
             self.settle()
             then()
@@ -281,12 +298,12 @@ class Strategy(ABC):
         every rank where the strategy keeps copies (the same bits on each), on one where only that one holds or has
         gathered it. All ranks together hold everything, and the same names and shapes at every call after a step.
         """
-        return held_state.sharded(held_state.tensors_of(self.model), self.named, self.optimizer)
+        return held_state.sharded(held_state.tensors_of(self.model), self.named, self.optimizer, scaling=self.scaling)
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Take over what all ranks' `sharded_state_dict` gave together, on this or another strategy at this or another
         number of processes. Each rank reads what it will hold; none is given all of it."""
-        held_state.load(saved, held_state.tensors_of(self.model), self.named, self.optimizer)
+        held_state.load(saved, held_state.tensors_of(self.model), self.named, self.optimizer, scaling=self.scaling)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The same, whole on rank 0; on other ranks what is there without gathering it."""
@@ -308,12 +325,14 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     """The task's model, its tensors laid out in memory as their shapes say; `empty`: on the meta device.
 
     Sums, slices and fused updates walk through memory: the gradient of a transposed weight would be taken in another
-    order than the weight. Errors: `RunError` for trainable weights that are not float32.
+    order than the weight. Errors: `RunError` for trainable weights that are not float32, unless the run asks for
+    others.
     """
+    wanted = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
     model = task.model(empty=True) if empty else task.model()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be torch.float32")
+        if parameter.requires_grad and parameter.dtype != wanted:
+            raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be {wanted}")
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_contiguous():
             tensor.data = tensor.data.contiguous()

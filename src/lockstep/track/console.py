@@ -178,6 +178,9 @@ class Console:
     def _train(self, step: int, numbers: Mapping[str, float]) -> None:
         if "skipped_steps" in numbers:
             self.note(f"step {step}: {numbers['skipped_steps']:.0f} step(s) skipped: not finite")
+        if "overflowed_steps" in numbers:
+            many, scale = numbers["overflowed_steps"], numbers["loss_scale"]
+            self.note(f"step {step}: {many:.0f} step(s) skipped: fp16 overflowed; the loss scale is {scale:,.0f} now")
         if "spike" in numbers:
             self.note(f"step {step}: the loss jumped to {numbers['loss']:.4g}")
         parts = [

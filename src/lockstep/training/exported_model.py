@@ -47,6 +47,8 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
     if not adapters.is_adapter(export):
         remote = run.model.trust_remote_code
         values["model"] = {"source": str(export), "attention": run.model.attention, "trust_remote_code": remote}
+        if run.model.trained_in_bfloat16:
+            values["model"]["dtype"] = run.model.dtype
     values["model"]["compile"] = False  # training only
     values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
     values["launch"] |= {"name": "local", "processes": 1, "master": None, "rank": None, "world_size": None}

@@ -25,6 +25,7 @@ from lockstep.distributed.profiling import Profiler
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
+from lockstep.strategies.exact.scaling import LossScale
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
@@ -42,6 +43,7 @@ class Meter:
         self._line = began
         self._spikes = Spikes(*state["spikes"]) if state else Spikes()
         self._used: list[Tensor | bool] = []  # of the steps since the last line; may still be on the device
+        self._overflowed: list[Tensor] = []  # the same: by the loss scale of fp16
         self._since = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
@@ -49,21 +51,28 @@ class Meter:
         self._count_skipped()
         return {"line": asdict(self._line), "spikes": self._spikes.state}
 
-    def add(self, batch: StepBatch, result: StepResult) -> None:
-        """One step more."""
+    def add(self, batch: StepBatch, result: StepResult, scaling: LossScale | None = None) -> None:
+        """One step more; `scaling`: of the loss, after it."""
         counts = (batch.examples, batch.tokens, batch.padded, batch.padded_by_chance)
         self._line += Counts(1, *counts)
         self._used.append(result.used)
+        self._overflowed += [scaling.overflowed] if scaling else []
 
-    def line(self, result: StepResult, rate: float, lengths: bool = True) -> dict[str, float]:
+    def line(
+        self, result: StepResult, rate: float, lengths: bool = True, scaling: LossScale | None = None
+    ) -> dict[str, float]:
         """The numbers of a line of the log: this step's, and rates since the last line. `lengths`: whether examples
-        have any. The host waits for the device here."""
+        have any. `scaling`: of the loss. The host waits for the device here."""
         numbers = {"loss": float(result.loss), "learning_rate": rate, "grad_norm": float(result.grad_norm)}
         self._stop_clock()
         self._count_skipped()
         line, self.total, self._line = self._line, self.total + self._line, Counts()
         if line.skipped:
             numbers["skipped_steps"] = line.skipped
+        if line.overflowed:
+            numbers["overflowed_steps"] = line.overflowed
+        if scaling is not None:
+            numbers["loss_scale"] = float(scaling.value)
         if self._spikes.seen(numbers["loss"]):
             numbers["spike"] = 1
         numbers |= {
@@ -87,8 +96,11 @@ class Meter:
 
     def _count_skipped(self) -> None:
         """The host waits for the device here."""
-        self._line += Counts(skipped=sum(not used for used in self._used))
+        overflowed = sum(bool(each) for each in self._overflowed)
+        skipped = sum(not used for used in self._used) - overflowed
+        self._line += Counts(skipped=skipped, overflowed=overflowed)
         self._used.clear()
+        self._overflowed.clear()
 
     def _stop_clock(self) -> None:
         now = time.perf_counter()
@@ -153,7 +165,8 @@ class Counts:
     padded: int = 0
     padded_by_chance: int = 0
     seconds: float = 0.0
-    skipped: int = 0  # steps whose update was left out
+    skipped: int = 0  # steps whose update was left out: not finite
+    overflowed: int = 0  # those left out because fp16 overflowed at their loss scale
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -185,11 +198,12 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
             result = strategy.train_step(batch, rate)
             step += 1
             last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
-            meter.add(batch, result)
+            meter.add(batch, result, strategy.scaling)
             sinks.advance(step)
             journal.answer()
             if due(step, run.track.every, step in (1, feed.total)):  # no line more where a run was stopped on the way
-                sinks.log(step, "train", meter.line(result, rate, session.task.unit is not None))
+                line = meter.line(result, rate, session.task.unit is not None, strategy.scaling)
+                sinks.log(step, "train", line)
                 journal.times(step, phases.take())
             with meter.paused():
                 last = between_steps(session, meter, profiler, step, last)

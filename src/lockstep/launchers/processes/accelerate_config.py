@@ -88,7 +88,9 @@ def _check(run: Run, asked: Asked, where: str) -> None:
 def _differing(run: Run, asked: Asked) -> Iterator[tuple[str, str]]:
     """What is asked for and the run does not do, and the keys that would."""
     if asked.precision not in (*_UNUSED, "fp32", run.precision):
-        known = "precision=bf16" + ("" if asked.precision == "bf16" else f" or fp32; lockstep has no {asked.precision}")
+        known = f"precision={asked.precision}"
+        if asked.precision not in ("bf16", "fp16"):
+            known = f"precision=bf16, fp16 or fp32; lockstep has no {asked.precision}"
         yield f"mixed_precision {asked.precision}", known
     if asked.compiler not in _UNUSED and not run.strategy.options.get("torch_compile"):
         yield f"dynamo_backend {asked.compiler}", "strategy.name=hf_trainer strategy.options.torch_compile=true"

@@ -49,11 +49,11 @@ class AcceleratedFSDP2(FSDP2):
     @classmethod
     def gives_bits(cls, run: Run) -> bool:
         own = "mixed_precision_policy" in run.strategy.options["fsdp"]
-        return run.strategy.exact and run.precision == "fp32" and not own  # in bf16 Accelerate gathers bf16 weights
+        return run.strategy.exact and run.precision != "bf16" and not own  # in bf16 Accelerate gathers bf16 weights
 
     @classmethod
     def rounding(cls, run: Run) -> float:
-        return 1e-4 if run.precision == "fp32" else 0.1
+        return 0.1 if run.precision == "bf16" else 1e-4
 
     def apply_shards(self, exempt: set[str]) -> None:
         from accelerate import FullyShardedDataParallelPlugin

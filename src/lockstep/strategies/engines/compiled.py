@@ -82,7 +82,9 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
     if not run.model.compile:
         return
     PLACE.at("compiling the layers")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))  # ranks share it, under its locks
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled")
+    )  # ranks share it, under its locks
     Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir(mode=0o700, parents=True, exist_ok=True)
     torch.compiler.reset()  # what was made for another run in this process met other sizes
     with making():

@@ -23,7 +23,7 @@ OURS = {
     "steps_per_print": "track.every",
     "torch_autocast": "precision",
     "amp": "precision",
-    "fp16": "precision (bf16: fp16 leaves out updates whose gradient overflows)",
+    "fp16": "precision (bf16 or fp32 with DeepSpeed)",
 }
 AUTO = "auto"
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

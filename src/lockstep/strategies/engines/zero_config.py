@@ -73,6 +73,16 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
             "model.compile: DeepSpeed gathers and lets go of weights inside of the layers, which cannot be compiled then; "
             "leave model.compile out, or use strategy.name=fsdp2"
         )
+    if run.precision == "fp16":
+        raise RunError(
+            "precision: fp16, but DeepSpeed's keeps weights in fp16 and a loss scale of its own, with which no other "
+            "strategy could go on; use precision=bf16 or fp32, or strategy.name=fsdp2"
+        )
+    if run.model.dtype == "bfloat16" and run.model.adapter:
+        raise RunError(
+            "model.dtype: DeepSpeed takes no weights of two dtypes, here bfloat16 beside an adapter in float32; set "
+            "model.dtype=float32, or strategy.name=fsdp2"
+        )
     rows = differing(run, processes, stage, options, key)
     if options and isinstance(options.get("zero_optimization", {}), Mapping):
         import torch

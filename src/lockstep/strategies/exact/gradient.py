@@ -62,6 +62,10 @@ class Gradient:
         found = gather({part.name: part.spread(part.name, gradient) for part, gradient in dense}, world)
         return {name: found[name] for name in self.names} if world.is_main else {}
 
+    def scale_(self, factor: Tensor) -> None:
+        """Multiply it by a float32 scalar, in place."""
+        torch._foreach_mul_([part.values for part in self.parts], factor)
+
     def clip_(self, norm: Tensor, limit: float | None) -> None:
         """Scale it down to the norm `limit`, in place; `norm` is what it has."""
         clip_([part.values for part in self.parts], norm, limit)

@@ -1,7 +1,7 @@
 """Weights and optimizer state under the task's own names, as a checkpoint wants them.
 
 In: the tensors that a rank answers for, the parameters that its optimizer steps, by name. Out: one mapping,
-`model.NAME` and `optimizer.KEY.NAME`; and the way back.
+`model.NAME` and `optimizer.KEY.NAME`, of fp16 also `scaling.KEY`; and the way back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.distributed.sharded import Saved, moments
 from lockstep.strategies.exact import optim
+from lockstep.strategies.exact.scaling import LossScale
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -30,6 +31,7 @@ def sharded(
     trained: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     spread: Callable[[str, Tensor], Tensor] = as_it_is,
+    scaling: LossScale | None = None,
 ) -> dict[str, Tensor]:
     """What a rank has to save. Parameters that no update has touched get the state that they begin with. `spread`: a
     parameter's name and this rank's plain part of it or of a moment -> the DTensor that it is a part of."""
@@ -39,7 +41,7 @@ def sharded(
         for key, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor):
                 found[f"optimizer.{key}.{name}"] = value if key == "step" else spread(name, value)
-    return found
+    return found | dict(scaling.state() if scaling else {})
 
 
 def load(
@@ -48,6 +50,7 @@ def load(
     trained: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     spread: Callable[[str, Tensor], Tensor] = as_it_is,
+    scaling: LossScale | None = None,
 ) -> None:
     """Read into the tensors, and make the optimizer's state of what there is of it. Collective."""
     targets = {f"model.{name}": tensor for name, tensor in tensors.items()}
@@ -56,4 +59,4 @@ def load(
             optimizer.state[parameter] = found
             for key, value in found.items():
                 targets[f"optimizer.{key}.{name}"] = value if key == "step" else spread(name, value)
-    saved.read(targets)
+    saved.read(targets | dict(scaling.state() if scaling else {}))

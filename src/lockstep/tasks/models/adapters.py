@@ -79,10 +79,13 @@ def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
         raise RunError(f"model.adapter: {' '.join(str(error).split())[:400]}") from error
 
 
-def save(run: Run, model: Any, folder: Path) -> None:
-    """Write the adapter alone, or the whole model with it."""
+def save(run: Run, model: Any, folder: Path, published: str | None) -> None:
+    """Write the adapter alone, or the whole model with it: in bfloat16 if it was published in that and kept in it, else
+    in float32. `published`: the dtype that the model's own config names."""
+    from lockstep.tasks.models import kept
+
     if run.model.adapter.get("export", "merged") == "merged":
-        model.merge_and_unload().save_pretrained(folder)
+        kept.merged(model, low=run.model.dtype == "bfloat16" == published).save_pretrained(folder)
     else:
         model.save_pretrained(folder)
         model.config.save_pretrained(folder)  # names of labels

@@ -30,8 +30,8 @@ def check(run: Run, here: bool) -> None:
     instead = "; leave model.attention out for the model's own choice (sdpa)"
     if run.launch.device == "cpu" or (here and not _cuda()):
         raise RunError(f"model.attention: {name} runs on GPUs only, and this job has none{instead}")
-    if run.precision != "bf16":
-        raise RunError(f"model.attention: {name} does not compute in {run.precision}; set precision=bf16{instead}")
+    if run.precision == "fp32":
+        raise RunError(f"model.attention: {name} does not compute in fp32; set precision=bf16{instead}")
     package = _PACKAGES.get(name)
     if here and package is not None and importlib.util.find_spec(package) is None:
         raise RunError(f"model.attention: {name} needs {package}, which is not installed{instead}")

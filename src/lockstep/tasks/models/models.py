@@ -1,6 +1,6 @@
 """Models from transformers: pretrained, or from a config; and back to a folder. The tasks share this.
 
-In: the `model` section, a tokenizer and label names. Out: a float32 model on the CPU, the same bits in every process.
+In: the `model` section, a tokenizer and label names. Out: a model on the CPU, the same bits in every process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, unpadded
+from lockstep.tasks.models import adapters, kept, unpadded
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -246,6 +246,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     laid = padding_refused(run, head) is None
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     options |= {"attn_implementation": unpadded.NAME} if laid else {}
+    options |= kept.loaded_in(run)
     seed_libraries(run.seed)
     if run.model.type is not None:
         for part in texts(config):
@@ -282,9 +283,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     seeds_from_torch(model)
     if laid:
         unpadded.install(model)
-    model = model.float()
-    assert all(p.dtype == torch.float32 for p in model.parameters()), "weights must be float32"
-    return model
+    return kept.settle(run, model)
 
 
 def freeze_as_from_config(model: Any, auto: Any) -> None:
@@ -324,7 +323,7 @@ def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder
         if getattr(part, "use_cache", None) is False:
             part.use_cache = True  # off in training only
     if run is not None and run.model.adapter:
-        adapters.save(run, model, folder)
+        adapters.save(run, model, folder, str(load_config(run).dtype).removeprefix("torch."))
     else:
         model.save_pretrained(folder)  # type: ignore[operator]
     tokenizers.save(tokenizer, folder)
@@ -341,6 +340,8 @@ def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
     adapter = adapters.is_adapter(folder)
     source = local_or_id(run) if adapter else folder
     auto = getattr(transformers, HEADS[head][0])
+    if adapter:
+        options |= kept.loaded_in(run)  # the frozen weights that it was trained beside
     model = auto.from_pretrained(source, config=config, ignore_mismatched_sizes=adapter, **options)
     if adapter:
         from peft import PeftModel

@@ -47,9 +47,7 @@ class Layout:
             self.columns = self.index % self.width  # [N]
             self.ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)  # [B + 1], into N
         on_the_right = bool((real[:, :-1] >= real[:, 1:]).all())
-        self.causal = (
-            kind is causal_mask_function and on_the_right
-        )  # then no real token sees padding: no mask
+        self.causal = kind is causal_mask_function and on_the_right  # then no real token sees padding: no mask
         self.plain = self.causal or kind is bidirectional_mask_function
         self._laid: dict[int, tuple[Tensor, Tensor]] = {}  # what all blocks are given alike, such as rotary positions
 

@@ -266,11 +266,13 @@ def _git(git: Mapping[str, Any]) -> str:
 def _notable(history: History) -> str:
     """Losses that jumped and updates that were left out."""
     jumps = [f"{line['step']:,}" for line in history.metrics if line.get("spike")]
-    skipped = sum(int(line.get("skipped_steps") or 0) for line in history.metrics)
     found = (
         [f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}"] if jumps else []
     )
-    return "; ".join([*found, *([f"{skipped} step(s) were skipped: not finite"] if skipped else [])])
+    for name, why in (("skipped_steps", "not finite"), ("overflowed_steps", "fp16 overflowed at their loss scale")):
+        if count := sum(int(line.get(name) or 0) for line in history.metrics):
+            found.append(f"{count} step(s) were skipped: {why}")
+    return "; ".join(found)
 
 
 def _starts(history: History) -> str:

@@ -62,6 +62,7 @@ TABLE: Table = {
     "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
     "adam_epsilon": Row("optim.eps"),
     "bf16": Row("precision", "true, auto: bf16", values={True: "bf16", "true": "bf16", "auto": "bf16", "full": "bf16"}),
+    "fp16": Row("precision", "true: fp16", values={True: "fp16", "true": "fp16"}),
     "group_by_length": Row("data.group_by_length", "true: 50 steps together", values={True: 50}),
     "attn_implementation": Row("model.attention"),
     "flash_attention": Row("model.attention", "flash_attention_2", values={True: "flash_attention_2"}),
@@ -88,7 +89,6 @@ TABLE: Table = {
     "fsdp_version": Row("strategy.name", "fsdp2", joined=True),
     "deepspeed": Row("strategy.name", "see DeepSpeed: `lockstep init --from` its JSON", joined=True),
     # what has no counterpart
-    "fp16": Row("", "there is no fp16: precision is fp32 or bf16"),
     "tf32": Row("", "torch's own setting; it changes the bits", default=True),
     "load_in_8bit": Row("", QUANTISED),
     "load_in_4bit": Row("", QUANTISED),

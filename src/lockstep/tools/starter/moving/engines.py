@@ -19,7 +19,7 @@ ACCELERATE: Table = {
     "num_machines": Row("launch.machines", "with launch.name: torchrun, above 1", joined=True),
     "main_process_ip": Row("launch.rendezvous", "HOST:PORT, with main_process_port", joined=True),
     "main_process_port": Row("launch.rendezvous", "HOST:PORT, with main_process_ip", joined=True),
-    "mixed_precision": Row("precision", "no: fp32", values={"no": "fp32", "bf16": "bf16"}),
+    "mixed_precision": Row("precision", "no: fp32", values={"no": "fp32", "bf16": "bf16", "fp16": "fp16"}),
     "use_cpu": Row("launch.device", "true: cpu", values={True: "cpu"}),
     "deepspeed_config": Row("strategy", "zero_stage, gradient_clipping, offloading", joined=True),
     "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
@@ -40,7 +40,7 @@ ACCELERATE: Table = {
     "tpu_env": Row("", "no TPUs"),
     "tpu_use_cluster": Row("", "no TPUs"),
     "tpu_use_sudo": Row("", "no TPUs"),
-    "fp8_config": Row("", "precision is fp32 or bf16"),
+    "fp8_config": Row("", "precision is fp32, bf16 or fp16"),
     "parallelism_config": Row("", "strategy.name and its options"),
 }
 
@@ -55,7 +55,7 @@ DEEPSPEED: Table = {
     ),
     "zero_optimization": Row("strategy.name", "its stage; the rest in strategy.options, untouched", joined=True),
     "bf16": Row("precision", "enabled: bf16", joined=True),
-    "fp16": Row("", "there is no fp16: precision is fp32 or bf16", joined=True),
+    "fp16": Row("precision", "enabled: fp16; lockstep does not take it with ZeRO", joined=True),
     "steps_per_print": Row("track.every", joined=True),
 }
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -131,7 +131,7 @@ def move_deepspeed(theirs: Mapping[str, Any], moved: Moved, processes: int | Non
     if _enabled(theirs.get("bf16")):
         moved.set("precision", "bf16", "bf16 enabled")
     if _enabled(theirs.get("fp16")):
-        moved.drop("fp16", theirs["fp16"], "there is no fp16: precision is fp32 or bf16")
+        moved.set("precision", "fp16", "fp16 enabled")
     _optimizer(theirs.get("optimizer"), moved)
     _scheduler(theirs.get("scheduler"), moved)
 

@@ -62,6 +62,7 @@ TABLE: Table = {
     "max_grad_norm": Row("optim.clip"),
     "label_smoothing_factor": Row("task.label_smoothing", "of translation", joined=True),
     "bf16": Row("precision", "bf16", values={True: "bf16", "true": "bf16"}),
+    "fp16": Row("precision", "fp16", values={True: "fp16", "true": "fp16"}),
     "train_sampling_strategy": Row("data.group_by_length", "group_by_length: 50 steps together", joined=True),
     "group_by_length": Row("data.group_by_length", "true: 50 steps together", joined=True),
     # how it is watched and kept
@@ -109,8 +110,7 @@ TABLE: Table = {
     "text_column_name": Row("task.text"),
     "label_column_name": Row("task.label"),
     # what has no counterpart
-    "fp16": Row("", "there is no fp16: precision is fp32 or bf16"),
-    "fp16_full_eval": Row("", "there is no fp16: precision is fp32 or bf16"),
+    "fp16_full_eval": Row("", "an evaluation computes as training does (precision)"),
     "bf16_full_eval": Row("", "an evaluation computes as training does (precision)"),
     "tf32": Row("", _KERNELS, default=True),
     "lr_scheduler_kwargs": Row("", "a schedule has a warm-up and an end, and no more"),
