@@ -58,6 +58,24 @@ class Task(Classification):
             return self.made()
 
 
+class Scaled(Odd):
+    """With a weight that is a single number."""
+
+    def __init__(self, words: int, labels: int) -> None:
+        super().__init__(words, labels)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Answer:
+        answer = super().forward(input_ids, attention_mask)
+        return Answer(answer.logits * self.scale, answer.more)
+
+
+class Number(Task):
+    def made(self) -> nn.Module:
+        torch.manual_seed(self.run.seed)
+        return Scaled(len(self.tokenizer), len(self.labels))
+
+
 class Detached(Task):
     """A loss that depends on no weight."""
 

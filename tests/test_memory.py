@@ -107,6 +107,15 @@ def test_what_is_held_at_the_update(name: str, ranks: int) -> None:
         assert near(rank["update"], formula), f"{rank['update'] / rank['all']:.2f} bytes a parameter"
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [1, 2, slow(4)])
+def test_gathering_once_a_step_shares_out_the_optimizer(ranks: int) -> None:
+    """And at the update the gradients: ZeRO-1 at rest, ZeRO-2 then."""
+    for rank in of("fsdp2", ranks, options={"gather": "step"}):
+        assert near(rank["rest"], (4 + 8 / ranks) * rank["all"]), f"{rank['rest'] / rank['all']:.2f} bytes a parameter"
+        assert near(rank["update"], (4 + 12 / ranks) * rank["all"]), f"{rank['update'] / rank['all']:.2f}"
+
+
 def test_every_strategy_is_measured() -> None:
     assert set(AT_UPDATE) | {"pipeline"} == set(plugins.names("strategies"))
 

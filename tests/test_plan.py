@@ -76,7 +76,11 @@ def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixtu
     assert rows["length"] == "12 steps of 22 examples; an epoch has 5: 2.4 epochs; 2 evaluations on the way"
     mean = task.splits["train"].lengths.sum() / 5  # over the five steps of an epoch
     assert float(rows["tokens"].split()[1].replace(",", "")) == pytest.approx(mean, rel=0.05)
-    assert rows["memory"].startswith(f"about {16 * count / 1e3:.0f} kB a process (weights {4 * count / 1e3:.0f} kB,")
+    held = (24, 4, 4, 8, 8)  # bytes a parameter; of four micro-batches two sums wait, with DDP's buckets
+    total, weights, gradients, moments, sums = (f"{each * count / 1e3:.0f} kB" for each in held)
+    assert rows["memory"].startswith(
+        f"about {total} a process (weights {weights}, gradients {gradients}, optimizer {moments}, partial sums {sums});"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,7 @@ def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixtu
         (["strategy=zero3", "precision=bf16", "strategy.options={bf16: {enabled: true}}"], (0.5, 0.5, 3)),
         (["strategy=hf_accelerate", "strategy.options={deepspeed: {zero_stage: 2}}"], (4, 1, 3)),
         (["strategy=fsdp2"], (1, 1, 2)),
+        (["strategy=fsdp2", "strategy.options={gather: step}"], (4, 4, 2)),
         (["strategy=fsdp2", "strategy.options={replicate: 2}"], (2, 2, 4)),
         (["strategy=pipeline"], (1, 1, 2)),
         (["strategy=pipeline", "strategy.options={stages: 2}"], (2, 2, 4)),
@@ -100,6 +105,14 @@ def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tupl
     """docs/strategies.md, of four processes; tests/test_memory.py measures them."""
     run = load("run.yaml", words)
     assert tuple(strategy_class(run).bytes_held(run, 4).values()) == held
+
+
+def test_plan_says_how_fsdp2_gathers_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ([], "; gather: step, by the memory of this machine;"), (["strategy.exact=false"], ""):
+        assert main(["plan", "run.yaml", "strategy=fsdp2", *words]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
+        assert said in line
+        assert ("gather" in line) == bool(said)
 
 
 @pytest.mark.parametrize(

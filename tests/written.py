@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep.distributed.torch_internals import values_of
+
 _UNTOUCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -45,6 +47,8 @@ class Written(TorchDispatchMode):
         return out
 
     def _count(self, tensor: torch.Tensor) -> None:
+        if tensor.is_sparse:
+            tensor = values_of(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._held:

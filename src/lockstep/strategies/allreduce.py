@@ -43,6 +43,7 @@ class AllReduce(Native):
         exchange = Exchange(self.tree.leaves, self.world.rank, self.world.size)
         for positions in self.buckets:
             exchange.submit({node: [tensors[i] for i in positions] for node, tensors in self.tree.nodes.items()})
+            self.let_go(positions)
         gradients = self.sum_rows({node: [t[i] for i in self.rows] for node, t in self.tree.nodes.items()})
         for positions, tensors in zip(self.buckets, exchange.finish(), strict=True):
             gradients |= dict(zip(positions, tensors, strict=True))

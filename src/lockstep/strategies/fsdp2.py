@@ -34,7 +34,7 @@ from lockstep.strategies.engines.fsdp import (
 from lockstep.strategies.engines.fsdp_gate import gate
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import Exchange, ReductionTree, share
+from lockstep.strategies.exact.reduction import Exchange, ReductionTree, most_held, share
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.fsdp2_step import FSDP2Step
 from lockstep.strategies.strategy import DataParallel, Strategy, make_model, summing
@@ -60,6 +60,21 @@ class FSDP2(Strategy):
     def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
         shards = processes // int(run.strategy.options.get("replicate", 1))
         return {name: each / shards for name, each in super().bytes_held(run, processes).items()}
+
+    @classmethod
+    def partial_sums(cls, run: Run, processes: int) -> float:
+        replicas, leaves = int(run.strategy.options.get("replicate", 1)), run.micro_batches
+        shards = processes // (replicas * tensor_ranks(run))
+        if not cls.gives_bits(run):
+            return 0.0
+        if shards == 1:
+            return 4.0 * (most_held(leaves, replicas, apart=True) - 1)
+        tree, most, block = ReductionTree(leaves), 1, share(leaves, replicas - 1, replicas)  # the largest share
+        for turn in range(block.start, block.stop, shards):
+            for leaf in range(turn, min(turn + shards, block.stop)):  # a block's slices of these come together
+                tree.add(leaf, [])
+            most = max(most, len(tree.nodes))
+        return 4.0 * (most - 1) / shards
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

@@ -107,10 +107,7 @@ class FSDP2Step(Native):
         self.scatter.submit(
             {n: [[self.own(t, rank) for t in tensors] for rank in ranks] for n, tensors in nodes.items()}
         )
-        gone = torch.empty(0)
-        for tensors in self.tree.nodes.values():
-            for i in positions:
-                tensors[i] = gone
+        self.let_go(positions)
         self.sent += 1
 
     def reduce(self) -> list[Tensor]:

@@ -19,7 +19,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import blocks, layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import Node, ReductionTree, most_held, share
+from lockstep.strategies.exact.reduction import Node, ReductionTree, most_held
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.strategy import Strategy, make_model
@@ -37,7 +37,7 @@ class Native(Strategy):
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
-        return 4.0 * (most_partial_sums(run, processes) - 1)
+        return 4.0 * (most_held(run.micro_batches, processes) - 1) if run.strategy.exact else 0.0
 
     @property
     def parameter_count(self) -> int:
@@ -167,6 +167,13 @@ class Native(Strategy):
         part.place(self.node, gradients)
         return part.nodes
 
+    def let_go(self, positions: Sequence[int]) -> None:
+        """Of this rank's partial sums of parameters that have been sent."""
+        gone = torch.empty(0)
+        for tensors in self.tree.nodes.values():
+            for i in positions:
+                tensors[i] = gone
+
     def sum_rows(self, nodes: Mapping[Node, list[Tensor]]) -> dict[int, Tensor]:
         """The row-sparse gradients summed over ranks in tree order, by position; `nodes` holds this rank's partial sums
         in the order of `self.rows`. Collective."""
@@ -200,14 +207,6 @@ class Native(Strategy):
 
     def close(self) -> None:
         del self.model, self.wrapped, self.optimizer, self.parameters, self.named, self.stepped
-
-
-def most_partial_sums(run: Run, processes: int) -> int:
-    """Gradients that a process holds at most during a step's backwards, as the tree needs them."""
-    if not run.strategy.exact:
-        return 1
-    shares = (share(run.micro_batches, rank, processes) for rank in range(processes))
-    return max(most_held(mine.start, mine.stop, run.micro_batches) for mine in shares)
 
 
 def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:

@@ -38,7 +38,7 @@ from lockstep.strategies.engines.pipelining import (
 )
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import Exchange, buckets, share
+from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
 from lockstep.strategies.strategy import DataParallel, Strategy, make_model, summing
 from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
@@ -58,6 +58,13 @@ class Pipeline(Strategy):
     def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
         stages = int(run.strategy.options.get("stages", processes))
         return {name: each / stages for name, each in super().bytes_held(run, processes).items()}
+
+    @classmethod
+    def partial_sums(cls, run: Run, processes: int) -> float:
+        if not run.strategy.exact:
+            return 0.0
+        stages = int(run.strategy.options.get("stages", processes))
+        return 4.0 * (most_held(run.micro_batches, processes // stages, apart=True) - 1) / stages
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.config.run import RunError
+from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact.reduction import Exchange, buckets
@@ -38,6 +38,12 @@ class Hooked(Native):
 
     primed = True  # False while DDP has still to see a backward outside `no_sync`
     steady: bool | None = None  # whether every micro-batch so far used every weight; None: no step was seen
+
+    @classmethod
+    def partial_sums(cls, run: Run, processes: int) -> float:
+        """DDP's buckets hold a gradient besides."""
+        buckets = processes > 1 and run.strategy.exact
+        return super().partial_sums(run, processes) + 4.0 * buckets
 
     @abstractmethod
     def wrap(self) -> nn.Module:

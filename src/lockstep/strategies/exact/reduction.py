@@ -92,14 +92,17 @@ def partial_nodes(first: int, end: int, leaves: int) -> tuple[Node, ...]:
     return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
 
 
-def most_held(first: int, end: int, leaves: int) -> int:
-    """How many partial sums there are at most while the leaves `first..end-1` are made one after another and each is
-    added, while it is made, to the one that waits for it: max(1, log2(k)) for a whole subtree of k leaves."""
-    tree, most = ReductionTree(leaves), 0
-    for leaf in range(first, end):
-        node, _ = tree.take_sibling(leaf)
-        most = max(most, len(tree.nodes) + 1)
-        tree.place(node, [])
+def most_held(leaves: int, ranks: int, apart: bool = False) -> int:
+    """How many partial sums a rank holds at most while it makes its leaves one after another and adds each, while it is
+    made, to the one that waits for it: max(1, log2(k)) for a share that is a whole subtree of k leaves. `apart`: a leaf
+    is made whole before it is added: 1 + log2(k)."""
+    most = 0
+    for rank in range(ranks):
+        tree = ReductionTree(leaves)
+        for leaf in share(leaves, rank, ranks):
+            node, _ = ((0, leaf), None) if apart else tree.take_sibling(leaf)
+            most = max(most, len(tree.nodes) + 1)
+            tree.place(node, [])
     return most
 
 
