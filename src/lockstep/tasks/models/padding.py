@@ -1,8 +1,8 @@
 """`data.padding`: whether a model's padding can be left out, found out by trying.
 
 In: a run, and the head of its model. Out: None, or why padding is computed. The same on every machine and under every
-strategy, as it depends on the model's config and the versions of libraries alone: a small model of the same family
-(two layers, few tokens) is made and run both ways before any process starts. The answer is kept in the cache.
+strategy, as it depends on the model's config and the versions of libraries alone: a model of the same config, but
+narrow and of few tokens, is made and run both ways before any process starts. The answer is kept in the cache.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ def refused(run: Run, head: str) -> str | None:
         return "the model is code from the Hub"
     if (entry := models.leaves_out_layers(config)) is not None:
         return f"layers are left out at random (model.config.{entry})"
-    for part in models.texts(config):  # the same answer whoever asks, before and after a task has set its entries
-        part.use_cache = False
     asked = [config.to_dict(), head, run.model.adapter, torch.__version__, _transformers(), _code()]
     key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -137,29 +135,16 @@ def examples(head: str) -> dict[str, Tensor]:
 
 
 def smaller(config: Any, head: str) -> Iterator[Any]:
-    """The config with few layers that are narrow, with few layers, and as it is; each with few tokens."""
-    for changes in ((_shallow, _narrow), (_shallow,), ()):
+    """The config with narrow layers, and as it is; each with few tokens. All layers are kept: kinds of them may take
+    turns."""
+    for narrow in (True, False):
         found = copy.deepcopy(config)
         try:
-            for part in models.texts(found):
-                for change in changes:
-                    change(part)
+            for part in models.texts(found) if narrow else ():
+                _narrow(part)
             yield _prepared(found, head)
         except Exception:  # a config that does not let itself be changed
             continue
-
-
-def _shallow(config: Any) -> None:
-    """Two layers, or one of each kind."""
-    kinds, layers = models.entry(config, "layer_types"), models.entry(config, "num_hidden_layers")
-    places = sorted({kinds.index(kind) for kind in kinds}) if isinstance(kinds, list) else []
-    places = places if len(places) > 1 else [0, 1]
-    for name, value in list(vars(config).items()):  # lists with an entry a layer
-        if isinstance(value, list) and isinstance(layers, int) and len(value) == layers > len(places):
-            vars(config)[name] = [value[place] for place in places]
-    for name in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"):
-        if (models.entry(config, name) or 0) > len(places):
-            setattr(config, name, len(places))
 
 
 def _narrow(config: Any) -> None:
@@ -175,11 +160,11 @@ def _narrow(config: Any) -> None:
 
 
 def _prepared(config: Any, head: str) -> Any:
-    """Its vocabulary and special tokens those of `examples`."""
+    """Its vocabulary and special tokens those of `examples`, its cache off as in training."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     for part in models.texts(config):
-        part.vocab_size = TOKENS
+        part.vocab_size, part.use_cache = TOKENS, False
         for name, token in (("pad", PAD), ("bos", START), ("eos", END), ("decoder_start", START)):
             setattr(part, f"{name}_token_id", token)
         for name in ("decoder_vocab_size", "vocab_size_per_layer_input"):
