@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,22 @@ def refused(run: Run, head: str) -> str | None:
         return "the model is code from the Hub"
     if (entry := models.leaves_out_layers(config)) is not None:
         return f"layers are left out at random (model.config.{entry})"
-    asked = [config.to_dict(), head, run.model.adapter, torch.__version__, _transformers(), _code()]
+    return _kept(run, head, config, tried)
+
+
+def crosses(run: Run) -> str | None:
+    """Why texts of one block see each other though their positions begin anew with each; None: they do not. Errors:
+    `RunError` when the cache cannot be written."""
+    return _kept(run, "causal", models.load_config(run), tried_apart)
+
+
+def _kept(run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None]) -> str | None:
+    asked = [trial.__name__, run.model.attention, run.data.padding, config.to_dict(), head, run.model.adapter]
+    asked += [torch.__version__, _transformers(), _code()]
     key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def make(aside: Path) -> None:
-        aside.write_text(json.dumps(tried(run, head, config)))
+        aside.write_text(json.dumps(trial(run, head, config)))
 
     found: str | None = json.loads(kept(folder_of("padding") / f"{key}.json", make).read_text())
     return found
@@ -56,10 +67,12 @@ def tried(run: Run, head: str, config: Any) -> str | None:
     with torch.random.fork_rng([]):
         for wanted in smaller(config, head):
             try:
-                outputs, gradients, _ = computed(run, head, wanted, None, inputs)
+                outputs, gradients, blocks = computed(run, head, wanted, None, inputs)
             except Exception as error:  # entries that do not fit each other any more
                 why = _brief(error)
                 continue
+            if blocks is None:
+                return "transformers has no attention by torch's function (sdpa) for it"
             try:
                 found = computed(run, head, wanted, unpadded.NAME, inputs)
             except unpadded.Cannot as error:
@@ -74,11 +87,37 @@ def tried(run: Run, head: str, config: Any) -> str | None:
     return f"a small model of this family could not be tried ({why})"
 
 
+def tried_apart(run: Run, head: str, config: Any) -> str | None:
+    """Compare texts that share a block with the same texts, each in a row of its own."""
+    why = ""
+    attention = unpadded.NAME if refused(run, head) is None else run.model.attention
+    ids = torch.randint(5, TOKENS, (2, 12), generator=torch.Generator().manual_seed(0))  # two blocks of two texts each
+    cuts = (7, 5)
+    positions = torch.stack([torch.cat([torch.arange(cut), torch.arange(12 - cut)]) for cut in cuts])
+    with torch.random.fork_rng([]):
+        for wanted in smaller(config, head):
+            try:
+                model = small(run, head, wanted, attention)
+                parts = [(row, part) for row, cut in enumerate(cuts) for part in (slice(0, cut), slice(cut, 12))]
+                alone = [model(input_ids=ids[row : row + 1, part]).logits[0].detach() for row, part in parts]
+                if attention == unpadded.NAME:
+                    unpadded.install(model)
+                found = model(input_ids=ids, position_ids=positions).logits.detach()
+            except Exception as error:
+                why = _brief(error)
+                continue
+            if not _near(alone, [found[row, part] for row, part in parts]):
+                return "its texts see each other, or their positions"
+            return None
+    return f"a small model of it could not be tried ({why})"
+
+
 def computed(
     run: Run, head: str, config: Any, attention: str | None, inputs: dict[str, Tensor]
-) -> tuple[Tensor, list[Tensor | None], int]:
-    """Logits of real tokens (or of examples), gradients by parameter, and how many blocks got examples end to end."""
-    model = small(run, head, config, attention)
+) -> tuple[Tensor, list[Tensor | None], int | None]:
+    """Logits of real tokens (or of examples), gradients by parameter, and how many blocks got examples end to end; None
+    for a model that has no such attention."""
+    model: Any = small(run, head, config, attention)
     blocks = 0
 
     def count(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,7 +135,9 @@ def computed(
         logits = logits[real]
     weights = torch.linspace(-1, 1, logits.numel()).sin().view_as(logits)
     (logits.float() * weights).sum().backward()
-    return logits.detach(), [parameter.grad for parameter in model.parameters()], blocks
+    gradients = [parameter.grad for parameter in model.parameters()]
+    sdpa = model.get_correct_attn_implementation(None) == "sdpa"  # its own choice
+    return logits.detach(), gradients, blocks if sdpa else None
 
 
 def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:

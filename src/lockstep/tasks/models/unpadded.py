@@ -210,6 +210,8 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
     if more.get("position_bias") is not None:
         raise Cannot("its attention adds a bias by position, which is made for one text")
+    if more.get("softcap") is not None:
+        raise Cannot("its attention caps scores")
     to, of = attention_mask, attention_mask
     if isinstance(attention_mask, Across):
         to, of = attention_mask.own, attention_mask.source
