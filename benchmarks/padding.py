@@ -1,8 +1,8 @@
 """What leaving padding out saves: steps of one run file with `data.padding: none` and `batch`, turn and turn about.
 
-In: a run file and overrides. Out: a line of JSON a precision: seconds of processor time of a step's forward and backward
-under both (median over steps), their ratio, and tokens computed for each real one under `batch`. One process, one thread;
-processor time, so that other work on the machine counts little.
+In: a run file and overrides. Out: a line of JSON a precision: seconds of processor time of a step under both (median
+over steps), their ratio, and tokens computed for each real one under `batch`. One process, one thread; processor time,
+so that other work on the machine counts little.
 Example: python benchmarks/padding.py runs/emotion.yaml --steps 15 model.source=PATH
 """
 

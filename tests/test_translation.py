@@ -175,7 +175,7 @@ def test_greedy_by_forward_is_greedy_by_transformers(tmp_path: Path) -> None:
     model = task.model().eval()
     batch = task.collate(task.splits["validation"], np.arange(6), 0)
     how = Decoding(9, task.tokenizer.pad_token_id, task.tokenizer.eos_token_id, task.entries["decoder_start_token_id"])
-    inputs = {k: v for k, v in batch.inputs.items() if k != "decoder_input_ids"}
+    inputs = {k: v for k, v in batch.inputs.items() if not k.startswith("decoder")}
     turns = []
 
     def forward(asked: Any) -> torch.Tensor:

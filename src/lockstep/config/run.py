@@ -149,19 +149,16 @@ class Run(Section):
         return yaml.safe_dump(disclosure.struck_all(values, filtered), sort_keys=False, allow_unicode=True, width=110)
 
     def arithmetic(self) -> dict[str, Any]:
-        """The keys that decide the weights, flat: a resume must not change any of them.
-
-        With `strategy.exact` neither the strategy nor the number of processes is among them.
-        """
+        """The keys that decide the weights, flat: a resume must not change any of them. With `strategy.exact` neither
+        the strategy nor the number of processes is among them."""
         values = self.model_dump(mode="json")
         for key in _FREE:
             del values[key]
         for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
             del values["model"][key]
-        values["data"].pop("workers")
         task: Any = plugins.find("tasks", self.task.name)
-        if task.own_model:
-            values["data"].pop("padding")  # its collate pads
+        for key in ("workers", *(("padding",) if task.own_model else ())):  # its own collate pads
+            del values["data"][key]
         for key in task.shown:
             values["task"].pop(key, None)
         if self.strategy.exact:

@@ -7,7 +7,7 @@ In: documents as tokens, with the text that each token stands for measured. Out:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,14 +32,14 @@ class Document:
     scored: np.ndarray  # bool [N]: whether it is to be predicted; a prompt is not
     bytes: np.ndarray  # int32 [N]: of UTF-8 that it adds to the text
     words: np.ndarray  # int32 [N]: words of the text that begin with it or inside it
+    starts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))  # bool [N]: a text begins; [0]: unknown
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def part(self, start: int, stop: int) -> Document:
         """Some of its tokens."""
-        span = slice(start, stop)
-        return Document(self.ids[span], self.scored[span], self.bytes[span], self.words[span])
+        return Document(*(getattr(self, each.name)[start:stop] for each in fields(self)))
 
 
 def measured(text: str, ids: Sequence[int] | np.ndarray, ends: np.ndarray | None) -> Document:
@@ -74,8 +74,15 @@ def joined(parts: list[Document]) -> Document:
     """One document after the other."""
     if len(parts) == 1:
         return parts[0]
-    names = ("ids", "scored", "bytes", "words")
-    return Document(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    return Document(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Document)))
+
+
+def apart(documents: Iterable[Document]) -> Iterator[Document]:
+    """Documents that are not seen from one another: each says where it starts, and its first token, which nothing comes
+    before, is not predicted."""
+    for document in documents:
+        first = np.arange(len(document)) == 0
+        yield replace(document, scored=document.scored & ~first, starts=first)
 
 
 def blocks(documents: Iterable[Document], size: int, packed: bool) -> Iterator[Document]:
@@ -105,7 +112,8 @@ def example(part: Document) -> dict[str, np.ndarray | int] | None:
     scored = part.scored[1:]
     if not scored.any():
         return None
-    return {
+    starts = {"starts": part.starts[:-1].astype(np.int32)} if len(part.starts) else {}
+    return starts | {
         "input_ids": part.ids[:-1],
         "targets": np.where(scored, part.ids[1:], IGNORED).astype(np.int32),
         "count": int(scored.sum()),
@@ -114,15 +122,17 @@ def example(part: Document) -> dict[str, np.ndarray | int] | None:
     }
 
 
-def write(parts: Iterable[Document], key: str) -> str:
+def write(parts: Iterable[Document], key: str, starts: bool = False) -> str:
     """The Arrow file of the examples, made if not yet cached, or not as it was. The caller holds the lock. `key` stands
-    for what they are made of. Errors: `RunError` when the cache cannot be written."""
+    for what they are made of. `starts`: they say where documents do. Errors: `RunError` when the cache cannot be
+    written."""
+    schema = SCHEMA.append(pa.field("starts", _NUMBERS)) if starts else SCHEMA
 
     def make(aside: Path) -> None:
         found = (row for part in parts if (row := example(part)) is not None)
-        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as stream:
+        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
             for rows in _shares(found):
-                stream.write_batch(_batch(rows))
+                stream.write_batch(_batch(rows, schema))
 
     return str(kept(folder_of("tokens") / f"{key}.arrow", make))
 
@@ -141,10 +151,12 @@ def _shares(examples: Iterable[dict]) -> Iterator[list[dict]]:
         yield rows
 
 
-def _batch(rows: list[dict]) -> pa.RecordBatch:
+def _batch(rows: list[dict], schema: pa.Schema) -> pa.RecordBatch:
     columns = []
-    for name in ("input_ids", "targets"):
-        offsets = np.cumsum([0, *(len(row[name]) for row in rows)], dtype=np.int32)
-        columns.append(pa.ListArray.from_arrays(offsets, np.concatenate([row[name] for row in rows])))
-    columns += [pa.array([row[name] for row in rows], pa.int64()) for name in ("count", "bytes", "words")]
-    return pa.record_batch(columns, schema=SCHEMA)
+    for each in schema:
+        if each.type == _NUMBERS:
+            offsets = np.cumsum([0, *(len(row[each.name]) for row in rows)], dtype=np.int32)
+            columns.append(pa.ListArray.from_arrays(offsets, np.concatenate([row[each.name] for row in rows])))
+        else:
+            columns.append(pa.array([row[each.name] for row in rows], each.type))
+    return pa.record_batch(columns, schema=schema)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -53,6 +54,9 @@ class LanguageModelingOptions(BaseModel):
         description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
         "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
     )
+    cross_documents: bool = Field(
+        True, description="of packed texts: whether a text is read after those before it in its block; false: by itself"
+    )
     samples: int = Field(2, ge=0, description="continuations to show after each evaluation")
     sample_prompt: str | None = Field(None, description="what they continue; default: beginnings of validation texts")
     sample_tokens: int = Field(64, ge=1, description="tokens of a continuation, at most")
@@ -66,6 +70,8 @@ class LanguageModelingOptions(BaseModel):
             raise ValueError("give prompt and response, or messages, and not both")
         if self.chat_template is not None and self.messages is None:
             raise ValueError("chat_template is for messages; name their column")
+        if not self.cross_documents and not self.packed:
+            raise ValueError("cross_documents is about packed texts, and these are not packed; leave it out")
         return self
 
     @property
@@ -112,11 +118,14 @@ class LanguageModeling(PerToken):
         _check_model(run, options)
         kept = ("text", "prompt", "response", "messages", "chat_template", "block_size")
         values = {k: v for k, v in options.model_dump().items() if k in kept}
+        alone = not options.cross_documents
+        values |= {"cross_documents": False} if alone else {}
         files: dict[str, str] = {}
         for split, dataset in splits.items():
             key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed)
             found = _documents(dataset, tok, options)
-            files[split] = packing.write(packing.blocks(found, options.block_size, options.packed), key)
+            found = packing.apart(found) if alone else found
+            files[split] = packing.write(packing.blocks(found, options.block_size, options.packed), key, alone)
             if examples_in(files[split]) == 0:
                 discard(Path(files[split]))
                 raise RunError(
@@ -140,6 +149,20 @@ class LanguageModeling(PerToken):
 
         model = models.build(self.run, "causal", self.tokenizer, empty, **_entries(self.run))
         return chunked_loss.install(model, self.loss_chunk)
+
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        """Where texts of a block are read by themselves, positions begin anew with each, which is what transformers
+        takes to mean that they do not see each other; it asks for no `attention_mask` beside."""
+        batch = super().collate(columns, rows, index)
+        if self.options.cross_documents:
+            return batch
+        import torch
+
+        starts, _ = columns.ragged("starts").padded(rows if len(rows) else np.zeros(1, dtype=np.int64), 1)  # [B, T]
+        place = np.arange(starts.shape[1])
+        positions = place - np.maximum.accumulate(np.where(starts == 1, place, 0), axis=1)
+        inputs = {name: values for name, values in batch.inputs.items() if name != "attention_mask"}
+        return replace(batch, inputs=inputs | {"position_ids": torch.from_numpy(positions)})
 
     def score_texts(
         self,
@@ -307,9 +330,11 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions) -> 
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
-    from lockstep.tasks.models import models
+    from lockstep.tasks.models import models, padding
 
     models.check(run, "causal", options.block_size, "task.block_size", **_entries(run))
+    if not options.cross_documents and (why := padding.crosses(run)) is not None:
+        raise RunError(f"task.cross_documents: false is not for this family of models: {why}; leave it out")
 
 
 def _entries(run: Run) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def gate(block: nn.Module) -> None:
         leaves = [x + number if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
         return _pytree.tree_unflatten(leaves, spec)
 
+    fsdp = next(iter(block._forward_pre_hooks))  # it has put its own before all others
+    block.register_forward_pre_hook(unseal, prepend=True, with_kwargs=True)
+    block._forward_pre_hooks.move_to_end(fsdp, last=False)
     block.register_forward_pre_hook(seal, prepend=True, with_kwargs=True)
-    block.register_forward_pre_hook(unseal, with_kwargs=True)
     block.register_forward_hook(close, prepend=True)

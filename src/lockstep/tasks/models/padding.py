@@ -1,8 +1,8 @@
 """`data.padding`: whether a model's padding can be left out, found out by trying.
 
 In: a run, and the head of its model. Out: None, or why padding is computed. The same on every machine and under every
-strategy, as it depends on the model's config and the versions of libraries alone: a small model of the same family
-(two layers, few tokens) is made and run both ways before any process starts. The answer is kept in the cache.
+strategy, as it depends on the model's config and the versions of libraries alone: a model of the same config, but
+narrow and of few tokens, is made and run both ways before any process starts. The answer is kept in the cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,22 @@ def refused(run: Run, head: str) -> str | None:
         return "the model is code from the Hub"
     if (entry := models.leaves_out_layers(config)) is not None:
         return f"layers are left out at random (model.config.{entry})"
-    for part in models.texts(config):  # the same answer whoever asks, before and after a task has set its entries
-        part.use_cache = False
-    asked = [config.to_dict(), head, run.model.adapter, torch.__version__, _transformers(), _code()]
+    return _kept(run, head, config, tried)
+
+
+def crosses(run: Run) -> str | None:
+    """Why texts of one block see each other though their positions begin anew with each; None: they do not. Errors:
+    `RunError` when the cache cannot be written."""
+    return _kept(run, "causal", models.load_config(run), tried_apart)
+
+
+def _kept(run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None]) -> str | None:
+    asked = [trial.__name__, run.model.attention, run.data.padding, config.to_dict(), head, run.model.adapter]
+    asked += [torch.__version__, _transformers(), _code()]
     key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def make(aside: Path) -> None:
-        aside.write_text(json.dumps(tried(run, head, config)))
+        aside.write_text(json.dumps(trial(run, head, config)))
 
     found: str | None = json.loads(kept(folder_of("padding") / f"{key}.json", make).read_text())
     return found
@@ -58,10 +67,12 @@ def tried(run: Run, head: str, config: Any) -> str | None:
     with torch.random.fork_rng([]):
         for wanted in smaller(config, head):
             try:
-                outputs, gradients, _ = computed(run, head, wanted, None, inputs)
+                outputs, gradients, blocks = computed(run, head, wanted, None, inputs)
             except Exception as error:  # entries that do not fit each other any more
                 why = _brief(error)
                 continue
+            if blocks is None:
+                return "transformers has no attention by torch's function (sdpa) for it"
             try:
                 found = computed(run, head, wanted, unpadded.NAME, inputs)
             except unpadded.Cannot as error:
@@ -76,11 +87,37 @@ def tried(run: Run, head: str, config: Any) -> str | None:
     return f"a small model of this family could not be tried ({why})"
 
 
+def tried_apart(run: Run, head: str, config: Any) -> str | None:
+    """Compare texts that share a block with the same texts, each in a row of its own."""
+    why = ""
+    attention = unpadded.NAME if refused(run, head) is None else run.model.attention
+    ids = torch.randint(5, TOKENS, (2, 12), generator=torch.Generator().manual_seed(0))  # two blocks of two texts each
+    cuts = (7, 5)
+    positions = torch.stack([torch.cat([torch.arange(cut), torch.arange(12 - cut)]) for cut in cuts])
+    with torch.random.fork_rng([]):
+        for wanted in smaller(config, head):
+            try:
+                model = small(run, head, wanted, attention)
+                parts = [(row, part) for row, cut in enumerate(cuts) for part in (slice(0, cut), slice(cut, 12))]
+                alone = [model(input_ids=ids[row : row + 1, part]).logits[0].detach() for row, part in parts]
+                if attention == unpadded.NAME:
+                    unpadded.install(model)
+                found = model(input_ids=ids, position_ids=positions).logits.detach()
+            except Exception as error:
+                why = _brief(error)
+                continue
+            if not _near(alone, [found[row, part] for row, part in parts]):
+                return "its texts see each other, or their positions"
+            return None
+    return f"a small model of it could not be tried ({why})"
+
+
 def computed(
     run: Run, head: str, config: Any, attention: str | None, inputs: dict[str, Tensor]
-) -> tuple[Tensor, list[Tensor | None], int]:
-    """Logits of real tokens (or of examples), gradients by parameter, and how many blocks got examples end to end."""
-    model = small(run, head, config, attention)
+) -> tuple[Tensor, list[Tensor | None], int | None]:
+    """Logits of real tokens (or of examples), gradients by parameter, and how many blocks got examples end to end; None
+    for a model that has no such attention."""
+    model: Any = small(run, head, config, attention)
     blocks = 0
 
     def count(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,7 +135,9 @@ def computed(
         logits = logits[real]
     weights = torch.linspace(-1, 1, logits.numel()).sin().view_as(logits)
     (logits.float() * weights).sum().backward()
-    return logits.detach(), [parameter.grad for parameter in model.parameters()], blocks
+    gradients = [parameter.grad for parameter in model.parameters()]
+    sdpa = model.get_correct_attn_implementation(None) == "sdpa"  # its own choice
+    return logits.detach(), gradients, blocks if sdpa else None
 
 
 def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:
@@ -137,29 +176,16 @@ def examples(head: str) -> dict[str, Tensor]:
 
 
 def smaller(config: Any, head: str) -> Iterator[Any]:
-    """The config with few layers that are narrow, with few layers, and as it is; each with few tokens."""
-    for changes in ((_shallow, _narrow), (_shallow,), ()):
+    """The config with narrow layers, and as it is; each with few tokens. All layers are kept: kinds of them may take
+    turns."""
+    for narrow in (True, False):
         found = copy.deepcopy(config)
         try:
-            for part in models.texts(found):
-                for change in changes:
-                    change(part)
+            for part in models.texts(found) if narrow else ():
+                _narrow(part)
             yield _prepared(found, head)
         except Exception:  # a config that does not let itself be changed
             continue
-
-
-def _shallow(config: Any) -> None:
-    """Two layers, or one of each kind."""
-    kinds, layers = models.entry(config, "layer_types"), models.entry(config, "num_hidden_layers")
-    places = sorted({kinds.index(kind) for kind in kinds}) if isinstance(kinds, list) else []
-    places = places if len(places) > 1 else [0, 1]
-    for name, value in list(vars(config).items()):  # lists with an entry a layer
-        if isinstance(value, list) and isinstance(layers, int) and len(value) == layers > len(places):
-            vars(config)[name] = [value[place] for place in places]
-    for name in ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"):
-        if (models.entry(config, name) or 0) > len(places):
-            setattr(config, name, len(places))
 
 
 def _narrow(config: Any) -> None:
@@ -175,11 +201,11 @@ def _narrow(config: Any) -> None:
 
 
 def _prepared(config: Any, head: str) -> Any:
-    """Its vocabulary and special tokens those of `examples`."""
+    """Its vocabulary and special tokens those of `examples`, its cache off as in training."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     for part in models.texts(config):
-        part.vocab_size = TOKENS
+        part.vocab_size, part.use_cache = TOKENS, False
         for name, token in (("pad", PAD), ("bos", START), ("eos", END), ("decoder_start", START)):
             setattr(part, f"{name}_token_id", token)
         for name in ("decoder_vocab_size", "vocab_size_per_layer_input"):

@@ -20,11 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 NAME = "lockstep_unpadded"  # `attn_implementation`
+# Tokens of a padded text up to which attention on a CPU is written out: measured, docs/log.md.
+SHORT = {torch.float32: 64, torch.bfloat16: 128}
 
 
 class Cannot(Exception):
@@ -37,19 +40,25 @@ class Layout:
     def __init__(self, real: Tensor, mask: Tensor | None, kind: Callable[..., Any] | None) -> None:
         """`real`: bool [B, T]. `mask`: what transformers' own attention would be given, bool [B, 1, T or other, T].
         `kind`: the function that says which of the real tokens see each other."""
-        self.mask = mask
         self.rows, self.width = real.shape
         lengths = real.sum(1)
         self.shortest, self.longest = int(lengths.min()), int(lengths.max())  # on CUDA the host waits here
-        self.padded = 0 < self.shortest < self.width
-        if self.padded:
-            self.index = real.flatten().nonzero().flatten()  # [N], into B x T
-            self.columns = self.index % self.width  # [N]
-            self.ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)  # [B + 1], into N
+        self.index = real.flatten().nonzero().flatten()  # [N], into B x T
+        self.ends = pad(lengths.cumsum(0), (1, 0)).to(torch.int32)  # [B + 1], into N
+        self.padded_mask = mask
+        full, both_ways = self.shortest == self.width, kind is bidirectional_mask_function
         on_the_right = bool((real[:, :-1] >= real[:, 1:]).all())
-        self.causal = kind is causal_mask_function and on_the_right  # then no real token sees padding: no mask
-        self.plain = self.causal or kind is bidirectional_mask_function
+        self.causal = kind is causal_mask_function and on_the_right  # then no real token sees padding
+        self.plain = self.causal or both_ways  # each text sees all of itself, or all that is before
+        self.mask = None if self.causal or (both_ways and full) else mask  # beside `causal`
+        self._seen = real[:, None, None] if both_ways and not full else self.mask  # the same, small
+        self._bias: Tensor | None = None
         self._laid: dict[int, tuple[Tensor, Tensor]] = {}  # what all blocks are given alike, such as rotary positions
+        self._places: dict[tuple[int, bool], Tensor] = {}
+
+    def fits(self, hidden: Tensor) -> bool:
+        """Whether hidden states are of these examples, end to end or not."""
+        return hidden.shape[:2] in ((self.rows, self.width), (1, len(self.index)))
 
     def lay(self, value: Any) -> Any:
         """What is [B, T, ...] or [1, T, ...] as [1, N, ...]; what is [T] as [N]; anything else as it is."""
@@ -58,17 +67,18 @@ class Layout:
         if not isinstance(value, Tensor):
             return value
         if value.ndim > 1 and value.shape[:2] == (self.rows, self.width):
-            place, source = self.index, value.flatten(0, 1)
-        elif value.ndim > 1 and value.shape[:2] == (1, self.width):
-            place, source = self.columns, value[0]
-        elif value.shape == (self.width,):
-            return value.index_select(0, self.columns)
-        else:
-            return value
-        if value.requires_grad:
-            return _Collect.apply(source, place, len(source))[None] if place is self.index else source[place][None]
+            if value.requires_grad:
+                return _Collect.apply(value.flatten(0, 1), self.index)[None]
+            return self._once(value, lambda: value.flatten(0, 1).index_select(0, self.index)[None])
+        if value.ndim > 1 and value.shape[:2] == (1, self.width) and not value.requires_grad:
+            return self._once(value, lambda: value[0].index_select(0, self.index % self.width)[None])
+        if value.shape == (self.width,):
+            return value.index_select(0, self.index % self.width)
+        return value
+
+    def _once(self, value: Tensor, laid: Callable[[], Tensor]) -> Tensor:
         if id(value) not in self._laid:  # kept with what it was made of, whose id is nobody else's meanwhile
-            self._laid[id(value)] = value, source.index_select(0, place)[None]
+            self._laid[id(value)] = value, laid()
         return self._laid[id(value)][1]
 
     def take_apart(self, value: Any) -> Any:
@@ -77,22 +87,48 @@ class Layout:
             return type(value)(self.take_apart(each) for each in value)
         if not isinstance(value, Tensor) or value.shape[:2] != (1, len(self.index)):
             return value
-        return self.spread(value[0])
+        return _Spread.apply(value[0], self.index, self.rows * self.width).unflatten(0, (self.rows, self.width))
 
     def spread(self, value: Tensor) -> Tensor:
-        """[N, ...] -> [B, T, ...]."""
-        return _Spread.apply(value, self.index, self.rows * self.width).unflatten(0, (self.rows, self.width))
+        """[1, h, N, d] -> [B, h, T, d], contiguous, zeros where there is padding."""
+        _, heads, count, width = value.shape
+        by_head = value.is_contiguous()
+        rows = (value if by_head else value.transpose(1, 2)).reshape(heads * count, width)
+        size = self.rows * heads * self.width
+        return _Spread.apply(rows, self._place(heads, by_head), size).view(self.rows, heads, self.width, width)
 
     def collect(self, value: Tensor) -> Tensor:
-        """[B, T, ...] -> [N, ...]."""
-        return _Collect.apply(value.flatten(0, 1), self.index, self.rows * self.width)
+        """[B, h, T, d] -> [1, N, h, d]."""
+        _, heads, _, width = value.shape
+        return _Collect.apply(value.reshape(-1, width), self._place(heads, False)).view(1, -1, heads, width)
+
+    def _place(self, heads: int, by_head: bool) -> Tensor:
+        """Of each token and head, or of each head and token, into B x h x T."""
+        if (heads, by_head) not in self._places:
+            row, column = self.index // self.width, self.index % self.width
+            head = torch.arange(heads, device=row.device) * self.width
+            found = (row * heads * self.width + column)[:, None] + head  # [N, h]
+            self._places[heads, by_head] = (found.T if by_head else found).flatten()
+        return self._places[heads, by_head]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to scores: float32 [B or 1, 1, T or 1, T]; finite, so that a row of padding is a number."""
+        if self._bias is None and (self.causal or self._seen is not None):
+            seen = self._seen
+            if self.causal:
+                seen = torch.ones(1, 1, self.width, self.width, dtype=torch.bool, device=self.index.device).tril()
+            assert seen is not None
+            least = torch.finfo(torch.float32).min
+            self._bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, least)
+        return self._bias
 
 
 class Across:
     """What a block is given for the mask of its attention to a source: its own layout, and that of the source."""
 
     def __init__(self, own: Layout, source: Layout) -> None:
-        self.own, self.source, self.mask = own, source, source.mask
+        self.own, self.source = own, source
 
 
 class _Spread(torch.autograd.Function):
@@ -113,15 +149,15 @@ class _Collect(torch.autograd.Function):
     """The way back."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, index: Tensor, size: int) -> Tensor:
+    def forward(ctx: Any, value: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.size = size
+        ctx.size = len(value)
         return value.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, index, gradient), None, None
+        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, index, gradient), None
 
 
 # -- what transformers calls -----------------------------------------------------------------------------------------
@@ -150,8 +186,10 @@ def masked(
     )
     if batch_size == 1 or (attention_mask is not None and attention_mask.shape != (batch_size, kv_length)):
         return mask
-    real = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-    return Layout(real if attention_mask is None else attention_mask.bool(), mask, mask_function)
+    if attention_mask is None:
+        attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    layout = Layout(attention_mask.bool(), mask, mask_function)
+    return layout if layout.shortest else mask  # an example of no tokens has no place of its own
 
 
 def attention(
@@ -166,43 +204,63 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention of examples laid end to end: query, key and value [1, h, N, d] -> [1, N, h, d]. Of others as
     transformers has it."""
-    if isinstance(attention_mask, Layout | Across) and query.shape[0] != 1:
-        attention_mask = attention_mask.mask
+    if isinstance(attention_mask, Layout) and query.shape[0] != 1:  # outside of a stack
+        attention_mask = attention_mask.padded_mask
     if not isinstance(attention_mask, Layout | Across):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
     if more.get("position_bias") is not None:
         raise Cannot("its attention adds a bias by position, which is made for one text")
-    layout = attention_mask
-    to, of = (layout, layout) if isinstance(layout, Layout) else (layout.own, layout.source)
-    query, key, value = (each.transpose(1, 2)[0] for each in (query, key, value))  # [N, h, d]
-    if query.is_cuda and of.plain and not dropout and query.dtype in (torch.bfloat16, torch.float16):
-        return _by_length(query, key, value, to, of, scaling)[None], None
-    query = to.spread(query).transpose(1, 2)  # [B, h, T, d]
-    key, value = (of.spread(each).transpose(1, 2) if of.padded else _cut(each, of) for each in (key, value))
+    if more.get("softcap") is not None:
+        raise Cannot("its attention caps scores")
+    to, of = attention_mask, attention_mask
+    if isinstance(attention_mask, Across):
+        to, of = attention_mask.own, attention_mask.source
     causal = of.causal and to is of
-    mask = None if causal else layout.mask
+    if query.is_cuda and of.plain and not dropout and query.dtype in (torch.bfloat16, torch.float16):
+        return _by_length(query, key, value, to, of, scaling), None
+    query, key, value = to.spread(query), of.spread(key), of.spread(value)  # [B, h, T, d]
+    if query.device.type == "cpu" and max(to.width, of.width) <= SHORT.get(query.dtype, 0):
+        return to.collect(_written_out(query, key, value, of.bias, dropout, scaling)), None
     more["is_causal"] = causal
-    found, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **more)  # [B, T, h, d]
-    return to.collect(found)[None], None
+    found, _ = sdpa_attention_forward(module, query, key, value, of.mask, dropout, scaling, **more)  # [B, T, h, d]
+    return to.collect(found.transpose(1, 2)), None
 
 
-def _cut(value: Tensor, of: Layout) -> Tensor:
-    """Of sources that are all alike: [B x S, h, d] -> [B, h, S, d]."""
-    return value.unflatten(0, (of.rows, of.width)).transpose(1, 2)
+def _written_out(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float, scaling: float | None
+) -> Tensor:
+    """softmax(query key^T) value in float32, as torch has it on a CPU where there is dropout, without its detours;
+    for short texts quicker than its flash kernel, in bf16 several times. [B, h, T, d] each."""
+    rows, heads, length, width = query.shape
+    shared = key.shape[1]  # heads of keys and values, each for several of queries
+    scale = width**-0.5 if scaling is None else scaling
+    with torch.autocast("cpu", enabled=False):
+        of_query = query.float().view(rows * shared, -1, width) * scale
+        of_key, of_value = (each.float().flatten(0, 1) for each in (key, value))  # [B x shared, S, d]
+        scores = torch.bmm(of_query, of_key.transpose(1, 2)).view(rows, heads, length, -1)  # [B, h, T, S]
+        chances = torch.softmax(scores if bias is None else scores.add_(bias), -1)
+        chances = torch.dropout(chances, dropout, train=dropout > 0).view(rows * shared, -1, of_key.shape[1])
+        return torch.bmm(chances, of_value).view(rows, heads, length, -1).to(value.dtype)
 
 
 def _by_length(query: Tensor, key: Tensor, value: Tensor, to: Layout, of: Layout, scaling: float | None) -> Tensor:
-    """torch's attention of examples of any length, which pads nothing; on CUDA, in half precision, without dropout."""
+    """torch's attention of texts of any length, which pads nothing: on CUDA, in half precision, without dropout."""
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (-1, 0) if of.causal else (-1, -1)
-    grouped = query.shape[1] != key.shape[1]
-    query, key, value = (each.contiguous() for each in (query, key, value))
-    ends = to.ends, of.ends
-    longest = to.longest, of.longest
-    return varlen_attn(
-        query, key, value, *ends, *longest, scale=scaling, window_size=window, enable_gqa=grouped
-    )  # [N, h, d]
+    query, key, value = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))  # [N, h, d]
+    found = varlen_attn(
+        query,
+        key,
+        value,
+        to.ends,
+        of.ends,
+        to.longest,
+        of.longest,
+        scale=scaling,
+        window_size=(-1, 0) if of.causal and to is of else (-1, -1),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return found[None]  # type: ignore[index]
 
 
 AttentionInterface.register(NAME, attention)
@@ -235,8 +293,8 @@ def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     given = [*args, *kwargs.values()]
     own = next((v for n, v in zip(names, given, strict=True) if isinstance(v, Layout) and not _of_source(n)), None)
     source = next((v for n, v in zip(names, given, strict=True) if isinstance(v, Layout) and _of_source(n)), None)
-    if own is None or not own.padded or _cached(kwargs):
-        found = [value.mask if isinstance(value, Layout) else value for value in given]
+    if own is None or not own.fits(next(v for v in given if isinstance(v, Tensor))) or _cached(kwargs):
+        found = [value.padded_mask if isinstance(value, Layout) else value for value in given]
     else:
         found = [_laid(name, value, own, source) for name, value in zip(names, given, strict=True)]
     return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
@@ -247,22 +305,14 @@ def _laid(name: str, value: Any, own: Layout, source: Layout | None) -> Any:
         return own.lay(value)
     if source is None:
         return value
-    if value is source:
-        return Across(own, source)
-    return source.lay(value) if source.padded else _flat(value, source)
-
-
-def _flat(value: Any, source: Layout) -> Any:
-    """Sources that are all alike, [B, S, ...], as [1, B x S, ...]."""
-    whole = isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (source.rows, source.width)
-    return value.flatten(0, 1)[None] if whole else value
+    return Across(own, source) if value is source else source.lay(value)
 
 
 def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """After the last block of a stack."""
     names = [*_names(type(block))[: len(args)], *kwargs]
     for name, value in zip(names, [*args, *kwargs.values()], strict=True):
-        if isinstance(value, Layout) and not _of_source(name) and value.padded:
+        if isinstance(value, Layout) and not _of_source(name):
             return value.take_apart(output)
     return output
 
