@@ -80,8 +80,11 @@ def _signals_and_variables_are_as_before() -> Iterator[None]:
     """A run that ends in this process ignores those that ask it to stop, and what is started later would, too. It also
     sets variables that engines read, and with one of those no command could be forked any more (`forked.can_fork`):
     every later one would begin with the seconds of its imports."""
-    left = read_differently(dict(os.environ), AT_FIRST)
-    assert not left, f"a fixture of a module or of the session has left {', '.join(left)} behind"
+    for name in read_differently(dict(os.environ), AT_FIRST):  # what a fixture of the module has left behind
+        if name in AT_FIRST:
+            os.environ[name] = AT_FIRST[name]
+        else:
+            del os.environ[name]
     before, variables = {number: signal.getsignal(number) for number in STOP_SIGNALS}, dict(os.environ)
     yield
     for number, handler in before.items():
