@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,8 @@ def _count(tensor: Tensor | None, storages: dict[int, int]) -> None:
         return
     storage = tensor.untyped_storage()
     if storage.nbytes():
-        storages[storage.data_ptr()] = storage.nbytes()
+        with suppress(RuntimeError):  # one without memory, such as torch.compile keeps
+            storages[storage.data_ptr()] = storage.nbytes()
 
 
 @dataclass

@@ -14,7 +14,7 @@ Letters: B examples, T padded length, N real tokens, H width, h heads, d their w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -293,7 +293,7 @@ def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     given = [*args, *kwargs.values()]
     own = next((v for n, v in zip(names, given, strict=True) if isinstance(v, Layout) and not _of_source(n)), None)
     source = next((v for n, v in zip(names, given, strict=True) if isinstance(v, Layout) and _of_source(n)), None)
-    if own is None or not own.fits(next(v for v in given if isinstance(v, Tensor))) or _cached(kwargs):
+    if own is None or not own.fits(next(v for v in given if isinstance(v, Tensor))) or _cached(names, given):
         found = [value.padded_mask if isinstance(value, Layout) else value for value in given]
     else:
         found = [_laid(name, value, own, source) for name, value in zip(names, given, strict=True)]
@@ -328,6 +328,8 @@ def _of_source(name: str) -> bool:
     return name.startswith("encoder")
 
 
-def _cached(kwargs: dict[str, Any]) -> bool:
+def _cached(names: Sequence[str], given: Sequence[Any]) -> bool:
     """Whether a text is being written, token by token."""
-    return kwargs.get("past_key_values") is not None or kwargs.get("past_key_value") is not None
+    return any(
+        name in ("past_key_values", "past_key_value") and v is not None for name, v in zip(names, given, strict=True)
+    )
