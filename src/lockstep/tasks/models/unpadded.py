@@ -51,8 +51,8 @@ class Layout:
         self.causal = kind is causal_mask_function and on_the_right  # then no real token sees padding
         self.plain = self.causal or both_ways  # each text sees all of itself, or all that is before
         self.mask = None if self.causal or (both_ways and full) else mask  # beside `causal`
-        self._seen = real[:, None, None] if both_ways and not full else self.mask  # the same, small
-        self._bias: Tensor | None = None
+        seen = real[:, None, None] if both_ways and not full else self.mask  # the same, small
+        self.bias = self._biased(seen) if self.width <= max(SHORT.values()) else None
         self._laid: dict[int, tuple[Tensor, Tensor]] = {}  # what all blocks are given alike, such as rotary positions
         self._places: dict[tuple[int, bool], Tensor] = {}
 
@@ -103,25 +103,25 @@ class Layout:
         return _Collect.apply(value.reshape(-1, width), self._place(heads, False)).view(1, -1, heads, width)
 
     def _place(self, heads: int, by_head: bool) -> Tensor:
-        """Of each token and head, or of each head and token, into B x h x T."""
-        if (heads, by_head) not in self._places:
-            row, column = self.index // self.width, self.index % self.width
-            head = torch.arange(heads, device=row.device) * self.width
-            found = (row * heads * self.width + column)[:, None] + head  # [N, h]
-            self._places[heads, by_head] = (found.T if by_head else found).flatten()
-        return self._places[heads, by_head]
+        """Of each token and head, or of each head and token, into B x h x T: made once, for all layers."""
+        if (heads, by_head) in self._places and not torch.compiler.is_compiling():
+            return self._places[heads, by_head]
+        row, column = self.index // self.width, self.index % self.width
+        head = torch.arange(heads, device=row.device) * self.width
+        place = (row * heads * self.width + column)[:, None] + head  # [N, h]
+        place = (place.T if by_head else place).flatten()
+        if not torch.compiler.is_compiling():  # all layers have the same code, the first one among them
+            self._places[heads, by_head] = place
+        return place
 
-    @property
-    def bias(self) -> Tensor | None:
+    def _biased(self, seen: Tensor | None) -> Tensor | None:
         """What is added to scores: float32 [B or 1, 1, T or 1, T]; finite, so that a row of padding is a number."""
-        if self._bias is None and (self.causal or self._seen is not None):
-            seen = self._seen
-            if self.causal:
-                seen = torch.ones(1, 1, self.width, self.width, dtype=torch.bool, device=self.index.device).tril()
-            assert seen is not None
-            least = torch.finfo(torch.float32).min
-            self._bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, least)
-        return self._bias
+        if self.causal:
+            seen = torch.ones(1, 1, self.width, self.width, dtype=torch.bool, device=self.index.device).tril()
+        if seen is None:
+            return None
+        least = torch.finfo(torch.float32).min
+        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, least)
 
 
 class Across:
@@ -239,7 +239,7 @@ def _written_out(
         of_key, of_value = (each.float().flatten(0, 1) for each in (key, value))  # [B x shared, S, d]
         scores = torch.bmm(of_query, of_key.transpose(1, 2)).view(rows, heads, length, -1)  # [B, h, T, S]
         chances = torch.softmax(scores if bias is None else scores.add_(bias), -1)
-        chances = torch.dropout(chances, dropout, train=dropout > 0).view(rows * shared, -1, of_key.shape[1])
+        chances = torch.dropout(chances, dropout, train=True).view(rows * shared, -1, of_key.shape[1])
         return torch.bmm(chances, of_value).view(rows, heads, length, -1).to(value.dtype)
 
 
