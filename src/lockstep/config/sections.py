@@ -154,8 +154,9 @@ class ModelSection(Section):
     )
     attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
     compile: bool = Field(
-        False, description="torch.compile of the layers, in training; other bits than without, the same at any number "
-        "of processes"
+        False,
+        description="torch.compile of the layers, in training; other bits than without, the same at any number "
+        "of processes",
     )
     checkpoint_activations: bool = Field(
         False,

@@ -53,8 +53,8 @@ def check(on_gpu: bool) -> None:
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(name) is None:
         raise RunError(
-            f"model.compile: there is no C++ compiler {name!r} on this machine; install one (apt-get install g++), name "
-            "one in CXX, or leave model.compile out"
+            f"model.compile: this machine has no C++ compiler {name!r}; install one (apt-get install g++), name one in "
+            "CXX, or leave model.compile out"
         )
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         raise RunError(
@@ -82,7 +82,9 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
     if not run.model.compile:
         return
     PLACE.at("compiling the layers")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))  # ranks share it, under its locks
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled")
+    )  # ranks share it, under its locks
     Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir(mode=0o700, parents=True, exist_ok=True)
     torch.compiler.reset()  # what was made for another run in this process met other sizes
     with making():
