@@ -68,9 +68,11 @@ def memory(run: Run, processes: int, every: int, trained: int) -> str:
     held = strategy_class(run).bytes_held(run, processes)
     sizes = {name: each * (every if name == "weights" else trained) for name, each in held.items()}
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items())
+    of_layers = " of one layer at a time" * run.model.checkpoint_activations
+    place = " (those of layers wait in the host's memory)" * run.model.offload_activations
     return (
-        f"about {size(sum(sizes.values()))} a process ({parts}); not counted are activations, partial sums of exact "
-        "runs, buffers on the way and libraries"
+        f"about {size(sum(sizes.values()))} a process ({parts}); not counted are activations{of_layers}{place}, "
+        "partial sums of exact runs, buffers on the way and libraries"
     )
 
 
