@@ -180,6 +180,10 @@ def test_on_a_gpu_the_bits_are_the_same_and_memory_is_less(more: tuple[str, ...]
     ("overrides", "said"),
     [
         (("model.offload_activations=true",), "model.offload_activations: .* no GPU"),
+        (
+            (AGAIN, "strategy.name=hf_trainer", "strategy.options.gradient_checkpointing=true"),
+            r"model\.checkpoint_activations: strategy\.options\.gradient_checkpointing does the same once more",
+        ),
         ((AGAIN, "model.type=reformer", "model.config={}"), "model.checkpoint_activations: no layers of reformer"),
         ((AGAIN, "model.type=squeezebert", "model.config={}"), "model.checkpoint_activations: no layers of squeeze"),
         ((AGAIN, "model.type=mpnet", "model.config={}"), "transformers does not compute layers of mpnet again"),

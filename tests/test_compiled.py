@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import build, tiny
+from harness import build, digest, run_on, tiny
 from marks import slow
 from test_strategies import of, steps_of
 from torch import nn
 
-from lockstep.config.run import RunError
+from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, compiled
+from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import checked_strategy
+from lockstep.training.feed import Feed
 from lockstep.training.loop import evaluate
 
 COMPILE = "model.compile=true"
@@ -47,17 +49,23 @@ def here(*overrides: str, **values: Any) -> dict[str, Any]:
 def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> None:
     """Padded micro-batches, such without padding, single examples: three codes, whatever comes after, and the steps are
     those that they were."""
-    run = tiny("strategy.name=single", COMPILE, "model.config.n_layer=4", "batch_size=9")
+    sizes = ("model.config.n_layer=3", "batch_size=9")  # micro-batches of one example and of two
+    run = tiny("strategy.name=single", COMPILE, *sizes)
     world = World(run)
     task, strategy = build(run, world)
     assert len(codes) == 3
+    before = sum(code.calls for code in codes)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    batches = [feed.make(step) for step in range(6)]
+    assert len({m.inputs["input_ids"].shape for batch in batches for m in batch.micro_batches}) > 10
+    for step, batch in enumerate(batches):
+        strategy.train_step(batch, learning_rate(run.optim, step, 6))
     evaluate(run, world, task, strategy, task.splits["validation"])
-    strategy.close()
     assert len(codes) == 3
-    found = steps_of(world, run)  # lengths from 3 to 32, micro-batches of one example and of two
-    assert len(codes) == 6
-    plain = here("model.config.n_layer=4", "batch_size=9")
-    assert (found["digest"], found["loss"]) == (plain["digest"], plain["loss"])
+    assert sum(code.calls for code in codes) == before + 6 * 8 * 3  # steps, micro-batches, layers
+    found = digest(strategy.state_dict())
+    strategy.close()
+    assert found == here(*sizes)["digest"]
 
 
 def test_code_is_made_before_training_and_used_in_it(codes: list[Any]) -> None:
@@ -120,12 +128,37 @@ def test_the_same_bits_where_activations_are_computed_again(name: str) -> None:
     assert again["digest"] == of("single", 1, COMPILE)["digest"]
 
 
+def stopped_and_gone_on_with(world: World, run: Run) -> str:
+    """Three steps, and three more by another model of the same run."""
+    task, strategy = build(run, world)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    for step in range(6):
+        if step == 3:
+            state = world.broadcast(strategy.state_dict())
+            strategy.close()
+            task, strategy = build(run, world)
+            strategy.load_state_dict(state)
+        strategy.train_step(feed.make(step), learning_rate(run.optim, step, 6))
+    found = digest(strategy.state_dict())
+    strategy.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_resumed_run_has_the_same_bits() -> None:
+    run = tiny("strategy.name=ddp", COMPILE)
+    assert run_on(2, stopped_and_gone_on_with, run, run=run)[0] == of("single", 1, COMPILE)["digest"]
+
+
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RunError, match="model.compile: there is no C.. compiler 'no-such-compiler'") as caught:
+    with pytest.raises(
+        RunError, match=r"model\.compile: this machine has no C.. compiler 'no-such-compiler'"
+    ) as caught:
         blocks.check(tiny(COMPILE), here=True)
     assert "\n" not in str(caught.value)
     blocks.check(tiny(COMPILE), here=False)  # the ranks look for themselves
@@ -135,7 +168,7 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deepspeed(name: str) -> None:
     options = {"deepspeed": {"zero_stage": 2}} if name == "hf_accelerate" else {}
     run = tiny(COMPILE, strategy={"name": name, "options": options})
-    with pytest.raises(RunError, match="model.compile: DeepSpeed"):
+    with pytest.raises(RunError, match=r"model\.compile: DeepSpeed"):
         checked_strategy(run, 1)
 
 
@@ -144,7 +177,7 @@ def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
         raise NotImplementedError("no kernel for this")
 
     monkeypatch.setattr(compiled, "BACKEND", backend)
-    with pytest.raises(RunError, match="model.compile: torch.compile cannot take a layer of this model: .*no kernel"):
+    with pytest.raises(RunError, match=r"model\.compile: torch.compile cannot take a layer of this model: .*no kernel"):
         here(COMPILE)
 
 

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.distributed import masks
+
 UNCOVERED = "not seeded for every micro-batch, so what they draw may differ at another number of processes"
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _LIBRARIES = {"lockstep", "torch", "transformers", "tokenizers", "peft", "numpy", "datasets", "pyarrow", "builtins"}
@@ -29,6 +31,7 @@ def seed_everything(seed: int, *place: int) -> None:
     Micro-batch k of step t goes through the model with `place = (t, k)`, and is collated, where a task's `collate` may
     draw, with `(t, k, 1)`; batch b of an evaluation has `(-1, b)`, and what is written for people `(-2,)`.
     """
+    masks.draw_wide()
     seed_libraries(mix(seed, *place))
 
 

@@ -97,9 +97,11 @@ def memory(run: Run, processes: int, every: int, trained: int) -> str:
     held = found.bytes_held(run, processes) | {"partial sums": found.partial_sums(run, processes)}
     sizes = {name: each * (every if name == "weights" else trained) for name, each in held.items()}
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
+    of_layers = " of one layer at a time" * run.model.checkpoint_activations
+    place = " (those of layers wait in the host's memory)" * run.model.offload_activations
     return (
-        f"about {size(sum(sizes.values()))} a process ({parts}){note}; not counted are activations, buffers on the way "
-        "and libraries"
+        f"about {size(sum(sizes.values()))} a process ({parts}){note}; not counted are activations{of_layers}{place}, "
+        "buffers on the way and libraries"
     )
 
 

@@ -92,8 +92,9 @@ def _differing(run: Run, asked: Asked) -> Iterator[tuple[str, str]]:
         if asked.precision not in ("bf16", "fp16"):
             known = f"precision=bf16, fp16 or fp32; lockstep has no {asked.precision}"
         yield f"mixed_precision {asked.precision}", known
-    if asked.compiler not in _UNUSED and not run.strategy.options.get("torch_compile"):
-        yield f"dynamo_backend {asked.compiler}", "strategy.name=hf_trainer strategy.options.torch_compile=true"
+    if asked.compiler not in _UNUSED and not (run.model.compile or run.strategy.options.get("torch_compile")):
+        instead = "model.compile=true, or strategy.name=hf_trainer strategy.options.torch_compile=true"
+        yield f"dynamo_backend {asked.compiler}", instead
     if asked.engine == "deepspeed":
         yield from _deepspeed(run, asked.details)
     elif asked.engine == "fsdp":

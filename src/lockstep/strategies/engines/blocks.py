@@ -25,6 +25,10 @@ from lockstep.strategies.exact.statistics import averaged
 from lockstep.tasks.models.models import load_config
 
 KEYS = ("compile", "checkpoint_activations", "offload_activations")  # of `model`
+_ENGINES_OWN = {
+    "compile": ("torch_compile",),
+    "checkpoint_activations": ("gradient_checkpointing", "activation_checkpointing"),
+}
 SMALL = 64 * 1024  # bytes of a tensor that is not worth the way to the host
 
 Forward = Callable[..., Any]
@@ -35,6 +39,10 @@ def check(run: Run, here: bool) -> None:
     asked = [key for key in KEYS if getattr(run.model, key)]
     if not asked or layers.own_model(run):  # the task says that `model` is of no use
         return
+    given = run.strategy.options | dict(run.strategy.options.get("fsdp") or {})
+    for key, theirs in _ENGINES_OWN.items():
+        if key in asked and (twice := next((option for option in theirs if given.get(option)), None)):
+            raise RunError(f"model.{key}: strategy.options.{twice} does the same once more; leave one of them out")
     gpu = run.launch.device != "cpu" and not (here and not torch.cuda.is_available())
     if run.model.offload_activations and not gpu:
         raise RunError(

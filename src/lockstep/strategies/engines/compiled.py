@@ -53,8 +53,8 @@ def check(on_gpu: bool) -> None:
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(name) is None:
         raise RunError(
-            f"model.compile: there is no C++ compiler {name!r} on this machine; install one (apt-get install g++), name "
-            "one in CXX, or leave model.compile out"
+            f"model.compile: this machine has no C++ compiler {name!r}; install one (apt-get install g++), name one in "
+            "CXX, or leave model.compile out"
         )
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         raise RunError(

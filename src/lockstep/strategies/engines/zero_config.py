@@ -70,7 +70,7 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
         raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
     if run.model.compile:
         raise RunError(
-            "model.compile: DeepSpeed gathers and lets go of weights inside of the layers, which cannot be compiled then; "
+            "model.compile: DeepSpeed gathers and lets go of weights inside of layers, which cannot be compiled then; "
             "leave model.compile out, or use strategy.name=fsdp2"
         )
     if run.precision == "fp16":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Why there is no counterpart, where several systems have the key.
-AGAIN = "an option of strategy.name=hf_trainer; else more micro_batches need less memory"
+AGAIN = "a layer is computed again from its inputs, in one way"
 CACHED = "tokens are cached by their content"
 QUANTISED = "weights are kept in fp32: nothing is quantised"
 _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
