@@ -179,6 +179,21 @@ def test_a_frozen_head_has_no_gradient_and_is_passed() -> None:
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-4)
 
 
+def test_an_adapter_around_the_model() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, fan_in_fan_out=True, target_modules=["c_attn"], lora_dropout=0.0)
+    model = peft.get_peft_model(model_of("gpt2"), lora).train()
+    inputs, targets = batch_of(model)
+    wanted = gradients(model, cross_entropy(model(**inputs).logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+    found = gradients(model, chunked_loss.install(model, 4)(**inputs, **{TARGETS: targets}).loss)
+    assert found.keys() == wanted.keys() != set()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-4)
+    trained = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], modules_to_save=["lm_head"])
+    with pytest.raises(RunError, match=r"this has a peft\."):
+        chunked_loss.install(peft.get_peft_model(model_of("gpt2"), trained), 4)
+
+
 class Doubled(GPT2LMHeadModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)
@@ -207,7 +222,9 @@ def test_a_model_that_makes_something_else_of_its_logits_is_refused(kind: Any) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("head", "kind"), [(None, "none"), (nn.Bilinear(2, 2, 2), r"a torch\.nn\.modules\.linear\.Bilinear")])
+@pytest.mark.parametrize(
+    ("head", "kind"), [(None, "none"), (nn.Bilinear(2, 2, 2), r"a torch\.nn\.modules\.linear\.Bilinear")]
+)
 def test_a_head_that_is_no_linear_layer_is_refused(head: Any, kind: str) -> None:
     model = GPT2LMHeadModel(AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, **GPT2))
     model.get_output_embeddings = lambda: head

@@ -1,10 +1,12 @@
 """On a CUDA device: exact steps repeat to the bit in both precisions, and agree with the CPU to rounding."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import tiny
+from task_runs import make
 from test_strategies import steps_of
 
 from lockstep.config.run import Run
@@ -37,6 +39,22 @@ def test_steps_repeat_to_the_bit(precision: str) -> None:
 def test_cuda_and_cpu_agree_to_rounding() -> None:
     still = [f"model.config.{name}_pdrop=0" for name in ("resid", "embd", "attn")]
     assert on("cuda", *still)["loss"] == pytest.approx(on("cpu", *still)["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("chunk", ["7", "liger"])
+def test_losses_in_chunks_are_those_of_all_logits(chunk: str, tmp_path: Path) -> None:
+    if chunk == "liger":
+        pytest.importorskip("liger_kernel")
+    still = [f"model.config.{name}_pdrop=0" for name in ("resid", "embd", "attn")]
+    given = ("strategy.name=single", "launch.device=cuda", "task.samples=0", *still)
+    found = []
+    for own in ([], [f"task.loss_chunk={chunk}"], [f"task.loss_chunk={chunk}"]):
+        run = make(tmp_path, "prompts", *given, *own)
+        world = World(run).join()
+        found.append(steps_of(world, run))
+        world.close()
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-4)
+    assert found[1]["digest"] == found[2]["digest"]
 
 
 def test_a_phase_is_the_devices_time_and_not_that_of_queueing() -> None:
