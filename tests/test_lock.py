@@ -15,7 +15,8 @@ import pytest
 from harness import TINY, tiny
 
 from lockstep.cli import main
-from lockstep.config.run import Run, RunError, keep
+from lockstep.config.output import keep
+from lockstep.config.run import Run, RunError
 from lockstep.distributed import launched
 from lockstep.distributed.launched import Process
 from lockstep.launchers.processes import ownership

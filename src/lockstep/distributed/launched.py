@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.exit_status import DONE, STOPPED
-from lockstep.config.run import RunError, aside_of
+from lockstep.config.output import aside_of
+from lockstep.config.run import RunError
 
 FILE = "launch.json"
 # What ranks do: the dotted name of a function of (run, world), and further words for it.

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, check_output, keep
+from lockstep.config.output import check_output, keep
+from lockstep.config.run import Run, RunError
 from lockstep.distributed import launched
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.stops import listen_no_more

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from lockstep.config.run import Run, keep
+from lockstep.config.output import keep
+from lockstep.config.run import Run
 from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
 from lockstep.launchers.launcher import Launcher

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError, aside_of
+from lockstep.config.output import aside_of
+from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import packed, row_files, source
 from lockstep.tasks.task import Task

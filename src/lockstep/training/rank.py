@@ -26,7 +26,8 @@ from lockstep.checkpoint.progress import score_of
 from lockstep.config import plugins
 from lockstep.config.disclosure import said, struck_all
 from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
-from lockstep.config.run import Run, RunError, aside_of, keep, load
+from lockstep.config.output import aside_of, keep
+from lockstep.config.run import Run, RunError, load
 from lockstep.data.apart import warnings
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import launched

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.config.exit_status import FAILED
-from lockstep.config.run import Run, RunError, check_output
+from lockstep.config.output import check_output
+from lockstep.config.run import Run, RunError
 from lockstep.distributed import launched
 from lockstep.distributed.launched import Launched, Process, State
 from lockstep.launchers.processes.output import check_ours

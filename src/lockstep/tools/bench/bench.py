@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.exit_status import STOPPED
-from lockstep.config.run import Run, RunError, keep, load
+from lockstep.config.output import keep
+from lockstep.config.run import Run, RunError, load
 from lockstep.launchers import start
 from lockstep.tools.bench.bench_results import Bench, Row, reasons, table, write
 from lockstep.tools.child import Child

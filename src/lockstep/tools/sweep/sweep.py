@@ -19,7 +19,8 @@ from typing import Any
 
 from lockstep.checkpoint.manifest import changed_code, finished, newest_first
 from lockstep.config.exit_status import STOPPED
-from lockstep.config.run import Run, RunError, keep
+from lockstep.config.output import keep
+from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
 from lockstep.tools.child import Child
 from lockstep.tools.sweep.slots import Slots

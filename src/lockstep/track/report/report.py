@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from lockstep.config import errors as messages
 from lockstep.config.disclosure import said
-from lockstep.config.run import aside_of
+from lockstep.config.output import aside_of
 from lockstep.track.report import charts, panels
 from lockstep.track.report.history import History, read
 
