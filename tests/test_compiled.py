@@ -1,13 +1,14 @@
 """`model.compile`: one code for all layers that are alike and all lengths, made of the same examples on every rank."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from harness import build, digest, run_on, tiny
 from marks import slow
-from test_strategies import of, steps_of
+from test_strategies import steps_of
 from torch import nn
 
 from lockstep.config.run import Run, RunError
@@ -104,6 +105,15 @@ def test_names_of_weights_stay(codes: list[Any]) -> None:
     strategy.close()
 
 
+@cache  # several questions are asked of one job
+def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
+    """Six steps on each of `ranks` processes; rank 0's. Compiling may take minutes on a busy machine."""
+    run = tiny(f"strategy.name={name}", *overrides)
+    first, *others = run_on(ranks, steps_of, run, run=run, timeout_s=900)
+    assert all(other["loss"] == first["loss"] for other in others)
+    return first
+
+
 # -- compiled by inductor --------------------------------------------------------------------------------------------
 
 
@@ -148,7 +158,7 @@ def stopped_and_gone_on_with(world: World, run: Run) -> str:
 @pytest.mark.processes
 def test_a_resumed_run_has_the_same_bits() -> None:
     run = tiny("strategy.name=ddp", COMPILE)
-    assert run_on(2, stopped_and_gone_on_with, run, run=run)[0] == of("single", 1, COMPILE)["digest"]
+    assert run_on(2, stopped_and_gone_on_with, run, run=run, timeout_s=900)[0] == of("single", 1, COMPILE)["digest"]
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

@@ -82,9 +82,8 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
     if not run.model.compile:
         return
     PLACE.at("compiling the layers")
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled")
-    )  # ranks share it, under its locks
+    # The ranks of a machine share it: what one of them compiles, the others wait for, under inductor's own locks.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
     Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir(mode=0o700, parents=True, exist_ok=True)
     torch.compiler.reset()  # what was made for another run in this process met other sizes
     with making():
