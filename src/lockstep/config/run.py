@@ -75,7 +75,7 @@ class Run(Section):
         8, description="micro-batches a step is cut into; defines the arithmetic, whatever the number of processes"
     )
     precision: Precision = Field(
-        "fp32", description="bf16, fp16: autocast; fp16 with loss scaling, for GPUs without bf16"
+        "fp32", description="bf16, fp16: autocast; fp16 scales the loss, for GPUs without bf16"
     )
     optim: OptimSection = Field(default_factory=OptimSection)  # type: ignore[arg-type]
     strategy: StrategySection = Field(default_factory=StrategySection)  # type: ignore[arg-type]

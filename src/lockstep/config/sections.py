@@ -215,8 +215,8 @@ class ModelSection(Section):
     )
     dtype: Dtype = Field(
         "float32",
-        description="what weights are kept in; bfloat16: computed in it, too. With an adapter (default there: bfloat16) "
-        "of the frozen matrices only, which are computed with as precision says",
+        description="what weights are kept in; bfloat16: and computed in. With an adapter, whose default is bfloat16: "
+        "what its frozen matrices are kept in; they are computed with as precision says",
     )
     trust_remote_code: bool = Field(False, description="run code that comes with a Hub model; read it first")
 
@@ -265,6 +265,11 @@ class OptimSection(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
+    master_weights: bool = Field(
+        True,
+        description="with model.dtype bfloat16: a float32 copy of the weights, which is updated and rounded into them; "
+        "false: none, and updates below a weight's last bit are lost",
+    )
     clip: float | None = Field(1.0, ge=0, description="largest gradient norm; 0 or null: no clipping")
 
     @model_validator(mode="after")

@@ -91,7 +91,9 @@ def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 def moments(saved: Saved, name: str, parameter: Tensor) -> dict[str, Tensor]:
     """Room for what a saved state has of a parameter's optimizer state, by key; sharded as the parameter is."""
     return {
-        key: torch.zeros((), device=parameter.device) if key == "step" else torch.zeros_like(parameter.detach())
+        key: torch.zeros((), device=parameter.device)
+        if key == "step"
+        else torch.zeros_like(parameter.detach(), dtype=torch.float32)
         for key in OPTIMIZER_KEYS
         if f"optimizer.{key}.{name}" in saved
     }

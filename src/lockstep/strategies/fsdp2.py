@@ -53,13 +53,17 @@ class FSDP2(Strategy):
     gathered one at a time, `*` for any part of a name; default: the layers)."""
 
     exact = True
+    trains_bfloat16 = True
     statistics: Statistics
     waits_inside = ("forward", "backward", "reduction", "optimizer")
 
     @classmethod
     def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
         shards = processes // int(run.strategy.options.get("replicate", 1))
-        return {name: each / shards for name, each in super().bytes_held(run, processes).items()}
+        held = super().bytes_held(run, processes)
+        if run.model.trained_in_bfloat16:  # its shards are the masters
+            held |= {"weights": 4.0, "optimizer": held["optimizer"] - 4.0}
+        return {name: each / shards for name, each in held.items()}
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
@@ -79,6 +83,9 @@ class FSDP2(Strategy):
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         fsdp_config.check(run, processes)
+        own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(run.strategy.options)
+        if own and run.model.trained_in_bfloat16:
+            raise RunError(f"strategy.options.{min(own)}: not with model.dtype=bfloat16, which says it; leave one out")
 
     @classmethod
     def variant(cls, run: Run) -> type[Strategy]:
@@ -137,7 +144,11 @@ class FSDP2(Strategy):
         source = (
             make_model(task) if self.world.is_main else None
         )  # the only whole copy of the model, gone when build ends
-        self.model = roomy(make_model(task, empty=True))
+        self.model = make_model(task, empty=True)
+        if self.run.model.trained_in_bfloat16:  # what is cut up are the masters; gathered they are bfloat16
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.float()
+        self.model = roomy(self.model)
         # Ranks gather a block together: one that some of them leave out cannot be gathered by itself.
         skips = layers.leaves_out_layers(getattr(self.model, "config", None))
         self.blocks = layers.blocks(self.model) if skips is None else []
@@ -200,10 +211,13 @@ class FSDP2(Strategy):
             if options.get("cpu_offload")
             else OffloadPolicy(),
         }
-        for block in self.blocks:
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(param, reduce), **arguments)
         output = torch.float32 if param or reduce else None  # logits
-        fully_shard(self.model, mp_policy=MixedPrecisionPolicy(param, reduce, output), **arguments)
+        policies = MixedPrecisionPolicy(param, reduce), MixedPrecisionPolicy(param, reduce, output)
+        if self.run.model.trained_in_bfloat16:  # leaves are bfloat16, and are added up in float32
+            policies = (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),) * 2
+        for block in self.blocks:
+            fully_shard(block, mp_policy=policies[0], **arguments)
+        fully_shard(self.model, mp_policy=policies[1], **arguments)
         self.optimizer = self.make_optimizer(exempt)
 
     def make_optimizer(self, exempt: set[str]) -> torch.optim.Optimizer:
@@ -218,7 +232,11 @@ class FSDP2(Strategy):
             given |= dict(source.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, own in [*self.model.named_parameters(), *self.model.named_buffers()]:
-                whole = given[name].detach().to(self.world.device) if given else whole_like(own, self.world.device)
+                whole = (
+                    given[name].detach().to(self.world.device, own.dtype)
+                    if given
+                    else whole_like(own, self.world.device)
+                )
                 if self.world.size > 1:
                     dist.broadcast(whole := whole.contiguous(), src=0)
                 fill(own, whole)
@@ -318,7 +336,11 @@ class FSDP2(Strategy):
 
     def export(self) -> dict[str, Tensor] | None:
         found = {name: self.on_main(tensor) for name, tensor in self.model.state_dict().items()}
-        return {n: t for n, t in found.items() if t is not None} if self.world.is_main else None
+        if not self.world.is_main:
+            return None
+        low = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
+        low = low if self.run.model.trained_in_bfloat16 else set()
+        return {n: t.bfloat16() if n in low else t for n, t in found.items() if t is not None}
 
     def close(self) -> None:
         self.scatters.clear()

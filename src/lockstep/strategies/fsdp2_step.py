@@ -20,7 +20,6 @@ from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import fsdp_config
-from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, all_gather, buckets, lay, unlaid
 from lockstep.strategies.exact.sparse_rows import rows_between
@@ -71,7 +70,6 @@ class FSDP2Step(Native):
         return {name: nn.Parameter(self.own(p.detach(), self.world.rank)) for name, p in self.named.items()}
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter's gradient or moment, as a part of the whole."""
         whole = self.named[name]
         if self.alone or not whole.dim():
             return tensor
@@ -176,14 +174,7 @@ class FSDP2Step(Native):
             if rank != self.world.rank:
                 torch._foreach_copy_(places, unlaid(flat[rank], [place.shape for place in places]))
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def sharded_state_dict(self) -> dict[str, Tensor]:
-        return held_state.sharded(
-            held_state.tensors_of(self.model), self.stepped, self.optimizer, self.spread, self.scaling
-        )
-
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        held_state.load(
-            saved, held_state.tensors_of(self.model), self.stepped, self.optimizer, self.spread, self.scaling
-        )
+        super().load_sharded_state_dict(saved)
+        if self.stepped is not self.places and not self.alone:
+            self.gather()  # each rank has read and rounded its rows

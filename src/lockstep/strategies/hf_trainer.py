@@ -58,7 +58,7 @@ class HFTrainer(Hooked):
             arguments = TrainingArguments(
                 output_dir=folder,
                 use_cpu=self.world.device.type == "cpu",
-                bf16=self.run.precision == "bf16",
+                bf16=self.run.precision == "bf16" and not self.run.model.trained_in_bfloat16,
                 average_tokens_across_devices=False,  # `Hooked` has the one divisor
                 ddp_broadcast_buffers=False,
                 ddp_find_unused_parameters=options.pop("ddp_find_unused_parameters", False),

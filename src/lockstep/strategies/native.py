@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import blocks, layers
-from lockstep.strategies.exact import optim
+from lockstep.strategies.exact import held_state, masters, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Node, ReductionTree, most_held
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
@@ -32,6 +33,7 @@ class Native(Strategy):
     """A whole copy of model and optimizer on every rank."""
 
     exact = True
+    trains_bfloat16 = without_masters = True
     statistics: Statistics
     travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
 
@@ -60,9 +62,13 @@ class Native(Strategy):
         exact = self.run.strategy.exact
         with self.autocast():  # attention of some kinds takes bf16 only
             uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
-        sparse = row_sparse(self.model, self.world.device, uses) if exact else set()
+        narrow = self.run.model.trained_in_bfloat16
+        sparse = row_sparse(self.model, self.world.device, uses) if exact and not narrow else set()
         blocks.prepare(self.run, self.model)
-        self.stepped = self.parts_to_step()
+        self.places = self.parts_to_step()
+        self.stepped = masters.of(self.places) if masters.wanted(self.run) else self.places
+        if narrow:
+            masters.sums_in_float32([*self.parameters, *self.stepped.values()])
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.stepped.items()) if n in sparse}
         groups = optim.groups(self.stepped.items(), optim.undecayed(self.model), self.run.optim.weight_decay)
         self.optimizer = optim.of_groups(self.run.optim, groups)
@@ -74,7 +80,7 @@ class Native(Strategy):
         self.wrapped = self.model
 
     def parts_to_step(self) -> dict[str, nn.Parameter]:
-        """What the optimizer of this rank steps of each trained parameter."""
+        """What this rank updates of each trained parameter."""
         return self.named
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
@@ -151,7 +157,7 @@ class Native(Strategy):
         parameter, waited = self.parameters[position], self.waiting
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
-            gradient = torch.zeros_like(parameter)
+            gradient = torch.zeros_like(parameter, dtype=torch.float32)
         elif waited is not None and position not in self.given:
             gradient += 0.0  # what a micro-batch does not use has the gradient zero: minus zero becomes zero
         if position not in self.rows:
@@ -202,11 +208,33 @@ class Native(Strategy):
         self.model.train()
         return tokens
 
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def round_masters(self) -> None:
+        if self.stepped is not self.places:
+            masters.write(self.stepped.values(), self.places.values())
+
+    def spread(self, name: str, tensor: Tensor) -> Tensor:
+        """What this rank has of a trained parameter, its gradient or its moment, as a part of the whole."""
+        return tensor
+
+    def to_save(self) -> dict[str, Tensor]:
+        """Weights and buffers; of a weight that has a master, the master."""
+        own = {} if self.stepped is self.places else self.stepped
+        return held_state.tensors_of(self.model) | {name: self.spread(name, t.detach()) for name, t in own.items()}
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        return held_state.sharded(self.to_save(), self.stepped, self.optimizer, self.spread, self.scaling)
+
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        held_state.load(saved, self.to_save(), self.stepped, self.optimizer, self.spread, self.scaling)
+        self.round_masters()
+
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
 
     def close(self) -> None:
-        del self.model, self.wrapped, self.optimizer, self.parameters, self.named, self.stepped
+        del self.model, self.wrapped, self.optimizer, self.parameters, self.named, self.stepped, self.places
 
 
 def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:

@@ -25,7 +25,7 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.phases import Phases
 from lockstep.distributed.sharded import Given, Saved, gather
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import held_state, optim
+from lockstep.strategies.exact import held_state, masters, optim
 from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
@@ -73,6 +73,8 @@ class Strategy(ABC):
 
     told: ClassVar[str] = ""  # what the opening lines say of it besides its name
 
+    trains_bfloat16: ClassVar[bool] = False  # whether weights may be trained in bfloat16
+    without_masters: ClassVar[bool] = False  # also without float32 ones beside them
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
@@ -135,6 +137,8 @@ class Strategy(ABC):
         that are trained `gradients` and `optimizer`. On average over processes, where the model is cut up: the sums of
         docs/strategies.md."""
         moments = 8.0 if run.optim.name == "adamw" else 4.0 if run.optim.momentum else 0.0
+        if run.model.trained_in_bfloat16:
+            return {"weights": 2.0, "gradients": 4.0, "optimizer": moments + 4.0 * masters.wanted(run)}
         return {"weights": 4.0, "gradients": 4.0, "optimizer": moments}
 
     @classmethod
@@ -171,7 +175,8 @@ class Strategy(ABC):
     def autocast(self, enabled: bool = True) -> torch.autocast:
         """bf16 or fp16 where the run asks for it; weights, gradients and moments stay fp32."""
         low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.run.precision)
-        return torch.autocast(self.world.device.type, low or torch.bfloat16, enabled and low is not None)
+        wanted = enabled and low is not None and not self.run.model.trained_in_bfloat16
+        return torch.autocast(self.world.device.type, low or torch.bfloat16, wanted)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What backward is called on: times the loss scale, where there is one."""
@@ -206,8 +211,12 @@ class Strategy(ABC):
             gradient.give(uses)
             optim.set_rate(self.optimizer, learning_rate, used if isinstance(used, Tensor) else None)
             self.optimizer.step()
+            self.round_masters()
         gradient.take_back()
         return norm.to(self.world.device), used
+
+    def round_masters(self) -> None:  # noqa: B027 - most have none
+        """After an update: master weights into the weights of the model, where there are any."""
 
     def usable(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> bool:
         """Whether an update may be made of a gradient with this norm and these losses of the step's micro-batches
@@ -353,6 +362,7 @@ def strategy_class(run: Run) -> type[Strategy]:
 def checked_strategy(run: Run, processes: int) -> type[Strategy]:
     """The same, after it refused what cannot work. Errors: `RunError`."""
     found = strategy_class(run)
+    masters.check(run, found.trains_bfloat16, found.without_masters)
     found.check(run, processes)
     task: type[Task] = plugins.find("tasks", run.task.name)
     if found.generate is Strategy.generate and not task.writes_greedily(run):

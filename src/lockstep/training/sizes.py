@@ -95,7 +95,9 @@ def memory(run: Run, processes: int, every: int, trained: int) -> str:
         run = found.decided(run, processes, every, trained, capacity(pick_device(run, 0), processes))
         found, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
     held = found.bytes_held(run, processes) | {"partial sums": found.partial_sums(run, processes)}
-    sizes = {name: each * (every if name == "weights" else trained) for name, each in held.items()}
+    # the frozen matrices of an adapter's base; its vectors, which are float32, are few
+    kept = (every + trained) / 2 if run.model.adapter and run.model.dtype == "bfloat16" else every
+    sizes = {name: each * (kept if name == "weights" else trained) for name, each in held.items()}
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
     of_layers = " of one layer at a time" * run.model.checkpoint_activations
     place = " (those of layers wait in the host's memory)" * run.model.offload_activations

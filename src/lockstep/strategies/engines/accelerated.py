@@ -38,7 +38,7 @@ def accelerator(run: Run, world: World, handlers: list[Any], **options: Any) -> 
         if sharded and world.device.type == "cpu":  # Accelerate shards on GPUs only, unless it takes CPUs for them
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
         found = Accelerator(
-            mixed_precision="bf16" if run.precision == "bf16" else "no",
+            mixed_precision="bf16" if run.precision == "bf16" and not run.model.trained_in_bfloat16 else "no",
             kwargs_handlers=handlers,
             **({"cpu": world.device.type == "cpu"} | options),
         )

@@ -18,6 +18,7 @@ class AcceleratedFSDP2(FSDP2):
     """`strategy.options.fsdp`: the fields of Accelerate's `FullyShardedDataParallelPlugin`."""
 
     needs = ("accelerate",)
+    trains_bfloat16 = False
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

@@ -59,11 +59,13 @@ class Hooked(Native):
         assert (self.ddp is not None) == (self.world.size > 1), f"{type(self.wrapped)} at {self.world.size} processes"
         self.position = {id(p): i for i, p in enumerate(self.parameters)}
         dense = [i for i in reversed(range(len(self.parameters))) if i not in self.rows]  # as backward meets them
+        narrow = self.run.model.trained_in_bfloat16
         if self.ddp is not None:
             cap_bytes = self.ddp.bucket_bytes_cap
             self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], cap_bytes)]
             self.ddp.register_comm_hook(None, self.on_bucket)
-            if layers.leaves_out_layers(getattr(self.model, "config", None)) is not None:
+            # DDP's buckets would be of bfloat16, like the weights
+            if narrow or layers.leaves_out_layers(getattr(self.model, "config", None)) is not None:
                 self.leave_ddp()
 
     @property

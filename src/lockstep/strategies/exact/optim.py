@@ -5,6 +5,7 @@ In: the `optim` section and named parameters. Out: a torch optimizer, and the ra
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,9 +82,9 @@ def _started(state: dict[str, Any], group: dict[str, Any], p: Tensor) -> dict[st
     """The state of a parameter of AdamW or SGD, made where there is none."""
     if not state and "betas" in group:
         state["step"] = torch.zeros((), device=p.device)
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p, dtype=torch.float32) for _ in range(2))
     elif not state and group["momentum"]:
-        state["momentum_buffer"] = torch.zeros_like(p)
+        state["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32)
     return state
 
 
@@ -95,8 +96,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None]
+        for group, held in _portions(self.param_groups):
             states = [_started(self.state[p], group, p) for p in held]
             first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
             with aligned(held, [p.grad for p in held], first, second) as (params, gradients, means, squares):
@@ -124,8 +124,7 @@ class SGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None]
+        for group, held in _portions(self.param_groups):
             momentum = group["momentum"]
             states = [_started(self.state[p], group, p) for p in held]
             buffers = [state["momentum_buffer"] for state in states] if momentum else []
@@ -145,6 +144,23 @@ class SGD(torch.optim.SGD):
                 )
 
 
+WIDENED = 2**24  # numbers of bfloat16 weights without masters that are float32 at a time, while they are updated
+
+
+def _portions(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+    """Each group with the parameters of it that have a gradient, as many as are updated together: all, or fewer where
+    they have to be widened."""
+    for group in groups:
+        held = [p for p in group["params"] if p.grad is not None]
+        while held and held[0].dtype != torch.float32:
+            numbers = itertools.accumulate(local(p).numel() for p in held)
+            count = max(1, sum(number <= WIDENED for number in numbers))
+            yield group, held[:count]
+            held = held[count:]
+        if held:
+            yield group, held
+
+
 LINE = 16  # float32 numbers that the fused kernels take at a time on a CPU
 
 
@@ -153,7 +169,8 @@ def aligned(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
     """Lists of this rank's parts of tensors, each padded to whole `LINE`s; what is written into them is kept.
 
     torch's fused kernels round a tensor's last `numel % LINE` numbers in another way than the others on a CPU, so a
-    number's bits would depend on how its tensor is cut. Few tensors are of odd sizes, and they are small.
+    number's bits would depend on how its tensor is cut. Few tensors are of odd sizes, and they are small. bfloat16
+    weights are float32 in here, and rounded afterwards.
     """
     parts = [[local(tensor) for tensor in tensors] for tensors in lists]
     padded = [[_padded(part) for part in group] for group in parts]
@@ -165,6 +182,7 @@ def aligned(*lists: Sequence[Tensor | None]) -> Iterator[list[list[Tensor]]]:
 
 
 def _padded(part: Tensor) -> Tensor:
+    part = part.float()
     if part.numel() % LINE == 0 or part.device.type != "cpu":
         return part
     return torch.nn.functional.pad(part.reshape(-1), (0, -part.numel() % LINE))

@@ -80,7 +80,7 @@ def _linear(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
     """As torch and transformers compute it."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, layer.bias)
-    return torch.addmm(layer.bias, x.view(-1, x.size(-1)), weight).view(x.size()[:-1] + (layer.nf,))
+    return torch.addmm(layer.bias, x.view(-1, x.size(-1)), weight).view((*x.size()[:-1], layer.nf))
 
 
 def merged(model: Any, low: bool) -> nn.Module:
