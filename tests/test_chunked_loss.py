@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lockstep.config.run import RunError
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
-from lockstep.tasks.models import chunked_loss
+from lockstep.tasks.models import chunked_loss, kept
 
 VOCABULARY = 97
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -194,6 +194,34 @@ def test_an_adapter_around_the_model() -> None:
         chunked_loss.install(peft.get_peft_model(model_of("gpt2"), trained), 4)
 
 
+def test_a_frozen_head_kept_in_bfloat16_computes_in_float32() -> None:
+    model = model_of("llama")
+    head = model.lm_head.requires_grad_(False)
+    head.weight.data = head.weight.data.bfloat16()
+    kept._widen(head)
+    inputs, targets = batch_of(model)
+    whole = cross_entropy(model(**inputs).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    wanted = gradients(model, whole)
+    chunked_loss.install(model, 4)
+    loss = model(**inputs, **{TARGETS: targets}).loss
+    torch.testing.assert_close(loss, whole, rtol=2e-6, atol=0)
+    for name, gradient in gradients(model, loss).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        sums = chunked_loss.scored(model.eval()(**inputs, **{TARGETS: targets}).logits, targets)
+    assert float(sums["loss"]) == pytest.approx(whole.item(), rel=2e-6)
+
+
+def test_a_model_of_bfloat16_weights() -> None:
+    model = model_of("marian").bfloat16()
+    inputs, targets = batch_of(model)
+    whole = cross_entropy(model(**inputs).logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = chunked_loss.install(model, 4)(**inputs, **{TARGETS: targets}).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(whole.item(), rel=2e-2)
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
+
+
 class Doubled(GPT2LMHeadModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)
@@ -236,6 +264,7 @@ def test_a_head_that_is_no_linear_layer_is_refused(head: Any, kind: str) -> None
     ("overrides", "said"),
     [
         (("task.loss_chunk=8", "strategy.name=fsdp2", "strategy.options.tensor_parallel=2"), "was not tried with"),
+        (("task.loss_chunk=8", "precision=fp16", "launch.device=cuda"), "before they are scaled, as fp16 needs"),
         (("task.loss_chunk=liger", "launch.device=cpu"), "Triton kernels, which run on GPUs only"),
     ],
 )

@@ -12,7 +12,7 @@ is known for `Finish`, and compared with the model itself when it is built.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,24 +147,25 @@ class _Installed:
         loss, scores, self.loss, self.scores = self.loss, self.scores, None, None
         return CausalLMOutput(loss=loss if model.training else None, logits=scores)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The head's: logits where no targets are known, else one number [1, 1, 1], with which the model goes on as if
         it were logits; what becomes of it there is not used."""
         if self.targets is None:
-            return self.plain(hidden)
+            return self.plain(input)
+        hidden = input  # [B, T, H]
         if hidden.shape[:2] != self.targets.shape:
             raise RunError(f"{KEY}: this model's head is given other positions than there are targets{OUT}")
         wanted = self.targets.flatten()
         rows = (wanted >= 0).nonzero().flatten()  # on CUDA the host waits here
         states, wanted = hidden.flatten(0, 1), wanted[rows]
         if not self.head.training:
-            scores = _scores(states[rows], wanted, self.head, self.finish, _size(self.chunk))
+            scores = _scores(states[rows], wanted, self.plain, self.finish, _size(self.chunk))
             self.scores = scores.new_zeros(len(states), 2).index_copy_(0, rows, scores).view(*hidden.shape[:2], 2)
             return scores.new_zeros(1, 1, 1)
         if self.chunk == LIGER:
             return _by_liger(states[rows], wanted, self.head, self.finish, self.smoothing).view(1, 1, 1)
         weight, bias = self.head.weight, self.head.bias
-        how = (self.finish, _size(self.chunk), self.smoothing, _compute_dtype(weight))
+        how = (self.finish, _size(self.chunk), self.smoothing, _compute_dtype(states))
         return _Loss.apply(states, rows, wanted, weight, bias, how).view(1, 1, 1)
 
 
@@ -172,10 +173,11 @@ def _size(chunk: int | str) -> int:
     return chunk if isinstance(chunk, int) else 1024
 
 
-def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """Of the head's matrix product: autocast's where it is on."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+def _compute_dtype(states: Tensor) -> torch.dtype:
+    """Of the head's matrix product: autocast's where it is on, else that of what the head is given (a frozen weight that
+    is kept in bfloat16 is widened, as `kept` has it)."""
+    kind = states.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
 
 class _Loss(torch.autograd.Function):
@@ -214,7 +216,7 @@ class _Loss(torch.autograd.Function):
         return torch.cat(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (states, weight, bias), ctx.given = ctx.given, None  # held no longer than needed: backward runs once
         for each in (states, weight, bias):
             if each is not None:
@@ -242,13 +244,12 @@ def _losses(logits: Tensor, targets: Tensor, finish: Finish, smoothing: float) -
     return losses, slope.mul_(finish.scale) if finish.scale != 1.0 else slope
 
 
-def _scores(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, size: int) -> Tensor:
+def _scores(states: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], finish: Finish, size: int) -> Tensor:
     """For each row its cross-entropy, and 1 where its target is the likeliest token: float32 [n, 2]."""
     found = [torch.zeros(0, 2, device=states.device)]
-    bias = head.bias
     for start in range(0, len(states), size):
         part, wanted = states[start : start + size], targets[start : start + size]
-        logits = finish(linear(part, head.weight, bias).float())
+        logits = finish(head(part).float())
         loss = nn.functional.cross_entropy(logits, wanted, reduction="none")
         found.append(torch.stack([loss, (logits.argmax(1) == wanted).float()], 1))
     return torch.cat(found)
@@ -260,7 +261,7 @@ def _by_liger(states: Tensor, targets: Tensor, head: nn.Linear, finish: Finish, 
 
     if finish.bias is not None and bool(finish.bias.any()):
         raise RunError(f"{KEY}: {LIGER} knows no second bias of logits; give a number of tokens")
-    dtype = _compute_dtype(head.weight)
+    dtype = _compute_dtype(states)
     states, weight = (states * finish.scale).to(dtype), head.weight.to(dtype)
     bias = None if head.bias is None else (head.bias * finish.scale).to(dtype)
     options = {"label_smoothing": smoothing, "reduction": "sum", "softcap": finish.cap, "accum_dtype": torch.float32}
