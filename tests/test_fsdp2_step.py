@@ -88,9 +88,11 @@ def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.processes
-def test_a_run_may_change_between_the_two_ways(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -> None:
+    """Of fp16 the loss scale is a part of the state."""
     one, two = (
-        [tiny(f"output={tmp_path}/{name}", strategy=strategy) for strategy in ways]
+        [tiny(f"output={tmp_path}/{name}", f"precision={precision}", strategy=strategy) for strategy in ways]
         for name, ways in (("one", [{"name": "single"}] * 3), ("two", [STEP, PIECE, STEP]))
     )
     alone, ours = run_on(1, two_steps_each, one, run=one[0])[0], run_on(3, two_steps_each, two, run=two[0])[0]
