@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 from checkpoints import digest
-from forked import Forked, can_fork
+from forked import Forked, can_fork, words_of
 from harness import TINY, lockstep_environment, server_environment
 
 STEPS = 60
@@ -37,11 +37,11 @@ def write(folder: Path, **values: object) -> Path:
 
 
 def start(command: list[str], folder: Path, cache: Path, **variables: str) -> Process:
-    """A command in a session of its own; where it is `lockstep`, without the seconds of its imports."""
+    """A command in a session of its own; where it is `lockstep` or torchrun, without the seconds of its imports."""
     environment = environment_of(cache, **variables)
-    if sys.platform == "linux" and command[: len(LOCKSTEP)] == LOCKSTEP:
-        if can_fork(environment, server_environment()):
-            return Forked(command[len(LOCKSTEP) :], folder, environment)
+    words = words_of(command)
+    if sys.platform == "linux" and words is not None and can_fork(environment, server_environment()):
+        return Forked(words, folder, environment)
     return start_anew(command, folder, cache, **variables)
 
 

@@ -30,6 +30,8 @@ from harness import AT_FIRST  # noqa: E402
 
 from lockstep.distributed.stops import STOP_SIGNALS  # noqa: E402
 
+WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test with this mark takes, in those of one rank
+
 _started: list[str] = []  # processes that the test at hand has started
 
 
@@ -50,11 +52,13 @@ BaseProcess.start = _counted(BaseProcess.start)  # type: ignore[method-assign]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Files with many jobs come first: begun last, one of them would have a processor to itself at the end."""
+    """Files that take long come first: begun last, one of them would have a processor to itself at the end."""
     if not any("::" in word for word in config.args):  # single tests may be asked for
         kernel.mark(items)
     yield  # what was not asked for is taken out here
-    jobs = Counter(item.path for item in items if "processes" in item.keywords)
+    jobs: Counter[Path] = Counter()
+    for item in items:
+        jobs[item.path] += sum(weight for mark, weight in WEIGHTS.items() if mark in item.keywords)
     items.sort(key=lambda item: -jobs[item.path])
 
 

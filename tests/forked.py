@@ -3,8 +3,9 @@
 In: words of a command line, a folder, a cache, variables. Out: what looks like `subprocess.Popen`. Only the imports
 and the seed of hashes are not the command's own: working directory, session, environment, handlers of signals,
 descriptors, limits, and how it ends are those of a new process. The server that its ranks are forked from is forked
-from the command, where a new one would import everything again. What an import reads cannot be given afterwards:
-`can_fork` says whether a command needs a new interpreter.
+from the command, where a new one would import everything again, and so are the processes of `MODULES` that it starts:
+trials of a sweep, ranks of torchrun. What an import reads cannot be given afterwards: `can_fork` says whether a command
+needs a new interpreter.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
 import multiprocessing.context
 import multiprocessing.process
 import os
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -23,16 +26,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy
+import torch.distributed.run  # noqa: F401
 
-import lockstep.__main__
-from lockstep import cli
 from lockstep.distributed.stops import STOP_SIGNALS
 from lockstep.launchers.processes import elastic  # noqa: F401
 
@@ -49,7 +52,15 @@ READ_BY_IMPORTS = (
     "OMP_",
     "LD_",
 )
-LATER = ("PYTHONPATH", "TORCH_CPP_LOG_LEVEL")
+LATER = (
+    "PYTHONPATH",
+    "TOKENIZERS_PARALLELISM",
+    "TORCH_CPP_LOG_LEVEL",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)  # seen to, or read when they are used
+SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
+MODULES = ("lockstep", "lockstep.tools.child", "torch.distributed.run")  # that are run as `python -m`
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES, _SLAVE, _DETACH = (
     0x40000000,
     0x20000,
@@ -60,6 +71,8 @@ _NEW_NET, _NEW_MOUNTS, _NEW_NAMES, _SLAVE, _DETACH = (
 _TESTS = str(Path(__file__).parent)
 _Main = type(multiprocessing.process.current_process())  # this file is imported before anything is forked
 _spawned = util.spawnv_passfds  # type: ignore[attr-defined]
+_executed = subprocess._fork_exec  # type: ignore[attr-defined]
+_imported_with: dict[str, str] = {}  # in the process of a command: what it began with
 
 
 def can_fork(environment: dict[str, str], server: dict[str, str]) -> bool:
@@ -69,8 +82,15 @@ def can_fork(environment: dict[str, str], server: dict[str, str]) -> bool:
 
 def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
     """The variables that imports read and that differ."""
+    one, other = SET | one, SET | other
     differ = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
     return sorted(name for name in differ - {*LATER} if name.startswith(READ_BY_IMPORTS))
+
+
+def words_of(command: Sequence[str]) -> list[str] | None:
+    """The module and its words of a `python -m` that can be forked; None for any other command."""
+    words = [word for word in command[1:3] if word != "-u"] + list(command[3:])  # torchrun's: output without a buffer
+    return words[1:] if command[0] == sys.executable and words[0] == "-m" and words[1] in MODULES else None
 
 
 class Forked:
@@ -84,8 +104,8 @@ class Forked:
         most_bytes: int | None = None,
         host: tuple[str, str] | None = None,
     ) -> None:
-        """`most_bytes`: beyond which none of its files may grow. `host`: a network namespace to be in, and the name of
-        the machine there; what it says is then read from `stdout` and `stderr` by whoever has started it."""
+        """`words`: a module and what it is told. `most_bytes`: beyond which none of its files may grow. `host`: the
+        network namespace to be in, and the machine's name there; whoever has started it then reads what it says."""
         from harness import server_environment
 
         self.args = words
@@ -171,25 +191,32 @@ def _become(
     with open(os.devnull) as nothing:
         for number, place in ((nothing.fileno(), 0), (out.fileno(), 1), (err.fileno(), 2)):
             os.dup2(number, place)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    _path(folder, environment.get("PYTHONPATH", ""))
-    sys.argv = [str(lockstep.__main__.__file__), *words]
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = None
     numpy.random.seed()  # torch begins with the same number in every process, numpy does not
     _no_handlers()
     for number in STOP_SIGNALS:  # which the server may ignore, when a launcher of a test has started it
         signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-    if signal.SIGINT not in ignored:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    _alone()
+    _interruptible()
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     ready.send(None)
     _close_all_but({0, 1, 2})
-    _end(cli.main)
+    _run(words, environment)
+
+
+def _run(words: list[str], environment: dict[str, str]) -> None:
+    """What a new interpreter does in this folder, with these handlers and descriptors. Never returns."""
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    _path(os.getcwd(), environment.get("PYTHONPATH", ""))
+    sys.argv = list(words)
+    os.environ.clear()
+    os.environ.update(environment)
+    _imported_with.update(environment)
+    tempfile.tempdir = None
+    _alone()
+    package = hasattr(sys.modules.get(words[0]), "__path__")
+    sys.modules.pop(f"{words[0]}.__main__" if package else words[0], None)  # or Python warns that it is run twice
+    _end(lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True))
 
 
 def _move_to(space: str, name: str) -> None:
@@ -224,14 +251,24 @@ def _alone() -> None:
     multiprocessing.context._default_context._actual_context = None  # type: ignore[attr-defined]
     forkserver._forkserver.__init__()  # type: ignore[misc]
     resource_tracker._resource_tracker.__init__()  # type: ignore[misc]
+    processes._children = set()  # type: ignore[attr-defined]
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
     util.spawnv_passfds = _forked_server  # type: ignore[attr-defined]
+    subprocess._fork_exec = _forked_module  # type: ignore[attr-defined]
+    # what the process before registered for its own end, such as to remove its temporary folders
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    for last in (logging.shutdown, util._exit_function):  # type: ignore[attr-defined]
+        atexit.register(last)
 
 
-def _end(main: Callable[[], int]) -> None:
+def _end(main: Callable[[], object]) -> None:
     """As the interpreter ends: with a traceback or none, after all threads and what was registered for the end."""
     status: object = 1
     try:
-        status = main()
+        main()
+        status = None
     except SystemExit as left:
         status = left.code
         if isinstance(status, str):
@@ -247,6 +284,12 @@ def _end(main: Callable[[], int]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+def _interruptible() -> None:
+    """As Python begins, unless Ctrl-C is ignored."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _no_handlers() -> None:
@@ -275,3 +318,41 @@ def _forked_server(path: bytes, words: list[str], descriptors: list[int]) -> int
         exec(words[-1])
     finally:
         os._exit(0)
+
+
+def _forked_module(
+    args: Sequence[str],
+    executables: Sequence[bytes],
+    close_others: bool,
+    kept: Sequence[int],
+    folder: str | None,
+    variables: Sequence[bytes] | None,
+    *more: Any,
+) -> int:
+    """Instead of `subprocess._fork_exec`: what a command starts as `python -m` of a module that has been imported."""
+    words = words_of([os.fsdecode(word) for word in args])
+    pairs = [os.fsdecode(each).partition("=") for each in variables or ()]
+    environment = dict(os.environ) if variables is None else {name: value for name, _, value in pairs}
+    stdin, _, _, stdout, _, stderr, _, failed, _, session, group, _, _, _, _, before_it = more[:16]
+    if words is None or before_it is not None or not can_fork(environment, _imported_with):
+        return int(_executed(args, executables, close_others, kept, folder, variables, *more))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if pid := os.fork():
+        return pid
+    try:
+        if session:
+            os.setsid()
+        if group >= 0:
+            os.setpgid(0, group)
+        for number, place in ((stdin, 0), (stdout, 1), (stderr, 2)):
+            if number >= 0:
+                os.dup2(number, place)
+        os.close(failed)  # whose end tells that it has begun
+        _close_all_but({0, 1, 2, *kept} - {failed})
+        _no_handlers()
+        _interruptible()
+        os.chdir(folder or ".")
+        _run(words, environment)
+    finally:
+        os._exit(1)

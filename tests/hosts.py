@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from command import LOCKSTEP, Process
-from forked import Forked, can_fork
+from command import Process
+from forked import Forked, can_fork, words_of
 from harness import lockstep_environment, server_environment
 
 NEEDED = ("ip", "nft", "tc", "unshare")
@@ -183,9 +183,10 @@ class Hosts:
         environment = {k: v for k, v in lockstep_environment(self.cache).items() if k != "GLOO_SOCKET_IFNAME"}
         environment |= {"PATH": SEARCHED, "TMPDIR": str(self.temporary(host))} | variables
         process: Process
-        if command[: len(LOCKSTEP)] == LOCKSTEP and can_fork(environment, server_environment()):
+        told = words_of(command)
+        if told is not None and can_fork(environment, server_environment()):
             place = self.space(host), f"host-{host}"
-            process = Forked(list(command[len(LOCKSTEP) :]), folder or self.folder(host), environment, host=place)
+            process = Forked(told, folder or self.folder(host), environment, host=place)
             self.started.append(job := Job(process))
             return job
         process = subprocess.Popen(

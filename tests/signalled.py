@@ -12,13 +12,12 @@ import pty
 import select
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command import LOCKSTEP
+from command import LOCKSTEP, ended, start
 from harness import lockstep_environment
 
 from lockstep.config.run import Run
@@ -126,11 +125,9 @@ def state_of(folder: Path, cache: Path) -> dict[str, Any]:
     """What `lockstep status` says of `folder/out`."""
     import json
 
-    command = [*LOCKSTEP, "status", "out", "--json"]
-    done = subprocess.run(
-        command, cwd=folder, env=lockstep_environment(cache), capture_output=True, text=True, check=True
-    )
-    return dict(json.loads(done.stdout))
+    status, out, err = ended(start([*LOCKSTEP, "status", "out", "--json"], folder, cache))
+    assert status == 0, err
+    return dict(json.loads(out))
 
 
 assert sys.platform != "win32"

@@ -90,7 +90,7 @@ class Job:
         options = [f"launch.processes={processes}", f"strategy.name={strategy}"]
         self.record.starts += 1
         self.story.append(f"start {self.record.starts}: {processes} {strategy} {most_bytes or ''}")
-        return Forked(["train", "run.yaml", *options], self.folder, environment_of(self.cache), most_bytes)
+        return Forked(["lockstep", "train", "run.yaml", *options], self.folder, environment_of(self.cache), most_bytes)
 
     def disturbed(self) -> None:
         """One start, and up to three faults in a row until it ends."""
@@ -191,7 +191,9 @@ class Job:
 
     def _begin_twice(self, process: Forked, moment: str) -> None:
         """The same command while it runs; the second one must not disturb it."""
-        status, out, err = ended(Forked(["train", "run.yaml"], self.folder, environment_of(self.cache)), LIMIT_S)
+        status, out, err = ended(
+            Forked(["lockstep", "train", "run.yaml"], self.folder, environment_of(self.cache)), LIMIT_S
+        )
         assert status == 0 or (status == 2 and "is being trained already" in err), "\n".join([*self.story, out, err])
         self.done("a second start")
 
@@ -269,7 +271,9 @@ class Job:
         """Started once more, it ends as one that nobody touched; and once more, nothing changes."""
         for _ in range(2):
             self.record.starts += 1
-            last = Forked(["train", "run.yaml", "launch.processes=1"], self.folder, environment_of(self.cache))
+            last = Forked(
+                ["lockstep", "train", "run.yaml", "launch.processes=1"], self.folder, environment_of(self.cache)
+            )
             status, out, err = ended(last, LIMIT_S)
             assert status == 0, (out, err)
         assert bits(self.folder) == bits(untouched)

@@ -60,7 +60,7 @@ def test_a_closed_terminal_too_and_nohup_does_not_mind(tmp_path: Path, cache: Pa
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which is all that nohup does
     try:
         hung_up["MOMENT"] = f"step {saved(tmp_path) + 2}"
-        process = start_anew([*LOCKSTEP, "train", "run.yaml", SIGNALLED], tmp_path, cache, **hung_up)
+        process = start([*LOCKSTEP, "train", "run.yaml", SIGNALLED], tmp_path, cache, **hung_up)
     finally:
         signal.signal(signal.SIGHUP, before)
     status, out, err = ended(process)

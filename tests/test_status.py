@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from command import LOCKSTEP, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
-from harness import lockstep_environment, tiny
+from harness import tiny
 
 from lockstep.cli import main
 from lockstep.config.run import load
@@ -50,11 +50,9 @@ def test_a_run_in_another_terminal(
     assert found["launcher"] == ("" if how == "torchrun" else "local")
     assert found["resumable_from"] == 20
     assert found["metrics"]["train"]["step"] == 25
-    second = subprocess.run(
-        [*LOCKSTEP, "train", "run.yaml"], cwd=tmp_path, env=lockstep_environment(cache), capture_output=True, text=True
-    )
-    assert second.returncode == 2
-    assert "is being trained already" in second.stderr
+    status, _, err = train(tmp_path, cache)
+    assert status == 2
+    assert "is being trained already" in err
 
     following = start([*LOCKSTEP, "logs", "out", "--follow"], tmp_path, cache)
     assert main(["stop", str(tmp_path / "out")]) == 0

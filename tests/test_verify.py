@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command import LOCKSTEP, ended, start
 from harness import TINY, lockstep_environment, run_on, tiny
 
 from lockstep.config.run import Run
@@ -101,19 +102,21 @@ def test_the_short_last_step_of_the_epoch_is_looked_at(alone: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "processes": 2}}))
-    environment = lockstep_environment(tmp_path / "cache") | {"PYTHONPATH": str(HERE)}
-    command = [sys.executable, "-m", "lockstep", "verify", "job.yaml", "--steps", "3", "strategy.name=ddp"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "found: the same bits" in done.stdout
-    wrong = [*command[:-1], "strategy.name=buggy.CountedTwice"]
-    done = subprocess.run(wrong, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "every gradient is 2 times" in done.stdout
+    command = [*LOCKSTEP, "verify", "job.yaml", "--steps", "3", "strategy.name=ddp"]
+
+    def verified(*words: str) -> tuple[int, str, str]:
+        return ended(start([*command, *words], tmp_path, tmp_path / "cache", PYTHONPATH=str(HERE)))
+
+    status, out, err = verified()
+    assert status == 0, err
+    assert "found: the same bits" in out
+    status, out, err = verified("strategy.name=buggy.CountedTwice")
+    assert status == 1, err
+    assert "every gradient is 2 times" in out
     assert not (tmp_path / "outputs").exists()
-    done = subprocess.run([*command, "--steps=0"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--steps: 0" in done.stderr
+    status, _, err = verified("--steps=0")
+    assert status == 2
+    assert "--steps: 0" in err
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
