@@ -61,13 +61,8 @@ LATER = (
 )  # seen to, or read when they are used
 SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
 MODULES = ("lockstep", "lockstep.tools.child", "torch.distributed.run")  # that are run as `python -m`
-_NEW_NET, _NEW_MOUNTS, _NEW_NAMES, _SLAVE, _DETACH = (
-    0x40000000,
-    0x20000,
-    0x4000000,
-    0x84000,
-    2,
-)  # of <sched.h>, <mount.h>
+_NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
+_SLAVE, _DETACH = 0x84000, 2  # of <sys/mount.h>
 _TESTS = str(Path(__file__).parent)
 _Main = type(multiprocessing.process.current_process())  # this file is imported before anything is forked
 _spawned = util.spawnv_passfds  # type: ignore[attr-defined]
@@ -90,7 +85,8 @@ def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
 def words_of(command: Sequence[str]) -> list[str] | None:
     """The module and its words of a `python -m` that can be forked; None for any other command."""
     words = [word for word in command[1:3] if word != "-u"] + list(command[3:])  # torchrun's: output without a buffer
-    return words[1:] if command[0] == sys.executable and words[0] == "-m" and words[1] in MODULES else None
+    ours = command[0] == sys.executable and words[:1] == ["-m"] and words[1] in MODULES
+    return words[1:] if ours else None
 
 
 class Forked:
@@ -211,6 +207,7 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     sys.argv = list(words)
     os.environ.clear()
     os.environ.update(environment)
+    _imported_with.clear()
     _imported_with.update(environment)
     tempfile.tempdir = None
     _alone()
