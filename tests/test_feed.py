@@ -68,7 +68,7 @@ def test_an_epoch_covers_everything_once() -> None:
 
 
 def test_padded_is_what_is_computed() -> None:
-    batch = feed_of(tiny()).make(1)
+    batch = feed_of(tiny("data.padding=batch")).make(1)
     assert batch.padded == sum(m.inputs["input_ids"].numel() for m in batch.micro_batches)
     assert batch.tokens == sum(int(m.inputs["attention_mask"].sum()) for m in batch.micro_batches)
 

@@ -135,6 +135,12 @@ def test_the_same_bits_and_the_same_skipped_steps(name: str, ranks: int) -> None
     assert {**of(name, ranks), "moved": 0} == {**of("single", 1), "moved": 0}
 
 
+@pytest.mark.processes
+def test_the_same_where_weights_are_gathered_for_each_micro_batch() -> None:
+    found = of("fsdp2", 2, "strategy.options.gather=micro_batch")
+    assert {**found, "moved": 0} == {**of("single", 1), "moved": 0}
+
+
 class Overflowing(AllReduce):
     """Steps 3 and 7 overflow; where there is no file `go`, the job is killed in the middle of step 8."""
 

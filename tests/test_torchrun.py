@@ -156,7 +156,7 @@ def test_a_world_that_is_not_the_one_that_was_asked_for(monkeypatch: pytest.Monk
 
 
 def facts_of(run: Run) -> dict[str, str]:
-    return facts(run, prepare(run, find("tasks", run.task.name)).key, {})
+    return facts(run, prepare(run, find("tasks", run.task.name)).key)
 
 
 def test_a_disagreement_names_keys_values_and_hosts() -> None:

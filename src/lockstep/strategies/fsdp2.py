@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch, StepResult
@@ -41,8 +41,6 @@ from lockstep.strategies.strategy import DataParallel, Strategy, make_model, sum
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class FSDP2(Strategy):
@@ -83,9 +81,6 @@ class FSDP2(Strategy):
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         fsdp_config.check(run, processes)
-        own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(run.strategy.options)
-        if own and run.model.trained_in_bfloat16:
-            raise RunError(f"strategy.options.{min(own)}: not with model.dtype=bfloat16, which says it; leave one out")
 
     @classmethod
     def variant(cls, run: Run) -> type[Strategy]:
@@ -203,7 +198,6 @@ class FSDP2(Strategy):
             prefix = f"{self.model.base_model_prefix}."
             parallelize_module(self.model, self.mesh["tensor"], layers.tensor_plan(self.run, self.tensor, prefix))
         names = tuple(n for n in ("replicate", "shard") if n in (self.mesh.mesh_dim_names or ()))
-        param, reduce = (_DTYPES.get(str(options.get(k))) for k in ("param_dtype", "reduce_dtype"))
         arguments: dict[str, Any] = {
             "mesh": self.mesh[names],
             "reshard_after_forward": options.get("reshard_after_forward", True),
@@ -211,13 +205,10 @@ class FSDP2(Strategy):
             if options.get("cpu_offload")
             else OffloadPolicy(),
         }
-        output = torch.float32 if param or reduce else None  # logits
-        policies = MixedPrecisionPolicy(param, reduce), MixedPrecisionPolicy(param, reduce, output)
-        if self.run.model.trained_in_bfloat16:  # leaves are bfloat16, and are added up in float32
-            policies = (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),) * 2
+        of_block, of_root = fsdp_config.policies(self.run)
         for block in self.blocks:
-            fully_shard(block, mp_policy=policies[0], **arguments)
-        fully_shard(self.model, mp_policy=policies[1], **arguments)
+            fully_shard(block, mp_policy=of_block, **arguments)
+        fully_shard(self.model, mp_policy=of_root, **arguments)
         self.optimizer = self.make_optimizer(exempt)
 
     def make_optimizer(self, exempt: set[str]) -> torch.optim.Optimizer:

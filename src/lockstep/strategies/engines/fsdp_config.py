@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines import layers
 
-DTYPES = ("fp32", "bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEP, MICRO_BATCH = "step", "micro_batch"
 _GATHER = {STEP: STEP, MICRO_BATCH: MICRO_BATCH, "piece": MICRO_BATCH}
 _FSDP = {  # options that FSDP itself is asked for
@@ -49,12 +52,24 @@ def check(run: Run, processes: int) -> None:
             f"strategy.options.{others[0]}: is FSDP's, which gathers for every micro-batch; under gather: {STEP} every "
             f"rank has the whole weights during a step. Leave it out, or set strategy.options.gather={MICRO_BATCH}"
         )
+    own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(options)
+    if own and run.model.trained_in_bfloat16:
+        raise RunError(f"strategy.options.{min(own)}: not with model.dtype=bfloat16, which says it; leave one out")
     _check_ranks(options, processes)
     _check_kinds(options)
     if (tensor := options.get("tensor_parallel", 1)) > 1:
         if layers.own_model(run):
             raise RunError("strategy.options.tensor_parallel: transformers has no plan for a model of your own")
         layers.tensor_plan(run, tensor)
+
+
+def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """FSDP's own mixed precision: of a block, and of the whole, which returns logits."""
+    if run.model.trained_in_bfloat16:  # shards are the masters; leaves are bfloat16, and are added up in float32
+        return (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),) * 2
+    param, reduce = (DTYPES.get(str(run.strategy.options.get(key))) for key in ("param_dtype", "reduce_dtype"))
+    logits = torch.float32 if param or reduce else None
+    return MixedPrecisionPolicy(param, reduce), MixedPrecisionPolicy(param, reduce, logits)
 
 
 def _check_ranks(options: dict[str, Any], processes: int) -> None:
