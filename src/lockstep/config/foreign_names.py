@@ -68,7 +68,6 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "attn_implementation": ("model.attention", "sdpa, eager and others, as transformers has them"),
     "flash_attention": ("model.attention", "flash_attention_2, sdpa or eager, as transformers has them"),
     "torch_dtype": ("precision", _PRECISION),
-    "dtype": ("precision", _PRECISION),
     "bf16": ("precision", _PRECISION),
     "fp16": ("precision", _PRECISION),
     "mixed_precision": ("precision", _PRECISION),
