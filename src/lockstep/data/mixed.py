@@ -7,7 +7,7 @@ calls them, and one that says which source a row is from; or a `RunError` that n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,8 @@ import numpy as np
 from lockstep.config.mixture import OneSource
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import nested, row_files, source
+from lockstep.data import nested, packing, row_files, source
+from lockstep.data.tokens import digest, examples_in
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -47,6 +48,20 @@ def load(data: DataSection, seed: int, plain: str | None, columns: Mapping[str, 
         splits[split] = datasets.concatenate_datasets(together)
     names = [entry.name for entry in data.sources]
     return source.Source(f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names)
+
+
+def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:
+    """The file that `encode` makes of a split, with this key, and nothing; of a mixture each source on its own, so that
+    no block of tokens holds texts of two, in one file, and how many examples each has. Errors: `RunError`."""
+    if source.SOURCE not in dataset.column_names:
+        return encode(dataset, key), []
+    of = np.asarray(dataset[source.SOURCE])
+    files = []
+    for number in range(int(of.max()) + 1):
+        rows = np.flatnonzero(of == number)
+        files.append(encode(dataset.select(rows), digest(key, number)) if len(rows) else None)
+    counts = [examples_in(file) if file else 0 for file in files]
+    return packing.together([file for file in files if file], digest(key, counts)), counts
 
 
 def _called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:

@@ -77,6 +77,14 @@ class MixedOrder(Order):
         phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
         return phase.used + self._of_each(phase, self._place(step) - phase.place)
 
+    def told(self, names: Sequence[str], steps: int) -> str:
+        """What of each source so many steps use, for a person. Costs a period at most."""
+        used = self.used(steps) if self.weighted else self.sizes * (self._place(steps) / self.examples)
+        return "; ".join(
+            f"{name} {part:.1%} ({size:,} examples, {part * used.sum() / size:.3g} epochs of them)"
+            for name, part, size in zip(names, used / max(1, used.sum()), self.sizes.tolist(), strict=True)
+        )
+
     def _place(self, step: int) -> int:
         epoch, within = divmod(step, self.steps_per_epoch)
         return epoch * self.examples + within * self.batch_size

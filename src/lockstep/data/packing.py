@@ -141,7 +141,9 @@ def together(files: list[str], key: str) -> str:
     """One Arrow file of the examples of several, in order. Errors: as those of `write`."""
 
     def make(aside: Path) -> None:
-        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as stream:
+        with pa.memory_map(files[0]) as first:
+            schema = pa.ipc.open_stream(first).schema
+        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
             for path in files:
                 with pa.memory_map(path) as mapped:
                     for batch in pa.ipc.open_stream(mapped):
