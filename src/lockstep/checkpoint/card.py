@@ -205,10 +205,10 @@ def _table(scores: dict[str, dict[str, float]]) -> str:
     """The scores for a reader, a row a split."""
     if not scores:
         return "None were computed."
-    names = [name for name in next(iter(scores.values())) if name != "examples"]
+    names = [name for name in dict.fromkeys(n for values in scores.values() for n in values) if name != "examples"]
     rows = ["| split | examples | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for split, values in scores.items():
-        cells = " | ".join(f"{values[name]:.4f}" for name in names)
+        cells = " | ".join(f"{values[name]:.4f}" if name in values else "" for name in names)
         rows.append(f"| {split} | {values['examples']:.0f} | {cells} |")
     return "\n".join(rows)
 

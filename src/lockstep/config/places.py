@@ -31,12 +31,22 @@ def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
     found = dict(values)
     for section, keys in PATHS.items():
         if isinstance(given := at_length(section, values.get(section)), dict):
-            if given.get("source") is not None:
-                keys = ("source",)  # what else there is are splits of it, or files in it
-            there = {key: _found(given[key], folder) for key in keys if key in given}
+            there = _there(given, keys, folder)
+            if isinstance(sources := given.get("sources"), list):  # of a mixture
+                there["sources"] = [
+                    each | _there(each, keys, folder) if isinstance(each, dict) else _found(each, folder)
+                    for each in sources
+                ]
             if there != {key: given[key] for key in there}:
                 found[section] = given | there
     return found
+
+
+def _there(given: dict[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    """Those of the keys that name what is there."""
+    if given.get("source") is not None:
+        keys = ("source",)  # what else there is are splits of it, or files in it
+    return {key: _found(given[key], folder) for key in keys if key in given}
 
 
 def _found(value: Any, folder: Path) -> Any:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from lockstep.config.conditions import Filter
+from lockstep.config.mixture import OWN, Mixture
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -101,6 +102,11 @@ class TaskSection(PluginSection):
 
 class DataSection(Section):
     source: str | None = Field(None, description="Hub id, local folder, file or glob, or builtin/emotion")
+    sources: Mixture | None = Field(
+        None,
+        description="several sources instead of one, each with keys of its own: name, weight, rename, and those of "
+        "this section that say what is read",
+    )
     config: str | None = Field(None, description="configuration of a Hub data set")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub data set")
     train: str | list[str] | None = Field(None, description="split name or path(s); default: the split called train")
@@ -165,6 +171,17 @@ class DataSection(Section):
         description="processes beside each rank that make its batches (task module only); changes no bit; 0: the rank "
         "itself",
     )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> DataSection:
+        known = type(self).model_fields
+        if self.sources is None:
+            return self
+        if given := [key for key in OWN if getattr(self, key) != known[key].get_default(call_default_factory=True)]:
+            raise ValueError(f"{given[0]} is given in each of data.sources, and not beside them")
+        if self.group_by_length > 1:
+            raise ValueError("group_by_length sorts the examples of one source; with data.sources leave it out")
+        return self
 
     @model_validator(mode="after")
     def _something_is_left(self) -> DataSection:

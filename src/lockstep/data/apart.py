@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import missing
-from lockstep.data.source import Source
+from lockstep.data.source import SOURCE, Source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,7 +37,7 @@ def kept(
         if len(rows) < len(train):
             facts["duplicates"] = {"train": len(train) - len(rows)}
             splits = splits | {"train": train.select(rows)}
-    splits = _cut_off(splits, run, cut, read.name)
+    splits = _cut_off(splits, run, cut, read)
     found, overlapping = overlap(splits, texts)
     if found:
         facts["overlap"] = found
@@ -47,18 +47,45 @@ def kept(
         if len(rest) == 0:
             raise RunError(f"data.overlap: every row of the train split of {read.name} stands in {' and '.join(found)}")
         splits = splits | {"train": splits["train"].select(rest)}
+    if read.sources:
+        facts["sources"] = {"names": read.sources, "rows": {s: _counts(rows, read) for s, rows in splits.items()}}
+        for name, count in zip(read.sources, facts["sources"]["rows"]["train"], strict=True):
+            if count == 0:
+                raise RunError(f"data.sources: {name}: no row is left in train")
     return splits, facts
 
 
-def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, name: str) -> dict[str, Dataset]:
-    """With a test split, where one is asked for, and a validation split. Both are shares of the same whole."""
+def _counts(rows: Dataset, read: Source) -> list[int]:
+    """Examples of each source."""
+    return np.bincount(np.asarray(rows[SOURCE]), minlength=len(read.sources)).tolist()
+
+
+def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> dict[str, Dataset]:
+    """With a test split, where one is asked for, and a validation split: of each source of a mixture on its own."""
+    import datasets
+
+    if not read.sources:
+        return _cut_one(splits, run, cut, read.name, True)
+    found: dict[str, list[Dataset]] = {}
+    for number, name in enumerate(read.sources):
+        rows = {split: np.flatnonzero(np.asarray(dataset[SOURCE]) == number) for split, dataset in splits.items()}
+        own = {split: splits[split].select(places) for split, places in rows.items() if len(places)}
+        for split, dataset in _cut_one(own, run, cut, name, False).items():
+            found.setdefault(split, []).append(dataset)
+    return {split: datasets.concatenate_datasets(parts) for split, parts in found.items()}
+
+
+def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: bool) -> dict[str, Dataset]:
+    """Both are shares of the same whole. `alone`: it is no source of a mixture, of which others may have a test split
+    where this one has none."""
     splits, share = dict(splits), run.data.test_fraction
-    if share and "test" in splits:
+    if share and "test" in splits and alone:
         raise RunError(f"data.test_fraction: {name} has a test split already; leave data.test_fraction out")
-    if share:
+    cut_test = share > 0 and "test" not in splits
+    if cut_test:
         splits["train"], splits["test"] = cut(splits["train"], share, [run.seed, 1], "test_fraction")
     if "validation" not in splits:
-        rest = run.data.validation_fraction / (1 - share)
+        rest = run.data.validation_fraction / (1 - (share if cut_test else 0))
         splits["train"], splits["validation"] = cut(splits["train"], rest, run.seed, "validation_fraction")
     return splits
 

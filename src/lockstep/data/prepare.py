@@ -56,7 +56,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
     PLACE.at("waiting for another process that prepares the same data")
     with locked(key):
         PLACE.at("looking for the data in the cache")
-        local = run.data.source in (source.BUILTIN, None) or bool(source.files_of(run.data))
+        local = source.is_local(run.data)
         began, found, damaged = time.monotonic(), Prepared.read(path) if local or not fresh else None, {}
         if found is not None and (damaged := found.damages()):
             for place in filter(inside, damaged):

@@ -11,7 +11,7 @@ import csv
 import io
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
             parts.append((given[alike[0]], _read(alike, ending, key, plain, data)))
     if len(parts) == 1:
         return parts[0][1]
-    return datasets.concatenate_datasets(_agreeing(parts, key))
+    return datasets.concatenate_datasets(agreeing(parts, key))
 
 
 def _read(files: list[Path], ending: str, key: str, plain: str | None, data: DataSection) -> Dataset:
@@ -101,22 +101,24 @@ def _read(files: list[Path], ending: str, key: str, plain: str | None, data: Dat
 # -- several formats -------------------------------------------------------------------------------------------------
 
 
-def _agreeing(parts: list[tuple[Path, Dataset]], key: str) -> list[Dataset]:
-    """The same rows with columns of one order and type. Errors: `RunError`, which says in what two files differ."""
+def agreeing(parts: Sequence[tuple[Any, Dataset]], key: str, what: str = "files of one split") -> list[Dataset]:
+    """The same rows with columns of one order and type. Errors: `RunError`, which says in what two of them differ."""
     first, start = parts[0]
     wanted = start.features
     for file, part in parts[1:]:
         if missing := [c for c in start.column_names if c not in part.column_names]:
-            raise RunError(_differ(key, first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start))
+            raise RunError(
+                _differ(f"{key}: {what}", first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start)
+            )
         if more := [c for c in part.column_names if c not in wanted]:
-            raise RunError(_differ(key, first, file, f"has a column {more[0]!r} more", start))
+            raise RunError(_differ(f"{key}: {what}", first, file, f"has a column {more[0]!r} more", start))
     for column in start.column_names:
         kinds = {file: part.features[column] for file, part in parts}
         common = _common(list(kinds.values()))
         if common is None:
             other = next(file for file, kind in kinds.items() if _common([kinds[first], kind]) is None)
             raise RunError(
-                f"{key}: files of one split must agree in what their columns hold: {column!r} holds "
+                f"{key}: {what} must agree in what their columns hold: {column!r} holds "
                 f"{_kind(kinds[first])} in {first} and {_kind(kinds[other])} in {other}"
             )
         wanted = type(wanted)({**wanted, column: common})
@@ -158,8 +160,8 @@ def _named(dataset: Dataset) -> str:
     return ", ".join(dataset.column_names)
 
 
-def _differ(key: str, first: Path, file: Path, how: str, start: Dataset) -> str:
-    return f"{key}: files of one split must have the same columns: {first} has {_named(start)}, and {file} {how}"
+def _differ(what: str, first: Any, file: Any, how: str, start: Dataset) -> str:
+    return f"{what} must have the same columns: {first} has {_named(start)}, and {file} {how}"
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 BUILTIN = "builtin/emotion"
+SOURCE = "source of the mixture"  # the column of which source of a mixture a row is from
 USUAL = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -42,11 +43,14 @@ class Source:
     name: str
     splits: dict[str, Dataset]
     left_out: dict[str, int] = field(default_factory=dict)  # split -> rows that `data.filter` left out
+    sources: list[str] = field(default_factory=list)  # names of those of a mixture, by their numbers in `SOURCE`
 
 
 def files_of(data: DataSection) -> list[Path]:
     """The local files a source is read from, in order; empty for a Hub id, for the built-in set, and for a task that
     makes its data by itself."""
+    if data.sources is not None:
+        return [file for section in sections(data) for file in files_of(section)]
     if not given(data):
         return []
     return [file for files in (local_splits(data) or {}).values() for file in files]
@@ -54,7 +58,19 @@ def files_of(data: DataSection) -> list[Path]:
 
 def given(data: DataSection) -> bool:
     """Whether the run file says where data are."""
-    return any(getattr(data, key) is not None for key in ("source", *USUAL))
+    return any(getattr(data, key) is not None for key in ("source", "sources", *USUAL))
+
+
+def sections(data: DataSection) -> list[DataSection]:
+    """What each source of a mixture is read by; `data` itself where it is none."""
+    if data.sources is None:
+        return [data]
+    return [DataSection(**entry.own, limit=data.limit) for entry in data.sources]
+
+
+def is_local(data: DataSection) -> bool:
+    """Whether nothing of it is on the Hub. Errors: `RunError` for local files that are not there."""
+    return all(each.source in (BUILTIN, None) or bool(files_of(each)) for each in sections(data))
 
 
 def load(data: DataSection, seed: int, plain: str | None = None, columns: Mapping[str, str] | None = None) -> Source:
@@ -62,6 +78,10 @@ def load(data: DataSection, seed: int, plain: str | None = None, columns: Mappin
     `columns`: those that are read, by their keys in the run file; dotted paths among them become columns.
 
     Errors: `RunError`."""
+    if data.sources is not None:
+        from lockstep.data import mixed
+
+        return mixed.load(data, seed, plain, columns or {})
     _quiet()
     if (data.source == BUILTIN or local_splits(data) is None) and (data.layout != "rows" or data.columns is not None):
         key = "columns" if data.columns is not None else "layout"

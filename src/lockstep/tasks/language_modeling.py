@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, long_texts, missing, packing, source, tokenizer
+from lockstep.data import apart, documents, long_texts, missing, mixed, packing, source, tokenizer
 from lockstep.data.cache import discard
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.per_token import PerToken
@@ -118,14 +118,13 @@ class LanguageModeling(PerToken):
         _check_model(run, options)
         kept = ("text", "prompt", "response", "messages", "chat_template", "block_size")
         values = {k: v for k, v in options.model_dump().items() if k in kept}
-        alone = not options.cross_documents
-        values |= {"cross_documents": False} if alone else {}
+        values |= {} if options.cross_documents else {"cross_documents": False}
         files: dict[str, str] = {}
         for split, dataset in splits.items():
             key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed)
-            found = _documents(dataset, tok, options)
-            found = packing.apart(found) if alone else found
-            files[split] = packing.write(packing.blocks(found, options.block_size, options.packed), key, alone)
+            files[split], counts = mixed.each_alone(dataset, key, partial(_encode, tok=tok, options=options))
+            if counts:
+                left_out["sources"]["rows"][split] = counts
             if examples_in(files[split]) == 0:
                 discard(Path(files[split]))
                 raise RunError(
@@ -327,6 +326,13 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions) -> 
     if options.packed:
         return found
     return (document.part(0, options.block_size + 1) for document in found)  # a response is not read without its prompt
+
+
+def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:
+    found = _documents(dataset, tok, options)
+    found = found if options.cross_documents else packing.apart(found)
+    blocks = packing.blocks(found, options.block_size, options.packed)
+    return packing.write(blocks, key, not options.cross_documents)
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:

@@ -60,6 +60,15 @@ class Task(ABC):
         self.run, self.prepared = run, prepared
         self.splits = {name: Columns(path) for name, path in prepared.splits.items()}
 
+    def sources(self, columns: Columns) -> dict[str, range]:
+        """The rows of each source in a split, where there are several."""
+        told = self.prepared.facts.get("sources")
+        split = next((name for name, known in self.splits.items() if known is columns), None)
+        if told is None or split is None:
+            return {}
+        ends = [0, *np.cumsum(told["rows"][split]).tolist()]
+        return {name: range(*ends[i : i + 2]) for i, name in enumerate(told["names"])}
+
     @property
     def origin(self) -> str:
         """What the model is, in the run's opening lines."""

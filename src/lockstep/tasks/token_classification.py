@@ -204,7 +204,8 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
     whole = missing.without(dataset, lacks, split, name, drop)
     words = [[str(word) for word in said] for said in whole[options.words]]
     tags = [[names[tag] if names else str(tag) for tag in marked] for marked in whole[options.tags]]
-    return dataset.from_dict({"words": words, "tags": tags})
+    more = {c: whole[c] for c in dataset.column_names if c == source.SOURCE}
+    return dataset.from_dict({"words": words, "tags": tags} | more)
 
 
 def _nothing(value: Any, names: list[str] | None = None) -> bool:

@@ -279,7 +279,7 @@ def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str,
     dataset = missing.texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
     if options.source == options.target:
         raise RunError(f"task.target: {options.target!r} is the source already")
-    wanted = dataset.select_columns(list(sides.values()))
+    wanted = dataset.select_columns([*sides.values(), *(c for c in dataset.column_names if c == source.SOURCE)])
     return wanted.rename_columns({column: key for key, column in sides.items() if column != key})
 
 

@@ -19,6 +19,7 @@ from lockstep.config.run import Run
 from lockstep.data import micro_batches as micro_batches
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.micro_batches import cut, padded_cost, random_cost
+from lockstep.data.mixture import MixedOrder
 from lockstep.data.order import ByLength, Order, total_steps
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.task import Task
@@ -42,9 +43,20 @@ class Feed:
         self.order = Order(len(self.columns), run.batch_size, run.seed)
         if run.data.group_by_length > 1:
             self.order = ByLength(self.columns.lengths, run.batch_size, run.seed, run.data.group_by_length)
+        if run.data.sources is not None:
+            sizes = [len(rows) for rows in task.sources(self.columns).values()]
+            schedules = [each.schedule for each in run.data.sources]
+            self.order = MixedOrder(sizes, schedules, run.batch_size, run.seed)
         self.micro_batches, self.seed = run.micro_batches, run.seed
         self.pads = task.padded_because is not None
         self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
+
+    @property
+    def mixture(self) -> dict[str, str]:
+        """An opening line about several sources; none of one."""
+        if not isinstance(self.order, MixedOrder):
+            return {}
+        return {"mixture": self.order.told(list(self.task.sources(self.columns)), self.total)}
 
     def interval(self, every: int | Literal["epoch"]) -> int:
         """In steps."""

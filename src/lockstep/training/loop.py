@@ -323,8 +323,30 @@ def scored(
     order cannot matter. `texts`: with the scores of what the model writes, by `generate` or the strategy's own, which
     take the longest.
     """
-    size = evaluated_at_once(run)
     rows = np.arange(len(columns)) if rows is None else rows
+    parts = {name: rows[(rows >= r.start) & (rows < r.stop)] for name, r in task.sources(columns).items()} or {"": rows}
+    of_each = {
+        n: _summed(run, world, task, strategy, columns, part, texts, stop, generate) for n, part in parts.items()
+    }
+    sums = {name: sum((of[name] for of in of_each.values() if of), 0) for name in next(filter(None, of_each.values()))}
+    assert int(sums["examples"]) == len(rows), f"{int(sums['examples'])} of {len(rows)} examples were evaluated"
+    losses = {f"loss_{name}": task.metrics(of)["loss"] for name, of in of_each.items() if name and of}
+    return {**task.metrics(sums), **losses, "examples": len(rows)}, task.tables(sums)
+
+
+def _summed(
+    run: Run,
+    world: World,
+    task: Task,
+    strategy: Strategy,
+    columns: Columns,
+    rows: np.ndarray,
+    texts: bool,
+    stop: Callable[[], bool],
+    generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None,
+) -> Sums:
+    """The sums over some rows, all ranks together; none for no rows. Collective."""
+    size = evaluated_at_once(run)
     order = rows[np.argsort(-columns.lengths[rows], kind="stable")]
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
@@ -342,6 +364,4 @@ def scored(
         for name, value in found.items():
             value = torch.round(value.double() * 2**20) / 2**20
             sums[name] = sums[name] + value if name in sums else value
-    sums = {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}
-    assert int(sums["examples"]) == len(rows), f"{int(sums['examples'])} of {len(rows)} examples were evaluated"
-    return {**task.metrics(sums), "examples": len(rows)}, task.tables(sums)
+    return {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}

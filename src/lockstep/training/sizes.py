@@ -34,6 +34,7 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     return {
         "model": f"{task.origin}, {every / 1e6:.2f}M parameters{of_them}",
         "data": data(task),
+        **feed.mixture,
         "length": length(run, feed),
         **({task.unit: units(feed)} if task.unit else {}),
         **padding(run, task),

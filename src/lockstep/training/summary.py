@@ -38,6 +38,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
     return {
         "run": f"{run.name} -> {run.folder}",
         "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}",
+        **feed.mixture,
         "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
         **padding_of(run, task),
         **task.opening,
@@ -83,10 +84,13 @@ def closing(
     """The closing table, where the results are, and what to try next."""
     best = {split: task.best_possible(split) for split in scores}
     rows = []
-    for name in next(iter(scores.values())):
+    for name in dict.fromkeys(name for found in scores.values() for name in found):
         row = [name]
         for split in scores:
-            value = scores[split][name]
+            value = scores[split].get(name)  # of a source of a mixture, that a split may have nothing of
+            if value is None:
+                row.append("")
+                continue
             limit = f" (best possible {best[split][name]:.4f})" if name in best[split] else ""
             row.append(f"{value:,.0f}" if name == "examples" else f"{value:.4f}{limit}")
         rows.append(row)

@@ -22,7 +22,7 @@ from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection
 from lockstep.data import packed as compressed
-from lockstep.data.source import given, local_splits
+from lockstep.data.source import files_of, given, local_splits
 
 DISTRIBUTION = "lockstep-train"
 
@@ -40,7 +40,12 @@ def packed(run: Run, output: str, data: str) -> Parcel:
     """`output` and `data` are the folders there. Errors: `RunError` for local files that are not there."""
     files: dict[str, Path] = {}
     changes: dict[str, Any] = {"output": output}
-    if given(run.data) and (splits := local_splits(run.data)) is not None:
+    if run.data.sources is not None and files_of(run.data):
+        raise RunError(
+            f"data.sources: local files of several sources cannot be sent along by launch.name={run.launch.name}; put "
+            "them on the Hub, or give one source"
+        )
+    if run.data.sources is None and given(run.data) and (splits := local_splits(run.data)) is not None:
         there: dict[str, Any] = {"source": None}
         for split, found in splits.items():
             names = [

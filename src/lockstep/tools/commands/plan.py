@@ -60,7 +60,7 @@ def amounts(run: Run) -> dict[str, str]:
     """What the run file alone says of it."""
     return {
         "model": run.model.source or f"{run.model.type} from scratch",
-        "data": str(run.data.source or run.data.train),
+        "data": ", ".join(each.name for each in run.data.sources or ()) or str(run.data.source or run.data.train),
         "length": f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs",
     }
 

@@ -1,0 +1,141 @@
+"""Which examples of several sources step t uses: a pure function of (seed, t), as `Order` is of one.
+
+In: the number of examples of each source, their weights from which step on, the batch size, the seed and a step. Out:
+positions in the training split, in which the sources follow each other.
+
+The examples of all steps have places in one row, 0, 1, 2, ... A period of it is `sum(counts)` places long and has
+`counts[k]` of source k, put in an order of its own by the seeded permutation. So how many places of source k come
+before a place follows from the number of periods and from that one period. The n-th of them holds the n-th example of
+that source: a new permutation of it begins whenever all its examples were used. Nothing is kept and nothing skipped; a
+weight that changes at a step begins another period there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.data.order import Order, permute
+
+PERIOD = 2**16  # places of a period where weights are given: shares are as exact as this
+_OF_PLACES = 0x2545F4914F6CDD1D  # sets the seed of the order of sources apart
+_OF_SOURCES = 0x9E3779B97F4A7C15  # and those of the sources' own orders
+
+Schedule = Sequence[tuple[int, float]]  # (step, weight), each from that step on
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """The steps from `step` on, in which weights stay as they are."""
+
+    step: int
+    place: int  # of its first example, in the row of all
+    counts: np.ndarray  # int64 [sources]: places of each in a period
+    used: np.ndarray  # int64 [sources]: examples that came before
+
+
+class MixedOrder(Order):
+    """The order of a job's examples from several sources. An epoch has as many examples as all sources together; where
+    no weights are given it uses each exactly once."""
+
+    def __init__(self, sizes: Sequence[int], schedules: Sequence[Schedule], batch_size: int, seed: int) -> None:
+        super().__init__(sum(sizes), batch_size, seed)
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        self.first = np.cumsum(self.sizes) - self.sizes  # of each source, in the split
+        self.weighted = any(schedules)
+        self._seen: tuple[tuple[int, int], np.ndarray, np.ndarray] = ((-1, -1), self.first, self.first)
+        self._phases = [_Phase(0, 0, _counts(self.sizes, schedules, 0), np.zeros_like(self.sizes))]
+        for step in sorted({step for schedule in schedules for step, _ in schedule} - {0}):
+            last, place = self._phases[-1], self._place(step)
+            used = last.used + self._of_each(last, place - last.place)
+            self._phases.append(_Phase(step, place, _counts(self.sizes, schedules, step), used))
+
+    def step(self, step: int) -> np.ndarray:
+        source, number = self.drawn(step)
+        rows = np.empty(len(source), dtype=np.int64)
+        for k in np.unique(source):
+            mine = source == k
+            epochs, within = np.divmod(number[mine], self.sizes[k])
+            found = np.empty(len(within), dtype=np.int64)
+            for epoch in np.unique(epochs):
+                now = epochs == epoch
+                seed = (self.seed + (int(k) + 1) * _OF_SOURCES) % 2**64
+                found[now] = permute(within[now].astype(np.uint64), int(self.sizes[k]), seed, int(epoch))
+            rows[mine] = self.first[k] + found
+        return rows
+
+    def drawn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each example of a step its source, and how many of that source came before it: int64 [examples]."""
+        phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
+        places = np.arange(self._place(step), self._place(step + 1)) - phase.place
+        return self._drawn(phase, places)
+
+    def used(self, step: int) -> np.ndarray:
+        """How many examples of each source come before a step: int64 [sources]."""
+        phase = next(phase for phase in reversed(self._phases) if phase.step <= step)
+        return phase.used + self._of_each(phase, self._place(step) - phase.place)
+
+    def told(self, names: Sequence[str], steps: int) -> str:
+        """What of each source so many steps use, for a person. Costs a period at most."""
+        used = self.used(steps) if self.weighted else self.sizes * (self._place(steps) / self.examples)
+        return "; ".join(
+            f"{name} {part:.1%} ({size:,} examples, {part * used.sum() / size:.3g} epochs of them)"
+            for name, part, size in zip(names, used / max(1, used.sum()), self.sizes.tolist(), strict=True)
+        )
+
+    def _place(self, step: int) -> int:
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return epoch * self.examples + within * self.batch_size
+
+    def _drawn(self, phase: _Phase, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`places`: counted from the first of the phase, in order."""
+        periods, within = np.divmod(places, int(phase.counts.sum()))
+        source, number = np.empty(len(places), dtype=np.int64), np.empty(len(places), dtype=np.int64)
+        for period in np.unique(periods):
+            now = periods == period
+            if self.weighted:
+                sources, before = self._period(phase, int(period))
+                source[now], rank = sources[within[now]], before[within[now]]
+            else:  # a period is an epoch: its examples may come in any order
+                source[now], rank = self._slots(phase, int(period), within[now])
+            number[now] = phase.used[source[now]] + period * phase.counts[source[now]] + rank
+        return source, number
+
+    def _slots(self, phase: _Phase, period: int, within: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of places of a period the source, and which of its slots: int64, same shape."""
+        ends = np.cumsum(phase.counts)
+        seed = (self.seed ^ _OF_PLACES) + phase.step * _OF_SOURCES  # each phase has orders of its own
+        slots = permute(within.astype(np.uint64), int(ends[-1]), seed, period)
+        source = np.searchsorted(ends, slots, side="right")
+        return source, slots - (ends - phase.counts)[source]
+
+    def _period(self, phase: _Phase, period: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of every place of a period the source, and how many places of that source come before it in the period."""
+        if self._seen[0] != (phase.step, period):
+            source, _ = self._slots(phase, period, np.arange(int(phase.counts.sum())))
+            before = np.empty_like(source)
+            before[np.argsort(source, kind="stable")] = np.concatenate([np.arange(count) for count in phase.counts])
+            self._seen = (phase.step, period), source, before
+        return self._seen[1], self._seen[2]
+
+    def _of_each(self, phase: _Phase, places: int) -> np.ndarray:
+        """How many of the first `places` of a phase each source has: int64 [sources]. Costs a period at most."""
+        size = int(phase.counts.sum())
+        whole = places // size
+        source = self._drawn(phase, np.arange(whole * size, places))[0]
+        return whole * phase.counts + np.bincount(source, minlength=len(self.sizes))
+
+
+def _counts(sizes: np.ndarray, schedules: Sequence[Schedule], step: int) -> np.ndarray:
+    """Places of each source in a period: its size where no weights are given; else its share of `PERIOD`, at least one,
+    rounded so that all add up (the largest remainders)."""
+    if not any(schedules):
+        return sizes
+    weights = np.array([[w for s, w in schedule if s <= step][-1] for schedule in schedules], dtype=np.float64)
+    shares = weights / weights.sum() * (PERIOD - len(sizes))
+    counts = np.floor(shares).astype(np.int64)
+    order = np.argsort(-(shares - counts), kind="stable")
+    counts[order[: PERIOD - len(sizes) - int(counts.sum())]] += 1
+    return counts + 1
