@@ -6,6 +6,7 @@ grows with how many there are: a shard is opened when one of its rows is asked f
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -90,8 +91,9 @@ class Numbers(np.lib.mixins.NDArrayOperatorsMixin):
 
     def parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """The numbers shard by shard, each with the number of its first row."""
-        for shard, first in enumerate(self._shards.first[:-1].tolist()):
-            yield first, self._numbers(shard, np.arange(self._shards.first[shard + 1] - first))
+        for shard, (first, stop) in enumerate(itertools.pairwise(self._shards.first.tolist())):
+            if stop > first:
+                yield first, self._numbers(shard, np.arange(stop - first))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **options: Any) -> Any:
         return getattr(ufunc, method)(*(np.asarray(g) if isinstance(g, Numbers) else g for g in given), **options)
