@@ -78,7 +78,7 @@ class Memory:
         return found * 1024
 
     def _look(self) -> None:
-        while not self._over.wait(2.0):
+        while not self._over.wait(1.0):
             self.most = max(self.most, self.now() - self.before)
 
     def over(self) -> float:
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--task", choices=["classification", "language_modeling"], default="classification")
-    parser.add_argument("--group", type=int, default=0, help="data.group_by_length")
+    parser.add_argument("--group", type=int, default=1, help="data.group_by_length")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--texts", help="a folder to keep the texts in, for the next time")
     arguments = parser.parse_args()
