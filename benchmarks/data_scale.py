@@ -78,7 +78,7 @@ class Memory:
         return found * 1024
 
     def _look(self) -> None:
-        while not self._over.wait(1.0):
+        while not self._over.wait(0.5):
             self.most = max(self.most, self.now() - self.before)
 
     def over(self) -> float:
@@ -133,7 +133,6 @@ def preparing(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 batched=True,
                 num_proc=arguments.cores,
                 load_from_cache_file=False,
-                cache_file_names=None,
             )
     else:
 

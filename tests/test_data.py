@@ -277,6 +277,7 @@ def test_the_second_time_nothing_is_read_or_tokenised(tmp_path: Path, monkeypatc
         return whole(*arguments)
 
     monkeypatch.setattr(shards, "fill", spy)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))  # other tests prepare the same texts
     first = prepared(run)
     assert calls == ["fill", "fill"]
     monkeypatch.setattr(source, "load", lambda *_: calls.append("load"))
