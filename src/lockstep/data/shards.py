@@ -119,18 +119,24 @@ def fill(folder: Path, parts: list[range], ending: str, make: Make, doing: str, 
 
 def _by_processes(one: Callable[[int], None], todo: list[int], workers: int, say: Callable[[], None]) -> None:
     """`one` of each number, in processes forked from this one: they share the data set, the tokenizer and what is
-    imported, and nothing has to be sent. The first of its errors is raised once those at work have ended."""
+    imported, and nothing has to be sent. Of its errors the first, by number, is raised
+    once those at work have ended."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(one, os.getpid())) as pool:
         try:
             with warnings.catch_warnings():  # of a fork beside threads: those of this process hold nothing it needs
                 warnings.simplefilter("ignore", DeprecationWarning)
-                waited = {pool.submit(_one, number) for number in todo}
-            while waited:
-                over, waited = wait(waited, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
-                for each in over:
-                    each.result()
+                asked = [pool.submit(_one, number) for number in todo]
+            waiting = set(asked)
+            while waiting:
+                over, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
                 say()
+                if any(each.exception() for each in over):
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    break
+            for each in asked:  # all before one that failed were begun before it: the first is the same every time
+                if not each.cancelled():
+                    each.result()
         except BrokenProcessPool:
             raise RunError(
                 "a process that prepares the data was killed, perhaps for want of memory; what is done is kept: start "
