@@ -224,11 +224,11 @@ def test_two_machines_whose_locks_do_not_reach_each_other_take_turns(
     """Threads with a lock file each, as two machines see it, and one lease."""
     inside, most = [0], [0]
     monkeypatch.setattr(cache_lock, "machine", lambda: threading.current_thread().name)
+    monkeypatch.setattr(Path, "with_suffix", lambda self, ending: tmp_path / "shared.lease")
 
     def work() -> None:
         for _ in range(5):
             path = tmp_path / f"{threading.current_thread().name}.lock"
-            monkeypatch.setattr(Path, "with_suffix", lambda self, ending: tmp_path / "shared.lease")
             with cache_lock.held(path):
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
