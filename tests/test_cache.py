@@ -40,6 +40,11 @@ def held(found: Prepared) -> dict[str, list[list[int]]]:
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
+def shard(folder: str) -> Path:
+    """The file that holds the first examples of a split."""
+    return Path(folder) / "00000.arrow"
+
+
 def zeros_from_a_byte_on(path: Path) -> None:
     """What a power cut leaves of a file that was not synced."""
     content = path.read_bytes()
@@ -55,7 +60,7 @@ def cut_between_batches(path: Path) -> None:
 
 def another_token(path: Path) -> None:
     """One byte of one token, in a file of the same size and the same number of examples."""
-    where = Columns(path).ragged("input_ids").row(3).tobytes()
+    where = Columns(path.parent).ragged("input_ids").row(3).tobytes()
     content = bytearray(path.read_bytes())
     content[content.index(where)] ^= 1
     path.write_bytes(content)
@@ -66,7 +71,7 @@ def half(path: Path) -> None:
 
 
 def no_seal(path: Path) -> None:
-    path.with_name(f"{path.name}.seal").unlink()
+    path.parent.with_name(f"{path.parent.name}.seal").unlink()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["found", "from the same tokens"])
@@ -76,7 +81,7 @@ def test_damaged_tokens_are_made_again(harm: Callable, again: bool, own_cache: P
     first = prepared(run)
     wanted = held(first)
     assert len(wanted["train"]) > 60
-    harm(Path(first.splits["train"]))
+    harm(shard(first.splits["train"]))
     if again:  # nothing but the tokens themselves is found again
         shutil.rmtree(own_cache / "prepared")
     said: list[str] = []
@@ -93,7 +98,7 @@ def test_every_task_s_tokens_are_looked_at(kind: str, own_cache: Path, tmp_path:
     run = make(tmp_path, kind)
     first = prepared(run)
     wanted = held(first)
-    another_token(Path(first.splits["validation"]))
+    another_token(shard(first.splits["validation"]))
     assert held(prepared(run)) == wanted
 
 
@@ -217,7 +222,7 @@ def test_what_a_task_of_one_s_own_wrote_is_sealed_too(own_cache: Path, tmp_path:
         def prepare(cls, run: Run) -> Prepared:
             found = super().prepare(run)
             path = own_cache / "tokens" / "own.arrow"
-            path.write_bytes(Path(found.splits["train"]).read_bytes())
+            path.write_bytes(shard(found.splits["train"]).read_bytes())
             return Prepared(found.key, found.splits | {"train": str(path)}, found.tokenizer, found.facts)
 
     write(tmp_path / "train.jsonl", [{"text": f"a text of {i}"} for i in range(40)])

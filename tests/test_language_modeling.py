@@ -17,9 +17,9 @@ from task_runs import GPT2, make, sentence
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
+from lockstep.data import packing
 from lockstep.data.batch import IGNORED
-from lockstep.data.long_texts import ends_of
-from lockstep.data.packing import Document, blocks, example, measured
+from lockstep.data.packing import Documents, examples, measured
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.language_modeling import LanguageModeling
@@ -27,36 +27,50 @@ from lockstep.tasks.models.decoding import Decoding, by_forward
 from lockstep.training.loop import evaluate
 
 
-def document(length: int, first: int) -> Document:
-    ids = np.arange(first, first + length, dtype=np.int32)
-    ones = np.ones(length, dtype=np.int64)
-    return Document(ids, ones.astype(bool), ones, ones)
-
-
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(2, 12), st.booleans())
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(2, 12), st.booleans())
 def test_every_token_is_a_target_once(lengths: list[int], size: int, packed: bool) -> None:
-    starts = np.cumsum([0, *lengths])
-    parts = list(blocks((document(n, s) for n, s in zip(lengths, starts, strict=False)), size, packed))
-    found = [row for part in parts if (row := example(part)) is not None]
-    targets = [t for row in found for t in row["targets"].tolist()]
-    firsts = [0] if packed else starts[:-1].tolist()
-    assert targets == [i for i in range(int(starts[-1])) if i not in firsts]
+    ends = np.cumsum(lengths)
+    ids = np.arange(ends[-1], dtype=np.int32)
+    sizes = ends[-1:] if packed else np.asarray(lengths)
+    scored = ids % 5 != 3
+    found = examples(Documents(ids, scored, ids % 4, ids % 3, sizes), size).to_pylist()
+    targets = [t for row in found for t in row["targets"] if t != IGNORED]
+    firsts = [0] if packed else (ends - lengths)[np.asarray(lengths) > 0].tolist()
+    assert targets == [i for i in ids.tolist() if i not in firsts and scored[i]]
     for row in found:
-        assert (row["targets"] == row["input_ids"] + 1).all()
-        assert len(row["input_ids"]) <= size
-    if packed:
+        assert all(t in (i + 1, IGNORED) for i, t in zip(row["input_ids"], row["targets"], strict=True))
+        assert 0 < len(row["input_ids"]) <= size
+        learned = [t for t in row["targets"] if t != IGNORED]
+        wanted = [len(learned), sum(t % 4 for t in learned), sum(t % 3 for t in learned)]
+        assert [row["count"], row["bytes"], row["words"]] == wanted
+        assert row["count"] > 0
+    if packed and size > 5:
         assert all(len(row["input_ids"]) == size for row in found[:-1])
 
 
-@pytest.mark.parametrize("text", ["a b", "  naïve  café\n\u0437\u0438\u043c\u0430 \u51ac 🎿 end ", "x", "\n\n"])
-def test_bytes_and_words_are_those_of_the_text(text: str) -> None:
-    for width in (1, 2, 5):  # any cut of the text into tokens, white space between them left out
-        offsets = [(i, min(len(text), i + width)) for i in range(0, len(text), width) if text[i : i + width].strip()]
-        if offsets:
-            found = measured(text, [0] * len(offsets), ends_of(offsets))
-            assert found.bytes.sum() == len(text.encode())
-            assert found.words.sum() == len(text.split())
+@pytest.mark.parametrize("window", [3, 2**20])
+def test_bytes_and_words_are_those_of_the_text(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several at a time, in any cut of each into tokens, white space between them left out; of some no token is."""
+    monkeypatch.setattr(packing, "_WINDOW", window)
+    texts = ["a b", "  naïve  café\n\u0437\u0438\u043c\u0430 \u51ac 🎿 end ", "", "x", "\n\n", " y\u3000z\u2003"]
+    for width in (1, 2, 5):
+        spans = [
+            [(i, min(len(text), i + width)) for i in range(0, len(text), width) if text[i : i + width].strip()]
+            for text in texts
+        ]
+        ends = np.array([end for each in spans for _, end in each])
+        lengths = [len(each) for each in spans]
+        found = measured(texts, np.zeros(len(ends)), lengths, ends)
+        for text, stop, length in zip(texts, found.ends, lengths, strict=True):
+            part = slice(stop - length, stop)
+            assert found.bytes[part].sum() == (len(text.encode()) if length else 0)
+            assert found.words[part].sum() == (len(text.split()) if length else 0)
+
+
+def test_what_is_space_is_what_python_says() -> None:
+    assert packing._SPACES.tolist() == [chr(code).isspace() for code in range(len(packing._SPACES))]
+    assert not any(chr(code).isspace() for code in range(len(packing._SPACES) - 1, 0x110000))
 
 
 def task_of(run: Run) -> LanguageModeling:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from harness import tiny
 
-from lockstep.data import documents, long_texts, packing, tokenizer
+from lockstep.data import documents, long_texts, packing, shards, tokenizer
 from lockstep.data.cache import locked
+from lockstep.data.columns import examples_in
 
 WORDS = [
     "the",
@@ -53,7 +54,9 @@ def known(kind: str, texts: list[str]) -> Any:
 def test_parts_make_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tok = known(kind, [TEXT])
     whole = tok(TEXT, return_offsets_mapping=True, verbose=False)
-    wanted = packing.measured(TEXT, whole["input_ids"], long_texts.ends_of(whole["offset_mapping"]))
+    wanted = packing.measured(
+        [TEXT], whole["input_ids"], [len(whole["input_ids"])], long_texts.ends_of(whole["offset_mapping"])
+    )
     monkeypatch.setattr(long_texts, "PART", 2500)
     monkeypatch.setattr(long_texts, "_OVERLAP", 500)
     monkeypatch.setattr(packing, "_WINDOW", 777)
@@ -64,7 +67,7 @@ def test_parts_make_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.Monke
     assert len(lengths) > 8  # it was indeed cut
     assert ids.tolist() == whole["input_ids"]
     assert ends is not None
-    found = packing.measured(TEXT, ids, ends)
+    found = packing.measured([TEXT], ids, [len(ids)], ends)
     for name in ("ids", "scored", "bytes", "words"):
         assert (getattr(found, name) == getattr(wanted, name)).all(), name
     assert int(found.bytes.sum()) == len(TEXT.encode())
@@ -115,10 +118,11 @@ def test_the_tokenizer_never_sees_much_at_once(tmp_path: Path, monkeypatch: pyte
 
     texts = ["short", TEXT, *(f"a text of number {i}" for i in range(900)), TEXT[:3000]]
     data = datasets.Dataset.from_dict({"text": texts})
-    found = list(documents.of_texts(data, Spy(), "text"))
+    found = list(documents.of_texts(data, Spy(), "text", range(len(texts))))
     assert max(seen) <= 3000
-    assert [document.ids.tolist() for document in found] == [tok(text)["input_ids"] for text in texts]
-    assert all(isinstance(document.ids, np.ndarray) for document in found)
+    assert sum(rows for _, rows in found) == len(texts)
+    ids = [part.tolist() for each, _ in found for part in np.split(each.ids, each.ends[:-1])]
+    assert ids == [tok(text)["input_ids"] for text in texts]
 
 
 def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +130,19 @@ def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.M
     import datasets
 
     tok = known("bpe", [TEXT])
+    monkeypatch.setattr(shards, "available_cores", lambda: 1)
 
     def most(key: str, texts: int) -> int:
         data = datasets.Dataset.from_dict({"text": [TEXT] * texts})
+
+        def of(rows: range) -> documents.Found:
+            return documents.of_texts(data, tok, "text", rows)
+
         with locked("a test"):
             tracemalloc.start()
             try:
-                packing.write(packing.blocks(documents.of_texts(data, tok, "text"), 512, True), f"{key} {texts}")
+                made = packing.write([range(texts)], of, 512, True, f"{key} {texts}")
+                assert examples_in(made) > 8 * texts
                 return tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -141,6 +151,7 @@ def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.M
     monkeypatch.setattr(long_texts, "PART", 2500)
     monkeypatch.setattr(long_texts, "_OVERLAP", 500)
     monkeypatch.setattr(packing, "_TOKENS", 10_000)
+    monkeypatch.setattr(packing, "_SHARD", 10_000)
     few, many = (most("in parts", texts) for texts in (4, 12))
     assert many < 1.25 * few
     assert many < at_once / 3

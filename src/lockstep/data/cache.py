@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import random
 import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -22,10 +24,14 @@ from typing import Any
 import pyarrow as pa
 
 from lockstep.config.run import RunError
+from lockstep.data import cache_lock
+from lockstep.distributed.processor import available_cores
 
 BLOCK = 4 * 2**20  # bytes that are hashed together
 PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding")
 SAMPLED = 4  # blocks of a file that are looked at when the whole has been since the machine started
+MACHINES = 256  # that a seal remembers to have read the whole
+SAMPLED_FILES = 8  # of a folder that are looked into then; of the others, the size
 
 
 def cache_folder() -> Path:
@@ -60,9 +66,8 @@ def folder_of(part: str) -> Path:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """One process of this machine at a time. Errors: `RunError` when the cache cannot be written, or others may."""
-    from filelock import FileLock
-
+    """One process at a time, of all that share the cache. Errors: `RunError` when the cache cannot be written, or
+    others may."""
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,8 +75,8 @@ def locked(name: str) -> Iterator[None]:
         for part in PARTS:  # whatever mode new folders have by the umask
             (folder / part).mkdir(mode=0o700, exist_ok=True)
             (folder / part).chmod(0o700)
-        lock = FileLock(folder / "locks" / f"{name}.lock")
-        lock.acquire()
+        lock = cache_lock.held(folder / "locks" / f"{name}.lock")
+        lock.__enter__()
     except OSError as error:
         raise RunError(
             f"the token cache {folder} cannot be written: {error.strerror or error}; "
@@ -80,37 +85,54 @@ def locked(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        lock.__exit__(None, None, None)
 
 
-def kept(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, a file or folder of the cache, as `make(aside)` makes it: once, and again when it is damaged.
+def kept(path: Path, make: Callable[[Path], None], aside: Path | None = None) -> Path:
+    """`path`, a file or folder of the cache, as `make(aside)` makes it: once, and again when it is damaged. `aside`: a
+    folder that is filled bit by bit, and is there again for whoever goes on after a kill.
 
     Errors: `RunError` when it cannot be written."""
     with locked(path.name):
         if damage(path) is not None:
             discard(path)
-            aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            try:
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                make(aside)
-                seal(aside, path)
-                os.rename(aside, path)
-                _sync(path.parent)
-            except OSError as error:
-                raise RunError(
-                    f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; make room, or set "
-                    "LOCKSTEP_CACHE to another folder"
-                ) from error
-            finally:
-                _remove(aside)
+            placed(path, make, aside)
     return path
+
+
+def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None) -> None:
+    """Make what belongs at `path` aside, seal it and rename it. Errors: `RunError` when it cannot be written."""
+    aside = resumed or _aside(path, "tmp")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        make(aside)
+        seal(aside, path)
+        os.rename(aside, path)
+        _sync(path.parent)
+    except OSError as error:
+        if damage(path) is None:  # another machine was faster, over a folder whose locks reach one machine only
+            return
+        raise RunError(
+            f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; make room, or set "
+            "LOCKSTEP_CACHE to another folder"
+        ) from error
+    finally:
+        if resumed is None:
+            _remove(aside)
+
+
+def _aside(path: Path, ending: str) -> Path:
+    """A name beside `path` that no other process has, on whatever machine."""
+    return path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.{ending}")
 
 
 def seal(path: Path, name: Path | None = None) -> None:
     """Sync what lies at `path`, and write down beside it (or beside `name`, which it will be called) what it holds."""
     held = {}
     for inner, file in _files(path).items():
+        if file != path and sealed(file):  # a shard, which was synced and hashed when it was made
+            held[inner] = json.loads(_seal_of(file).read_text(encoding="utf-8"))["files"][""] | {"rows": None}
+            continue
         _sync(file)
         size = file.stat().st_size
         held[inner] = {"size": size, "rows": _rows(file, path), "blocks": _hashes(file, range(_count(size)))}
@@ -121,22 +143,31 @@ def seal(path: Path, name: Path | None = None) -> None:
 
 def damage(path: Path) -> str | None:
     """What is wrong with a file or folder of the cache, or None. All of it is read at its first use since it was
-    written, or since the machine started; later its sizes and a few blocks, drawn anew each time."""
+    written, or since the machine started; later its sizes and a few blocks of a few files, drawn anew each time."""
     try:
         told = json.loads(_seal_of(path).read_text(encoding="utf-8"))
         files = _files(path)
         if told["files"].keys() != files.keys() or not files:
             return f"{path.name} is not there, or holds other files"
-        seen = [_boot(), *([inner, *_identity(file)] for inner, file in files.items())]
-        whole = told.get("seen") != seen
-        for inner, file in files.items():
-            if (wrong := _differs(file, path, told["files"][inner], whole)) is not None:
-                return f"{file.name} {wrong}"
+        seen = told["seen"] if isinstance(told.get("seen"), dict) else {}  # by machine, of those that share the cache
+        found_now = hashlib.sha256(repr([(n, _identity(f)) for n, f in files.items()]).encode()).hexdigest()
+        whole = seen.get(_boot()) != found_now
+        looked = set(files if whole or len(files) <= SAMPLED_FILES else random.Random().sample([*files], SAMPLED_FILES))
+
+        def wrong(inner: str) -> str | None:
+            found = _differs(files[inner], path, told["files"][inner], whole, inner in looked)
+            return None if found is None else f"{files[inner].name} {found}"
+
+        with ThreadPoolExecutor(min(len(files), available_cores())) as pool:  # hashing and reading leave Python alone
+            for found in pool.map(wrong, files):
+                if found is not None:
+                    return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{path.name} is not there, or nothing tells what it should hold"
     if whole:
         with suppress(OSError):  # then all of it is read the next time, too
-            _write_seal(path, told | {"seen": seen})
+            others = [(boot, found) for boot, found in seen.items() if boot != _boot()][-MACHINES:]
+            _write_seal(path, told | {"seen": dict(others) | {_boot(): found_now}})
     return None
 
 
@@ -183,7 +214,7 @@ def _seal_of(path: Path) -> Path:
 
 
 def _write_seal(path: Path, told: dict[str, Any]) -> None:
-    aside = path.with_name(f"{path.name}.{os.getpid()}.seal.tmp")
+    aside = _aside(path, "seal.tmp")
     try:
         aside.write_text(json.dumps(told), encoding="utf-8")
         _sync(aside)
@@ -193,19 +224,22 @@ def _write_seal(path: Path, told: dict[str, Any]) -> None:
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """Name inside `path` -> file; of a file, itself."""
+    """Name inside `path` -> file; of a file, itself. What tells of a file in it is none of them."""
     if path.is_file():
         return {"": path}
-    return {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
+    found = (file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix not in (".seal", ".tmp"))
+    return {str(file.relative_to(path)): file for file in found}
 
 
-def _differs(file: Path, path: Path, wanted: dict[str, Any], whole: bool) -> str | None:
-    """How a file differs from what its seal says, or None."""
+def _differs(file: Path, path: Path, wanted: dict[str, Any], whole: bool, looked: bool) -> str | None:
+    """How a file differs from what its seal says, or None; where it is not `looked` into, its size and owner."""
     found = file.stat()
     if found.st_uid != path.parent.stat().st_uid:
         return "belongs to another user"
     if found.st_size != wanted["size"]:
         return f"has {found.st_size} bytes instead of {wanted['size']}"
+    if not looked:
+        return None
     count = _count(found.st_size)
     blocks = list(range(count))
     if not whole and count > SAMPLED:  # the ends, where a file that was cut off differs, and some between
@@ -246,10 +280,7 @@ def _identity(file: Path) -> tuple[int, ...]:
 
 def _boot() -> str:
     """What the kernel calls the time since it started: what it wrote before that may have been lost."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    return cache_lock.machine()
 
 
 def _sync(path: Path) -> None:

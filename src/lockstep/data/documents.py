@@ -1,105 +1,138 @@
 """Texts, prompts with responses, or conversations -> documents of tokens, for causal language models.
 
-In: rows of a data set and a tokenizer. Out: `Document`s in the order of the rows; prompts and what the user says are
-not scored.
+In: rows of a data set and a tokenizer. Out: `Documents` in the order of the rows, some rows at a time; prompts and what
+the user says are not scored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import long_texts
-from lockstep.data.packing import Document, joined, measured
+from lockstep.data import long_texts, shards
+from lockstep.data.packing import Documents, interleaved, measured
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+Found = Iterator[tuple[Documents, int]]  # documents, and of how many rows they are
 
-def of_texts(dataset: Dataset, tokenizer: Any, column: str) -> Iterator[Document]:
+
+def of_texts(dataset: Dataset, tokenizer: Any, column: str, rows: range) -> Found:
     """A document a row, closed by the end token."""
-    column_of = dataset.select_columns([column]).with_format("arrow")
-    for start in range(0, len(dataset), 1000):
-        for some in _shares(value.as_py() for value in column_of[start : start + 1000].column(0)):
-            if len(some) == 1:
-                yield _closed(measured(some[0], *long_texts.tokenized(tokenizer, some[0])), tokenizer)
-                continue
-            offsets = bool(tokenizer.is_fast)
-            found = tokenizer(some, return_attention_mask=False, return_offsets_mapping=offsets, verbose=False)
-            for i, text in enumerate(some):
-                ends = long_texts.ends_of(found["offset_mapping"][i]) if offsets else None
-                yield _closed(measured(text, found["input_ids"][i], ends), tokenizer)
+    for _, batch in shards.batches(dataset.select_columns([column]), rows):
+        for some in _shares(batch[column], map(len, batch[column])):
+            yield _closed(_tokenized(tokenizer, some), tokenizer), len(some)
 
 
-def _shares(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in order, as many at a time as have the characters of a part, or one that has more."""
-    some: list[str] = []
-    size = 0
-    for text in texts:
-        if some and size + len(text) > long_texts.PART:
+def _tokenized(tokenizer: Any, texts: Sequence[str], **options: Any) -> Documents:
+    """As many documents as texts, without their ends."""
+    if len(texts) == 1 and not options:
+        ids, ends = long_texts.tokenized(tokenizer, texts[0])
+        return measured(texts, ids, [len(ids)], ends)
+    offsets = bool(tokenizer.is_fast)
+    found = tokenizer(
+        list(texts), return_attention_mask=False, return_offsets_mapping=offsets, verbose=False, **options
+    )
+    lengths, ids = flat(found["input_ids"])
+    ends = None
+    if offsets:
+        spans = chain.from_iterable(found["offset_mapping"])
+        ends = np.fromiter((end for _, end in spans), np.int64, len(ids))
+    return measured(texts, ids, lengths, ends)
+
+
+def flat(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """How many numbers each row has, int64, and all of them, int32."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return lengths, np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum()))
+
+
+def _shares(rows: Sequence[Any], sizes: Iterator[int]) -> Iterator[list[Any]]:
+    """Rows in order, as many at a time as have the characters of a part, or one that has more."""
+    some: list[Any] = []
+    total = 0
+    for row, size in zip(rows, sizes, strict=True):
+        if some and total + size > long_texts.PART:
             yield some
-            some, size = [], 0
-        some.append(text)
-        size += len(text)
+            some, total = [], 0
+        some.append(row)
+        total += size
     if some:
         yield some
 
 
-def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str) -> Iterator[Document]:
+def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str, rows: range) -> Found:
     """Prompt, response, end token; only what comes after the prompt is scored."""
-    for row in dataset:
-        asked = tokenizer(row[prompt], verbose=False)["input_ids"]
-        while asked and asked[-1] == end_of(tokenizer):
-            asked = asked[:-1]
-        told = tokenizer(
-            row[response], add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast), verbose=False
-        )
-        answer = measured(row[response], told["input_ids"], long_texts.ends_of(told.get("offset_mapping")))
-        yield joined([unscored(asked), _closed(answer, tokenizer)])
+    end = end_of(tokenizer)
+    for _, batch in shards.batches(dataset.select_columns(list(dict.fromkeys([prompt, response]))), rows):
+        pairs = list(zip(batch[prompt], batch[response], strict=True))
+        for some in _shares(pairs, (len(asked) + len(told) for asked, told in pairs)):
+            asked = tokenizer([one for one, _ in some], return_attention_mask=False, verbose=False)["input_ids"]
+            for ids in asked:
+                while ids and ids[-1] == end:
+                    ids.pop()
+            answers = _tokenized(tokenizer, [other for _, other in some], add_special_tokens=False)
+            yield interleaved(unscored(asked), _closed(answers, tokenizer)), len(some)
 
 
-def of_messages(dataset: Dataset, tokenizer: Any, column: str, template: str | None) -> Iterator[Document]:
+def of_messages(dataset: Dataset, tokenizer: Any, column: str, template: str | None, rows: range) -> Found:
     """A conversation in the tokenizer's chat template; only what the assistant says is scored, tokens that reach over
     into it among it."""
+    for start, batch in shards.batches(dataset.select_columns([column]), rows):
+        told = [_conversation(tokenizer, m, template, number) for number, m in enumerate(batch[column], start)]
+        for some in _shares(told, (len(whole) for whole, _ in told)):
+            texts = [whole for whole, _ in some]
+            found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            lengths, ids = flat(found["input_ids"])
+            ends = np.fromiter((end for _, end in chain.from_iterable(found["offset_mapping"])), np.int64, len(ids))
+            documents = measured(texts, ids, lengths, ends)
+            scored = np.zeros(len(ids), dtype=bool)
+            stops = documents.ends
+            for (_, spans), first, stop in zip(some, stops - lengths, stops, strict=True):
+                for begin, over in spans:
+                    scored[first:stop] |= (ends[first:stop] > begin) & (ends[first:stop] <= over)
+            last = np.zeros(len(lengths), dtype=bool)  # the end token belongs to the last message
+            last[lengths > 0] = scored[stops[lengths > 0] - 1]
+            documents.scored[:] = scored
+            yield _closed(documents, tokenizer, last), len(some)
+
+
+def _conversation(
+    tokenizer: Any, row: list[dict], template: str | None, number: int
+) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation as a text, and from where to where the assistant speaks. Errors: `RunError`."""
 
     def text(messages: list[dict], opened: bool) -> str:
         return tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=opened
         )
 
-    for number, row in enumerate(dataset):
-        messages = [{"role": m["role"], "content": m["content"]} for m in row[column]]
-        try:
-            whole = text(messages, False)
-            spans = []
-            for i, message in enumerate(messages):
-                if message["role"] == "assistant":
-                    before, after = text(messages[:i], True), text(messages[: i + 1], False)
-                    if not whole.startswith(after) or not after.startswith(before):
-                        raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
-                    spans.append((len(before), len(after)))
-        except Exception as error:  # a template is a program of its own
-            said = " ".join(str(error).split())
-            raise RunError(f"task.messages: the chat template cannot be used on row {number}: {said}") from error
-        found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        document = measured(whole, found["input_ids"], long_texts.ends_of(found["offset_mapping"]))
-        ends = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 1]
-        scored = np.zeros(len(document), dtype=bool)
-        for start, stop in spans:
-            scored |= (ends > start) & (ends <= stop)
-        closed = _closed(replace(document, scored=scored), tokenizer)
-        closed.scored[len(document) :] = bool(scored[-1:].any())  # the end token belongs to the last message
-        yield closed
+    messages = [{"role": m["role"], "content": m["content"]} for m in row]
+    spans = []
+    try:
+        whole = text(messages, False)
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = text(messages[:i], True), text(messages[: i + 1], False)
+                if not whole.startswith(after) or not after.startswith(before):
+                    raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
+                spans.append((len(before), len(after)))
+    except Exception as error:  # a template is a program of its own
+        said = " ".join(str(error).split())
+        raise RunError(f"task.messages: the chat template cannot be used on row {number}: {said}") from error
+    return whole, spans
 
 
-def unscored(ids: list[int]) -> Document:
+def unscored(rows: Sequence[Sequence[int]]) -> Documents:
     """Tokens that are read and not predicted."""
+    lengths, ids = flat(rows)
     nothing = np.zeros(len(ids), dtype=np.int32)
-    return Document(np.asarray(ids, dtype=np.int32), nothing.astype(bool), nothing, nothing)
+    return Documents(ids, nothing.astype(bool), nothing, nothing, lengths)
 
 
 def end_of(tokenizer: Any) -> int | None:
@@ -107,12 +140,24 @@ def end_of(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
 
-def _closed(document: Document, tokenizer: Any) -> Document:
+def _closed(documents: Documents, tokenizer: Any, scored: np.ndarray | None = None) -> Documents:
+    """The same, each with its end token. `scored`: whether that is predicted, bool [documents]; None: all of them."""
     end = end_of(tokenizer)
-    if end is None or (len(document) and document.ids[-1] == end):
-        return document
-    zero = np.zeros(1, dtype=np.int32)
-    return joined([document, Document(np.asarray([end], dtype=np.int32), np.ones(1, dtype=bool), zero, zero)])
+    if end is None:
+        return documents
+    stops = documents.ends
+    some = documents.lengths > 0
+    open_ended = ~some
+    open_ended[some] = documents.ids[stops[some] - 1] != end
+    marks = np.ones(len(stops), dtype=bool) if scored is None else scored
+    at = stops[open_ended]
+    return Documents(
+        np.insert(documents.ids, at, end),
+        np.insert(documents.scored, at, marks[open_ended]),
+        np.insert(documents.bytes, at, 0),
+        np.insert(documents.words, at, 0),
+        documents.lengths + open_ended,
+    )
 
 
 def cut(train: Dataset, share: float, seed: Any, key: str, column: str | None = None) -> tuple[Dataset, Dataset]:

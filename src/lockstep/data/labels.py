@@ -1,7 +1,7 @@
 """Labels of texts -> their names and codes; which column is one, and which labels are hidden.
 
 In: splits and their column of labels: integers, strings, or true and false. Out: the names in the order of their codes
-and a function from a split to codes, or a `RunError` that names the row.
+and what gives labels codes, or a `RunError` that names the row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import missing
+from lockstep.data import missing, scan
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -22,7 +22,7 @@ def hidden(dataset: Dataset, column: str) -> bool:
     """Whether the labels of a test split are hidden, or not there at all."""
     if column not in dataset.column_names:
         return True
-    return bool(missing.lacking(dataset, column).all()) or set(map(str, dataset[column])) == {"-1"}
+    return bool(missing.lacking(dataset, column).all()) or set(map(str, scan.distinct(dataset, column))) == {"-1"}
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
@@ -33,20 +33,34 @@ def readable(dataset: Dataset, column: str) -> Dataset:
     kind = str(getattr(dataset.features[column], "dtype", None))
     if kind == "bool":
         return dataset.cast_column(column, datasets.Value("string"))
-    if kind.startswith("float") and all(value.is_integer() for value in dataset[column]):
+    if kind.startswith("float") and all(v.is_integer() for _, part in scan.lists(dataset, column) for v in part):
         return dataset.cast_column(column, datasets.Value("int64"))
     return dataset
 
 
-def codes_of(
-    splits: dict[str, Dataset], column: str, wanted: list[str] | None, name: str
-) -> tuple[list[str], Callable[[Dataset, str], np.ndarray]]:
-    """Names in the order of their codes, and a function from a split to codes: int64 [examples]. `wanted`: the names
-    that the run file gives integers. Errors: `RunError`."""
-    feature = splits["train"].features[column]
-    given = getattr(feature, "names", None)
-    train = splits["train"][column]
-    values = list(range(len(given))) if given else _distinct(train, column, "train")
+class Codes:
+    """Labels and their codes, which count from 0."""
+
+    def __init__(self, column: str, names: list[str], values: list) -> None:
+        self.column, self.names = column, names
+        self.place = {value: code for code, value in enumerate(values)}
+
+    def of(self, labels: list) -> np.ndarray:
+        """Of labels that a split holds: int64, as many."""
+        return np.fromiter((self.place[label] for label in labels), np.int64, len(labels))
+
+    def of_all(self, dataset: Dataset) -> np.ndarray:
+        """Of every row of a split: int32 [examples]."""
+        parts = (self.of(labels).astype(np.int32) for _, labels in scan.lists(dataset, self.column))
+        return np.concatenate([np.empty(0, np.int32), *parts])
+
+
+def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, name: str) -> Codes:
+    """Names and codes of the labels of all splits. `wanted`: the names that the run file gives integers. Errors:
+    `RunError`."""
+    given = getattr(splits["train"].features[column], "names", None)
+    held = _distinct(splits["train"], column, "train")
+    values = list(range(len(given))) if given else held
     if wanted is not None:
         if isinstance(values[0], str):
             raise RunError(f"task.label_names: the labels of {name} are strings, which name themselves")
@@ -61,48 +75,63 @@ def codes_of(
         raise RunError(
             f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); nothing can be learned"
         )
-    place = {value: code for code, value in enumerate(values)}
-
-    def codes(dataset: Dataset, split: str) -> np.ndarray:
-        labels = dataset[column]
-        _distinct(labels, column, split)
-        for row, label in enumerate(labels):
-            if label not in place:
-                raise RunError(
-                    f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the "
-                    f"training split has "
-                    f"not; known are {', '.join(map(repr, values[:20]))}"
-                )
-        return np.array([place[label] for label in labels], dtype=np.int64)
-
+    known = set(values)
     for split, dataset in splits.items():
-        codes(dataset, split)
-    return list(names), codes
+        if (unknown := set(_distinct(dataset, column, split)) - known) != set():
+            row, label = _first(dataset, column, lambda label: label in unknown)
+            raise RunError(
+                f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the "
+                f"training split has "
+                f"not; known are {', '.join(map(repr, values[:20]))}"
+            )
+    return Codes(column, list(names), values)
 
 
-def _distinct(labels: Any, column: str, split: str) -> list:
-    labels = list(labels)
-    for row, label in enumerate(labels):
-        if isinstance(label, bool) or not isinstance(label, int | str):
-            several = isinstance(label, list | dict)
-            raise RunError(
-                f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
-                f"{str(label)[:60] if several else repr(label)}"
-                + (": this task learns one label a text, not several" if several else "")
-            )
-        if type(label) is not type(labels[0]):
-            raise RunError(
-                f"task.label: column {column!r} of the {split} split mixes integers and strings; row 0 holds "
-                f"{labels[0]!r}, row {row} holds {label!r}"
-            )
-    return sorted(set(labels))
+def _first(dataset: Dataset, column: str, wanted: Callable[[Any], bool]) -> tuple[int, Any]:
+    """The first row with such a label, and the label."""
+    parts = scan.lists(dataset, column)
+    return next((first + i, label) for first, part in parts for i, label in enumerate(part) if wanted(label))
+
+
+def _distinct(dataset: Dataset, column: str, split: str) -> list:
+    """The labels of a split, each once, in order. Errors: `RunError`."""
+    if scan.plain(dataset, column) and (found := scan.distinct(dataset, column)) and None not in found:
+        return sorted(found)
+    held: set[Any] = set()
+    kind: type | None = None
+    for first, labels in scan.lists(dataset, column):
+        kind = kind or type(labels[0])
+        for row, label in enumerate(labels, first) if {*map(type, labels)} != {kind} or kind not in (int, str) else ():
+            _check(label, row, kind, column, split, dataset)
+        held.update(labels)
+    return sorted(held)
+
+
+def _check(label: Any, row: int, kind: type, column: str, split: str, dataset: Dataset) -> None:
+    """Errors: `RunError` for one that is no integer or string, or not of the kind of the first."""
+    if isinstance(label, bool) or not isinstance(label, int | str):
+        several = isinstance(label, list | dict)
+        raise RunError(
+            f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
+            f"{str(label)[:60] if several else repr(label)}"
+            + (": this task learns one label a text, not several" if several else "")
+        )
+    if type(label) is not kind:
+        raise RunError(
+            f"task.label: column {column!r} of the {split} split mixes integers and strings; row 0 holds "
+            f"{dataset[0][column]!r}, row {row} holds {label!r}"
+        )
 
 
 def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] | None:
     """Names from a column such as `label_name` or `label_text` beside integer labels, where it fits them one to one."""
     for suffix in ("_name", "_text"):
         if (other := column + suffix) in dataset.column_names:
-            pairs = set(zip(dataset[column], dataset[other], strict=True))
+            pairs: set[tuple[Any, Any]] = set()
+            for _, part in scan.lists(dataset, column, other):
+                pairs.update(part)
+                if len(pairs) > len(values):
+                    break
             names = dict(pairs)
             if len(pairs) == len(values) == len(set(names.values())) and all(
                 isinstance(n, str) for n in names.values()

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.config.run import RunError
-from lockstep.data import nested
+from lockstep.data import nested, scan
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -60,7 +60,8 @@ def texts(dataset: Dataset, columns: Mapping[str, str], split: str, name: str, d
     dataset = complete(dataset, columns, split, name, drop)
     for key, column in columns.items():
         if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
-            bad = next((i for i, v in enumerate(dataset[column]) if not isinstance(v, str)), None)
+            parts = scan.lists(dataset, column)
+            bad = next((first + i for first, part in parts for i, v in enumerate(part) if not isinstance(v, str)), None)
             if bad is not None:
                 raise RunError(
                     f"{key}: column {column!r} of the {split} split must hold texts; row {bad} holds "
@@ -79,13 +80,17 @@ def left_out(read: Mapping[str, Dataset], kept: Mapping[str, Dataset]) -> dict[s
 
 def lacking(dataset: Dataset, column: str) -> np.ndarray:
     """Whether each row has nothing in a column: bool [rows]."""
-    values = dataset.select_columns([column]).with_format("arrow")[:].column(0)
-    found = pc.is_null(values, nan_is_null=True)
-    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        found = pc.or_(found, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
-    elif getattr(dataset.features[column], "names", None):
-        found = pc.or_(found, pc.fill_null(pc.equal(values, -1), True))
-    return np.asarray(found.to_pylist(), dtype=bool)
+    named = getattr(dataset.features[column], "names", None)
+
+    def told(values: pa.ChunkedArray) -> np.ndarray:
+        found = pc.is_null(values, nan_is_null=True)
+        if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+            found = pc.or_(found, pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True))
+        elif named:
+            found = pc.or_(found, pc.fill_null(pc.equal(values, -1), True))
+        return np.from_dlpack(found.combine_chunks().cast(pa.uint8())).astype(bool)
+
+    return scan.rows_where(dataset, column, told)
 
 
 def _told(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split: str, name: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.config.mixture import OneSource
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import nested, packing, row_files, source
+from lockstep.data import nested, row_files, shards, source
 from lockstep.data.tokens import digest, examples_in
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]
         rows = np.flatnonzero(of == number)
         files.append(encode(dataset.select(rows), digest(key, number)) if len(rows) else None)
     counts = [examples_in(file) if file else 0 for file in files]
-    return packing.together([file for file in files if file], digest(key, counts)), counts
+    return shards.together([file for file in files if file], digest(key, counts)), counts
 
 
 def _called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:

@@ -1,177 +1,251 @@
 """Documents -> blocks of tokens with their targets, in the cache: each token is predicted once, from those before it.
 
-In: documents as tokens, with the text that each token stands for measured. Out: an Arrow file of examples, the columns
+In: documents as tokens, with the text that each token stands for measured. Out: Arrow files of examples, the columns
 `input_ids` and `targets` (shifted by one), and what an example's targets count: tokens, bytes and words of the text.
+All of it is done to many documents at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from lockstep.data.cache import folder_of, kept
+from lockstep.data import shards
+from lockstep.data.cache import damage, discard, folder_of, locked
 
 _WINDOW = 2**20  # characters that are measured at once
-_ROWS, _TOKENS = 10_000, 2**21  # that are written at once: whichever comes first
+_TOKENS = 2**21  # that are cut at once, and written at once
+_SHARD = 2**22  # tokens of a shard of blocks that are all full, about
 IGNORED = -100  # as in batch.py, which imports torch
 _NUMBERS = pa.list_(pa.int32())
 SCHEMA = pa.schema(
     [("input_ids", _NUMBERS), ("targets", _NUMBERS), *((name, pa.int64()) for name in ("count", "bytes", "words"))]
 )
+WITH_STARTS = SCHEMA.append(pa.field("starts", _NUMBERS))
+_STREAM = pa.schema(
+    [("ids", pa.int32()), ("scored", pa.bool_()), ("bytes", pa.int32()), ("words", pa.int32()), ("starts", pa.bool_())]
+)
+_SPACES = np.array([chr(code).isspace() for code in range(0x3002)])  # by character; none comes after U+3000
 
 
 @dataclass(frozen=True)
-class Document:
-    """One text as tokens; the arrays have one entry a token."""
+class Documents:
+    """Texts as tokens, one after the other; the arrays have one entry a token."""
 
     ids: np.ndarray  # int32 [N]
     scored: np.ndarray  # bool [N]: whether it is to be predicted; a prompt is not
     bytes: np.ndarray  # int32 [N]: of UTF-8 that it adds to the text
     words: np.ndarray  # int32 [N]: words of the text that begin with it or inside it
+    lengths: np.ndarray  # int64 [D]: tokens of each text
     starts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))  # bool [N]: a text begins; [0]: unknown
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def part(self, start: int, stop: int) -> Document:
-        """Some of its tokens."""
-        return Document(*(getattr(self, each.name)[start:stop] for each in fields(self)))
+    @property
+    def ends(self) -> np.ndarray:
+        """Where each text ends: int64 [D]."""
+        return np.cumsum(self.lengths)
+
+    @property
+    def within(self) -> np.ndarray:
+        """Each token's place in its text: int64 [N]."""
+        return np.arange(len(self)) - np.repeat(self.ends - self.lengths, self.lengths)
+
+    def only(self, tokens: np.ndarray, lengths: np.ndarray) -> Documents:
+        """Some of the tokens (bool [N], or a slice), in texts of these lengths."""
+        starts = self.starts[tokens] if len(self.starts) else self.starts
+        return Documents(self.ids[tokens], self.scored[tokens], self.bytes[tokens], self.words[tokens], lengths, starts)
+
+    def beginnings(self, most: int) -> Documents:
+        """The first `most` tokens of each text."""
+        return self.only(self.within < most, np.minimum(self.lengths, most))
 
 
-def measured(text: str, ids: Sequence[int] | np.ndarray, ends: np.ndarray | None) -> Document:
-    """The document of a text. `ends` says before which character each token ends, int64 [N], in order; None: not known,
-    nothing is measured. What lies between two tokens (white space that a tokenizer drops) belongs to the second."""
-    numbers = np.asarray(ids, dtype=np.int32)
+def measured(
+    texts: Sequence[str], ids: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray, ends: np.ndarray | None
+) -> Documents:
+    """The documents of some texts. `ids` are the tokens of all, `lengths` how many each has. `ends` says before which
+    character of its text each token ends, int64 [N]; None: not known, nothing is measured. What lies between two tokens
+    (white space that a tokenizer drops) belongs to the second, and what is behind the last to the last."""
+    numbers, sizes = np.asarray(ids, dtype=np.int32), np.asarray(lengths, dtype=np.int64)
     counted = np.zeros((2, len(numbers)), dtype=np.int32)  # bytes, words
     if ends is not None and len(numbers):
-        ends = np.concatenate([ends[:-1], [len(text)]])
-        before, rest = True, [0, 0]  # after white space; what was counted since the last token
-        for start in range(0, len(text), _WINDOW):
-            part = text[start : start + _WINDOW]
-            first, last = np.searchsorted(ends, [start, start + len(part)], side="right")
-            space = np.fromiter((c.isspace() for c in part), dtype=bool, count=len(part))
-            begins = ~space & np.concatenate([[before], space[:-1]])
-            before = bool(space[-1])
-            for row, each in enumerate((_wide(part), begins)):
-                until = np.concatenate([[0], np.cumsum(each)])  # up to each character
-                at = np.concatenate([[-rest[row]], until[ends[first:last] - start]])
-                counted[row, first:last] = np.diff(at)
-                rest[row] = int(until[-1] - at[-1])
-    return Document(numbers, np.ones(len(numbers), dtype=bool), counted[0], counted[1])
+        some = sizes > 0  # a text without tokens has nothing to measure
+        held = [text for text, has in zip(texts, some, strict=True) if has]
+        stops = np.cumsum(np.fromiter(map(len, held), np.int64, len(held)))
+        ends = ends + np.repeat(np.concatenate([[0], stops[:-1]]), sizes[some])
+        ends = np.maximum.accumulate(ends)  # a special token ends before the text does
+        ends[np.cumsum(sizes[some]) - 1] = stops
+        _measure("".join(held), stops, ends, counted)
+    return Documents(numbers, np.ones(len(numbers), dtype=bool), counted[0], counted[1], sizes)
 
 
-def _wide(text: str) -> np.ndarray:
-    """Bytes of UTF-8 of each character."""
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    return 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
+def _measure(text: str, stops: np.ndarray, ends: np.ndarray, counted: np.ndarray) -> None:
+    """Fill in `counted`, bytes and words of each token [2, N], of texts that lie one after the other."""
+    opens = np.zeros(len(text) + 1, dtype=bool)  # where a text begins
+    opens[0] = opens[stops] = True
+    before, rest = True, [0, 0]  # after white space; what was counted since the last token
+    for start in range(0, len(text), _WINDOW):
+        codes = np.frombuffer(text[start : start + _WINDOW].encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+        stop = start + len(codes)
+        first, last = np.searchsorted(ends, [start, stop], side="right")
+        space = _SPACES[np.minimum(codes, len(_SPACES) - 1)]
+        begins = ~space & (np.concatenate([[before], space[:-1]]) | opens[start:stop])
+        before = bool(space[-1])
+        wide = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)  # bytes of UTF-8
+        for row, each in enumerate((wide, begins)):
+            until = np.concatenate([[0], np.cumsum(each)])  # up to each character
+            at = np.concatenate([[-rest[row]], until[ends[first:last] - start]])
+            counted[row, first:last] = np.diff(at)
+            rest[row] = int(until[-1] - at[-1])
 
 
-def joined(parts: list[Document]) -> Document:
-    """One document after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    return Document(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(Document)))
+def interleaved(first: Documents, second: Documents) -> Documents:
+    """Each text of the one with that of the other behind it."""
+    lengths = first.lengths + second.lengths
+    ends = np.cumsum(lengths)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+    of_second = within >= np.repeat(first.lengths, lengths)
+    arrays = {}
+    for name in ("ids", "scored", "bytes", "words"):
+        whole = np.empty(len(of_second), dtype=getattr(first, name).dtype)
+        whole[~of_second], whole[of_second] = getattr(first, name), getattr(second, name)
+        arrays[name] = whole
+    return Documents(**arrays, lengths=lengths)
 
 
-def apart(documents: Iterable[Document]) -> Iterator[Document]:
-    """Documents that are not seen from one another: each says where it starts, and its first token, which nothing comes
+def apart(documents: Documents) -> Documents:
+    """Texts that are not seen from one another: each says where it starts, and its first token, which nothing comes
     before, is not predicted."""
-    for document in documents:
-        first = np.arange(len(document)) == 0
-        yield replace(document, scored=document.scored & ~first, starts=first)
+    first = documents.within == 0
+    return replace(documents, scored=documents.scored & ~first, starts=first)
 
 
-def blocks(documents: Iterable[Document], size: int, packed: bool) -> Iterator[Document]:
-    """Parts of `size` + 1 tokens at most, which overlap by one: the last token of a part is the first of the next.
+def examples(documents: Documents, size: int) -> pa.RecordBatch:
+    """Every text cut into parts of `size` + 1 tokens at most, which overlap by one: the last token of a part is the
+    first of the next. What is stored of a part: inputs and the targets that follow them; nothing of one in which there
+    is nothing to predict."""
+    some = documents.lengths > 0
+    ends = documents.ends[some]
+    read, told = np.ones((2, len(documents)), dtype=bool)
+    read[ends - 1] = told[ends - documents.lengths[some]] = False  # the last is not read, the first not predicted
+    rest = documents.lengths[some] - 1
+    parts = -(-rest // size)  # of each text
+    sizes = np.full(int(parts.sum()), size)
+    sizes[np.cumsum(parts)[parts > 0] - 1] = (rest - (parts - 1) * size)[parts > 0]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    scored = documents.scored[told]
+    targets = np.where(scored, documents.ids[told], IGNORED).astype(np.int32)
 
-    `packed`: documents follow each other without regard to where they end, so that every part but the last is full.
-    """
-    rest: list[Document] = []
-    length = 0
-    for document in documents:
-        rest, length = (rest, length) if packed else ([], 0)
-        rest.append(document)
-        length += len(document)
-        if length > size or not packed:
-            whole = joined(rest)
-            at = 0
-            while length - at > size + 1 or (length - at > 1 and not packed):
-                yield whole.part(at, at + size + 1)
-                at += size
-            rest, length = [whole.part(at, length)], max(0, length - at)
-    if packed and length > 1:
-        yield joined(rest)
+    def summed(numbers: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(numbers * scored, offsets[:-1], dtype=np.int64) if len(sizes) else offsets[:0]
 
-
-def example(part: Document) -> dict[str, np.ndarray | int] | None:
-    """What is stored of a part: inputs and the targets that follow them. None where there is nothing to predict."""
-    scored = part.scored[1:]
-    if not scored.any():
-        return None
-    starts = {"starts": part.starts[:-1].astype(np.int32)} if len(part.starts) else {}
-    return starts | {
-        "input_ids": part.ids[:-1],
-        "targets": np.where(scored, part.ids[1:], IGNORED).astype(np.int32),
-        "count": int(scored.sum()),
-        "bytes": int(part.bytes[1:][scored].sum()),
-        "words": int(part.words[1:][scored].sum()),
-    }
+    counts = [summed(each) for each in (np.ones(1, np.int64), documents.bytes[told], documents.words[told])]
+    lists = [pa.ListArray.from_arrays(offsets.astype(np.int32), each) for each in (documents.ids[read], targets)]
+    columns, schema = [*lists, *(pa.array(each, pa.int64()) for each in counts)], SCHEMA
+    if len(documents.starts):
+        columns.append(pa.ListArray.from_arrays(offsets.astype(np.int32), documents.starts[read].astype(np.int32)))
+        schema = WITH_STARTS
+    found = pa.record_batch(columns, schema=schema)
+    return found if (counts[0] > 0).all() else found.filter(pa.array(counts[0] > 0))
 
 
-def write(parts: Iterable[Document], key: str, starts: bool = False) -> str:
-    """The Arrow file of the examples, made if not yet cached, or not as it was. The caller holds the lock. `key` stands
-    for what they are made of. `starts`: they say where documents do. Errors: `RunError` when the cache cannot be
-    written."""
-    schema = SCHEMA.append(pa.field("starts", _NUMBERS)) if starts else SCHEMA
+# -- in the cache ----------------------------------------------------------------------------------------------------
 
-    def make(aside: Path) -> None:
-        found = (row for part in parts if (row := example(part)) is not None)
-        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-            for rows in _shares(found):
-                stream.write_batch(_batch(rows, schema))
-
-    return str(kept(folder_of("tokens") / f"{key}.arrow", make))
+Tokens = Callable[[range], Iterable[tuple[Documents, int]]]  # of some rows: documents, and of how many rows they are
 
 
-def together(files: list[str], key: str) -> str:
-    """One Arrow file of the examples of several, in order. Errors: as those of `write`."""
-
-    def make(aside: Path) -> None:
-        with pa.memory_map(files[0]) as first:
-            schema = pa.ipc.open_stream(first).schema
-        with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-            for path in files:
-                with pa.memory_map(path) as mapped:
-                    for batch in pa.ipc.open_stream(mapped):
-                        stream.write_batch(batch)
-
-    return str(kept(folder_of("tokens") / f"{key}.arrow", make))
-
-
-def _shares(examples: Iterable[dict]) -> Iterator[list[dict]]:
-    """As many examples at a time as are written at once, however long they are."""
-    rows: list[dict] = []
-    size = 0
-    for row in examples:
-        rows.append(row)
-        size += len(row["input_ids"])
-        if len(rows) >= _ROWS or size >= _TOKENS:
-            yield rows
-            rows, size = [], 0
-    if rows:
-        yield rows
+def write(parts: list[range], make: Tokens, size: int, packed: bool, key: str, starts: bool = False) -> str:
+    """The examples of a split, made if not yet cached, or not as they were. `parts`: the rows that make a shard each.
+    `packed`: texts follow each other without regard to where they end, so that every example but the last is full.
+    `starts`: they say where documents do, see `apart`. The caller holds the lock. `key` stands for what they are made
+    of. Errors: `RunError` when the cache cannot be written."""
+    schema = WITH_STARTS if starts else SCHEMA
+    if not packed:
+        return shards.written(key, SCHEMA, parts, lambda rows: _examples(make(rows), size), "tokenising")
+    path = folder_of("tokens") / f"{key}.arrow"
+    if damage(path) is None:
+        return str(path)
+    folder = path.with_name(f"{key}.stream.{parts[0].stop}-{parts[-1].stop}.parts")
+    with locked(folder.name):
+        files = shards.fill(folder, parts, ".tokens", lambda rows, *to: _keep(make(rows), *to), "tokenising")
+        stream = Stream(files, starts)
+        count = max(0, -(-(len(stream) - 1) // size))
+        blocks = shards.spans(count, max(1, _SHARD // size))
+        written = shards.written(key, schema, blocks, lambda rows: _blocks(stream, rows, size), "packing", "blocks")
+        discard(folder)
+    return written
 
 
-def _batch(rows: list[dict], schema: pa.Schema) -> pa.RecordBatch:
-    columns = []
-    for each in schema:
-        if each.type == _NUMBERS:
-            offsets = np.cumsum([0, *(len(row[each.name]) for row in rows)], dtype=np.int32)
-            columns.append(pa.ListArray.from_arrays(offsets, np.concatenate([row[each.name] for row in rows])))
-        else:
-            columns.append(pa.array([row[each.name] for row in rows], each.type))
-    return pa.record_batch(columns, schema=schema)
+def _examples(found: Iterable[tuple[Documents, int]], size: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+    return ((examples(documents, size), rows) for documents, rows in found)
+
+
+def _blocks(stream: Stream, numbers: range, size: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """The examples of these numbers, of the texts as one."""
+    each = max(1, _TOKENS // size)
+    for start in range(numbers.start, numbers.stop, each):
+        stop = min(start + each, numbers.stop)
+        yield examples(stream[start * size : stop * size + 1], size), stop - start
+
+
+def _keep(found: Iterable[tuple[Documents, int]], path: Path, done: Callable[[int], None]) -> None:
+    """Write the tokens of texts down, one after the other; compressed, since most of them stand for one word."""
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _STREAM, options=options) as out:
+        waiting: list[pa.RecordBatch] = []
+        for documents, rows in found:
+            columns = [pa.array(getattr(documents, name)) for name in _STREAM.names[:-1]]
+            columns.append(pa.array(documents.within == 0))
+            waiting.append(pa.record_batch(columns, schema=_STREAM))
+            if sum(map(len, waiting)) >= _TOKENS // 8:
+                out.write_table(pa.Table.from_batches(waiting).combine_chunks())
+                waiting = []
+            done(rows)
+        if waiting:
+            out.write_table(pa.Table.from_batches(waiting).combine_chunks())
+
+
+class Stream:
+    """The tokens of all texts in the files that `_keep` wrote, one after the other."""
+
+    def __init__(self, files: list[Path], starts: bool) -> None:
+        """`starts`: they say where each text starts."""
+        self._starts = starts
+        self._batches: list[tuple[Path, int]] = []
+        sizes = [0]
+        for file in files:
+            with pa.memory_map(str(file)) as mapped:
+                opened = pa.ipc.open_file(mapped)
+                for number in range(opened.num_record_batches):
+                    self._batches.append((file, number))
+                    sizes.append(len(opened.get_batch(number)))
+        self._first = np.cumsum(sizes)
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, tokens: slice) -> Documents:
+        """Some of them as one text."""
+        start, stop, _ = tokens.indices(len(self))
+        found = []
+        for number in range(int(np.searchsorted(self._first, start, side="right")) - 1, len(self._batches)):
+            if (first := int(self._first[number])) >= stop:
+                break
+            file, inner = self._batches[number]
+            with pa.memory_map(str(file)) as mapped:
+                batch = pa.ipc.open_file(mapped).get_batch(inner)
+            found.append(batch.slice(max(0, start - first), min(len(batch), stop - first) - max(0, start - first)))
+        whole = pa.Table.from_batches(found, _STREAM)
+        read = {}
+        for each in _STREAM:
+            column, flag = whole.column(each.name), pa.types.is_boolean(each.type)  # numpy reads no bits
+            parts = [np.from_dlpack(chunk) for chunk in (column.cast(pa.uint8()) if flag else column).chunks]
+            read[each.name] = np.concatenate(parts).astype(bool) if flag else np.concatenate(parts)
+        starts = read.pop("starts")
+        return Documents(**read, lengths=np.array([stop - start]), starts=starts if self._starts else starts[:0])

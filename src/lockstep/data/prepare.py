@@ -89,9 +89,13 @@ def _code_of(run: Run, task: type[Prepares]) -> dict[str, str]:
 
 def _content_of(prepared: Prepared) -> str:
     """A hash of the tokens themselves, wherever they lie and whatever code has made them."""
-    from datasets import Dataset
+    from datasets import Dataset, concatenate_datasets
 
-    splits = {split: Dataset.from_file(file) for split, file in prepared.splits.items()}
+    def rows_of(path: Path) -> Dataset:
+        files = sorted(path.glob("*.arrow")) if path.is_dir() else [path]
+        return concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+
+    splits = {split: rows_of(Path(path)) for split, path in prepared.splits.items()}
     return digest({split: content(rows, rows.column_names) for split, rows in splits.items()})
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, labels, missing, source, tokenizer
+from lockstep.data import apart, labels, missing, scan, source, tokenizer
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks.task import Task
 
@@ -76,10 +76,10 @@ class Classification(Task):
             missing.present(dataset, options.columns | {"task.label": options.label}, split, data.name)
         for split, dataset in splits.items():
             splits[split] = _whole(dataset, options, split, data.name, run.data.drop_missing)
-        names, codes = labels.codes_of(splits, options.label, options.label_names, data.name)
+        codes = labels.codes_of(splits, options.label, options.label_names, data.name)
 
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
-            return _cut(train, codes(train, "train"), share, seed, key)
+            return _cut(train, codes.of_all(train), share, seed, key)
 
         splits, left_out = apart.kept(data, splits, run, texts, [options.label], cut)
         hashes = {split: content(dataset, [*texts, options.label]) for split, dataset in splits.items()}
@@ -94,16 +94,16 @@ class Classification(Task):
         files = {}
         for split, dataset in splits.items():
             asked = options.model_dump(exclude={"samples"})
-            key = digest(VERSION, hashes[split], folder.name, run.data.max_length, asked, names)
-            files[split] = _encode(run, dataset, texts, codes(dataset, split), str(folder), key)
-        facts: dict[str, Any] = {"labels": names, "source": data.name} | left_out
+            key = digest(VERSION, hashes[split], folder.name, run.data.max_length, asked, codes.names)
+            files[split] = _encode(run, dataset, texts, codes, str(folder), key)
+        facts: dict[str, Any] = {"labels": codes.names, "source": data.name} | left_out
         if data.name == source.BUILTIN:
             facts["best_possible"] = {
                 split: {"accuracy": float(np.mean(np.array(d["label"]) == np.array(d["true_label"])))}
                 for split, d in splits.items()
             }
         tokens = sorted((split, Path(file).name) for split, file in files.items())  # wherever the cache is
-        return Prepared(digest(tokens, names), files, str(folder), facts)
+        return Prepared(digest(tokens, codes.names), files, str(folder), facts)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -246,9 +246,10 @@ def _whole(dataset: Dataset, options: ClassificationOptions, split: str, name: s
     column = options.label
     found = missing.complete(dataset, options.columns | {"task.label": column}, split, name, drop)
     found = labels.readable(missing.texts(found, options.columns, split, name, drop), column)
-    numbers = isinstance(found[0][column], str) and all(re.fullmatch("-?[0-9]+", label) for label in found[column])
-    if len(found) < len(dataset) and numbers:  # what they would have been read as, had none been missing
-        found = found.cast_column(column, datasets.Value("int64"))
+    if len(found) == len(dataset) or not isinstance(found[0][column], str):
+        return found
+    if all(re.fullmatch("-?[0-9]+", label) for label in scan.distinct(found, column)):
+        found = found.cast_column(column, datasets.Value("int64"))  # as they would have been, had none been missing
     return found
 
 
@@ -286,7 +287,7 @@ def _instead_of_none(tok: Any) -> int:
     return int(tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id)
 
 
-def _encode(run: Run, dataset: Dataset, texts: list[str], codes: np.ndarray, folder: str, key: str) -> str:
+def _encode(run: Run, dataset: Dataset, texts: list[str], codes: labels.Codes, folder: str, key: str) -> str:
     import datasets
 
     tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
@@ -299,23 +300,19 @@ def _encode(run: Run, dataset: Dataset, texts: list[str], codes: np.ndarray, fol
     if pair:
         features["token_type_ids"] = numbers
 
-    def encoder(rows: dict[str, list]) -> dict[str, list]:
+    def encoder(rows: dict[str, list]) -> dict[str, Any]:
         out = tok(
             *(rows[column] for column in texts),
             truncation=True,
             max_length=run.data.max_length,
             return_attention_mask=False,
         )
-        found: dict[str, list] = {
+        found: dict[str, Any] = {
             "input_ids": [ids or [empty] for ids in out["input_ids"]],
-            "label": rows["label"],
+            "label": codes.of(rows[codes.column]),
         }
         if pair:
             found["token_type_ids"] = [t or [0] for t in out["token_type_ids"]]
         return found
 
-    plain = dataset.select_columns(texts)
-    if "label" in plain.column_names:
-        plain = plain.rename_column("label", "label_text_column")
-        texts = [t if t != "label" else "label_text_column" for t in texts]
-    return encode(plain.add_column("label", list(codes)), encoder, features, key)
+    return encode(dataset.select_columns(list(dict.fromkeys([*texts, codes.column]))), encoder, features, key)

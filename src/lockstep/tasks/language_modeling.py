@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, long_texts, missing, mixed, packing, source, tokenizer
+from lockstep.data import apart, documents, long_texts, missing, mixed, packing, scan, shards, source, tokenizer
 from lockstep.data.cache import discard
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.per_token import PerToken
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
-    from lockstep.data.packing import Document
     from lockstep.tasks.models.decoding import Decoding
 
 _DOUBTFUL = 700.0  # math.exp of more overflows
@@ -290,19 +289,20 @@ def _whole(dataset: Dataset, options: LanguageModelingOptions, split: str, name:
     if column is None:
         return missing.texts(dataset, options.columns, split, name, drop)
     missing.present(dataset, {"task.messages": column}, split, name)
-    rows = list(dataset[column])
-    for row, messages in enumerate(rows):
-        good = isinstance(messages, list) and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
-            for m in messages
-        )
-        if messages is not None and not good:
-            raise RunError(
-                f"task.messages: column {column!r} of the {split} split must hold lists of role and content; row {row} "
-                f"holds {str(messages)[:80]}"
+    lacks = []
+    for first, part in scan.lists(dataset, column):
+        for row, messages in enumerate(part, first):
+            good = isinstance(messages, list) and all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
+                for m in messages
             )
-    lacks = np.array([not messages or any(m["content"] is None for m in messages) for messages in rows])
-    return missing.without(dataset, {"task.messages": (column, lacks)}, split, name, drop)
+            if messages is not None and not good:
+                raise RunError(
+                    f"task.messages: column {column!r} of the {split} split must hold lists of role and content; row "
+                    f"{row} holds {str(messages)[:80]}"
+                )
+        lacks.append(np.array([not messages or any(m["content"] is None for m in messages) for messages in part]))
+    return missing.without(dataset, {"task.messages": (column, np.concatenate(lacks))}, split, name, drop)
 
 
 def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[str]]:
@@ -316,16 +316,24 @@ def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[
             yield [piece for text in texts for piece in long_texts.pieces(text)]
 
 
-def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions) -> Iterator[Document]:
-    if options.messages is not None:
-        found = documents.of_messages(dataset, tok, options.messages, options.chat_template)
-    elif options.prompt is not None and options.response is not None:
-        found = documents.of_prompts(dataset, tok, options.prompt, options.response)
-    else:
-        return documents.of_texts(dataset, tok, options.text)
-    if options.packed:
-        return found
-    return (document.part(0, options.block_size + 1) for document in found)  # a response is not read without its prompt
+def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:
+    def tokens(rows: range) -> documents.Found:
+        if options.messages is not None:
+            found = documents.of_messages(dataset, tok, options.messages, options.chat_template, rows)
+        elif options.prompt is not None and options.response is not None:
+            found = documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
+        else:
+            found = documents.of_texts(dataset, tok, options.text, rows)
+        if options.packed:
+            return found if options.cross_documents else ((packing.apart(each), count) for each, count in found)
+        if list(options.columns) == ["task.text"]:
+            return found
+        most = options.block_size + 1  # a response is not read without its prompt
+        return ((each.beginnings(most), count) for each, count in found)
+
+    read = [options.messages] if options.messages is not None else list(options.columns.values())
+    parts = shards.cuts(dataset.select_columns(list(dict.fromkeys(read))))
+    return packing.write(parts, tokens, options.block_size, options.packed, key, not options.cross_documents)
 
 
 def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, missing, source, tokenizer
+from lockstep.data import apart, documents, missing, scan, source, tokenizer
 from lockstep.data.tokens import VERSION, Prepared, content, digest, encode
 from lockstep.tasks.per_token import PerToken
 
@@ -50,10 +50,10 @@ class TokenClassification(PerToken):
         asked = {"task.words": options.words, "task.tags": options.tags}
         data = source.load(run.data, run.seed, columns=asked)
         splits = {s: _rows(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
-        names = sorted({tag for tags in splits["train"]["tags"] for tag in tags})
+        names = sorted(_tags(splits["train"]))
         splits, left_out = apart.kept(data, splits, run, ["words"], ["tags"], documents.cut)
         for split, dataset in splits.items():
-            if unknown := {tag for tags in dataset["tags"] for tag in tags} - set(names):
+            if unknown := _tags(dataset) - set(names):
                 raise RunError(
                     f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which the training "
                     "split has not"
@@ -184,28 +184,44 @@ def first_tokens(word_ids: list[int | None]) -> dict[int, int]:
 def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
     """Columns `words` and `tags`, both lists of texts, of the rows that have a word, and a tag for every word. Errors:
     `RunError`."""
+    import datasets
+
     columns = {"task.words": options.words, "task.tags": options.tags}
     missing.present(dataset, columns, split, name)
-    rows = list(zip(dataset[options.words], dataset[options.tags], strict=True))
-    for row, (said, marked) in enumerate(rows):
-        if None not in (said, marked) and not (
-            isinstance(said, list) and isinstance(marked, list) and len(said) == len(marked)
-        ):
-            raise RunError(
-                f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, in lists; it "
-                f"holds {str(said)[:60]} and {str(marked)[:60]}"
-            )
-    if not any(said for said, _ in rows):
-        raise RunError(f"task.words: the {split} split of {name} holds no words")
     names = getattr(getattr(dataset.features[options.tags], "feature", None), "names", None)
-    wordless = np.array([not said or any(_nothing(word) for word in said) for said, _ in rows])
-    tagless = np.array([marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in rows])
-    lacks = {"task.words": (options.words, wordless), "task.tags": (options.tags, tagless)}
+    found = []  # whether there is a word at all; which rows lack words, and which tags
+    for first, part in scan.lists(dataset, options.words, options.tags):
+        for row, (said, marked) in enumerate(part, first):
+            if None not in (said, marked) and not (
+                isinstance(said, list) and isinstance(marked, list) and len(said) == len(marked)
+            ):
+                raise RunError(
+                    f"task.tags: row {row} of the {split} split of {name} must hold as many tags as words, in lists; "
+                    f"it holds {str(said)[:60]} and {str(marked)[:60]}"
+                )
+        wordless = [not said or any(_nothing(word) for word in said) for said, _ in part]
+        tagless = [marked is None or any(_nothing(tag, names) for tag in marked) for _, marked in part]
+        found.append((any(said for said, _ in part), np.array(wordless), np.array(tagless)))
+    if not any(some for some, *_ in found):
+        raise RunError(f"task.words: the {split} split of {name} holds no words")
+    columns_lacking = ((options.words, [w for _, w, _ in found]), (options.tags, [t for *_, t in found]))
+    lacks = {key: (column, np.concatenate(part)) for key, (column, part) in zip(columns, columns_lacking, strict=True)}
     whole = missing.without(dataset, lacks, split, name, drop)
-    words = [[str(word) for word in said] for said in whole[options.words]]
-    tags = [[names[tag] if names else str(tag) for tag in marked] for marked in whole[options.tags]]
-    more = {c: whole[c] for c in dataset.column_names if c == source.SOURCE}
-    return dataset.from_dict({"words": words, "tags": tags} | more)
+
+    def converted(rows: dict[str, list]) -> dict[str, list]:
+        words = [[str(word) for word in said] for said in rows[options.words]]
+        tags = [[names[tag] if names else str(tag) for tag in marked] for marked in rows[options.tags]]
+        return {"words": words, "tags": tags}
+
+    texts = datasets.List(datasets.Value("string"))
+    kept = {c: whole.features[c] for c in whole.column_names if c == source.SOURCE}
+    features = datasets.Features({"words": texts, "tags": texts} | kept)
+    left = [c for c in whole.column_names if c not in kept]
+    return whole.map(converted, batched=True, remove_columns=left, features=features)
+
+
+def _tags(dataset: Dataset) -> set[str]:
+    return {tag for _, part in scan.lists(dataset, "tags") for tags in part for tag in tags}
 
 
 def _nothing(value: Any, names: list[str] | None = None) -> bool:

@@ -6,17 +6,22 @@ now and then, each later than the one before.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+_COUNTED = re.compile(r"([0-9][0-9,]*) of ([0-9][0-9,]*)")
+_SURE_S = 3.0  # before it is said how long the rest will take
 PAUSES_S = (2.0, 3.0, 5.0, 10.0, 20.0, 30.0)  # between plain lines; then a minute
 
 
@@ -27,6 +32,7 @@ class Busy:
         self._rich, self._say, self._place = rich, say, place
         self._over = threading.Event()
         self._live: Live | None = None
+        self._counted: tuple[str, int, float] | None = None  # what is counted, how much of it at first, and when
         self._spinner = Spinner("dots")
 
     def __enter__(self) -> Busy:
@@ -51,10 +57,23 @@ class Busy:
 
     def _line(self) -> Table:
         row = Table.grid(padding=(0, 1))
-        row.add_row(
-            self._spinner.render(time.monotonic()), Text(self._place(), no_wrap=True, overflow="ellipsis"), self._clock
-        )
+        place = self._place()
+        told = Text(place, no_wrap=True, overflow="ellipsis")
+        row.add_row(self._spinner.render(time.monotonic()), told, *self._progress(place), self._clock)
         return row
+
+    def _progress(self, place: str) -> list[RenderableType]:
+        """A bar, where the place says how much of how many there is, and how long the rest will take at this rate."""
+        if (found := _COUNTED.search(place)) is None:
+            return []
+        (done, total), what = (int(number.replace(",", "")) for number in found.groups()), place[: found.start()]
+        if self._counted is None or self._counted[0] != what:
+            self._counted = what, done, time.monotonic()
+        _, first, since = self._counted
+        took = time.monotonic() - since
+        left = int(took * (total - done) / (done - first)) if done > first and took > _SURE_S else None
+        bar = ProgressBar(total=max(1, total), completed=min(done, total), width=20)
+        return [bar, *([] if left is None else [f"{left // 60}:{left % 60:02d} left,"])]
 
     def _speak(self) -> None:
         pauses = iter(PAUSES_S)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,7 +75,7 @@ def _tried(session: Session) -> None:
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for split in (split for split in ("validation", "test") if split in task.splits):
             columns = task.splits[split]
-            longest = np.argsort(-columns.lengths, kind="stable")[: evaluated_at_once(run)]
+            longest = columns.longest(evaluated_at_once(run))
             scores[split], tables = scored(run, world, task, strategy, columns, longest, generate=briefly)
             json.dumps(tables)
         if run.checkpoint.best:

@@ -69,7 +69,7 @@ class Feed:
 
     def longest(self) -> StepBatch:
         """The longest examples of all, as a step that is none of the run's: no step needs more memory."""
-        return self._batch(0, np.sort(np.argsort(-self.columns.lengths, kind="stable")[: self.order.batch_size]))
+        return self._batch(0, np.sort(self.columns.longest(self.order.batch_size)))
 
     def _batch(self, step: int, rows: np.ndarray, made: Iterator[MicroBatch] | None = None) -> StepBatch:
         lengths = self.columns.lengths[rows]

@@ -61,7 +61,7 @@ def decided(run: Run, task: Task, world: World) -> Run:
 def data(task: Task) -> str:
     """Where the examples are from, and how many there are."""
     sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
-    mean = f"; mean {task.splits['train'].lengths.mean():.1f} {task.unit}" if task.unit else ""
+    mean = f"; mean {task.splits['train'].mean_length:.1f} {task.unit}" if task.unit else ""
     return f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}"
 
 

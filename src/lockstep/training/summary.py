@@ -34,7 +34,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
     sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
     cuda = world.device.type == "cuda"
     device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {world.threads} thread(s) each"
-    mean = f"; mean {task.splits['train'].lengths.mean():.1f} {task.unit}" if task.unit else ""
+    mean = f"; mean {task.splits['train'].mean_length:.1f} {task.unit}" if task.unit else ""
     return {
         "run": f"{run.name} -> {run.folder}",
         "data": f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}",
