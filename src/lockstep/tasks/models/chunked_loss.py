@@ -174,8 +174,8 @@ def _size(chunk: int | str) -> int:
 
 
 def _compute_dtype(states: Tensor) -> torch.dtype:
-    """Of the head's matrix product: autocast's where it is on, else that of what the head is given (a frozen weight that
-    is kept in bfloat16 is widened, as `kept` has it)."""
+    """Of the head's matrix product: autocast's where it is on, else that of what the head is given (a frozen weight
+    that is kept in bfloat16 is widened, as `kept` has it)."""
     kind = states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
