@@ -267,4 +267,5 @@ def test_each_machine_reads_the_whole_once(own_cache: Path, monkeypatch: pytest.
     for machine in ("one", "two", "one", "two"):
         monkeypatch.setattr(cache, "_boot", lambda machine=machine: machine)
         assert cache.damage(path) is None
-    assert read == [11, 11, 4, 4]
+    assert read[:2] == [11, 11]
+    assert max(read[2:]) <= cache.SAMPLED  # drawn ones may be the ends, which are looked at anyway
