@@ -107,7 +107,7 @@ def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) 
         ("[{source: a.jsonl, weight: [[5, 1]]}]", "a: weight: [[5, 1.0]] will not do: wanted is [[0, weight], [step"),
         (
             "[{source: a.jsonl, weight: [[0, 1], [9, 1], [7, 2]]}]",
-            "[9, 1.0], [7, 2.0]] will not do",
+            "a: weight: [[0, 1.0], [9, 1.0], [7, 2.0]] will not do",
         ),
         ("[{source: a.jsonl, wieght: 1}]", "a: unknown key 'wieght'; did you mean weight? known are name, weight"),
         ("[{source: a.jsonl, weight: much}]", "a: weight: 'much' will not do: share of the examples of a step"),

@@ -336,13 +336,6 @@ def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptio
     return packing.write(parts, tokens, options.block_size, options.packed, key, not options.cross_documents)
 
 
-def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:
-    found = _documents(dataset, tok, options)
-    found = found if options.cross_documents else packing.apart(found)
-    blocks = packing.blocks(found, options.block_size, options.packed)
-    return packing.write(blocks, key, not options.cross_documents)
-
-
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     from lockstep.tasks.models import models, padding
 

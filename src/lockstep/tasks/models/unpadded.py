@@ -87,15 +87,14 @@ class Layout:
             return type(value)(self.take_apart(each) for each in value)
         if not isinstance(value, Tensor) or value.shape[:2] != (1, len(self.index)):
             return value
-        return _Spread.apply(value[0], self.index, self.rows * self.width).unflatten(0, (self.rows, self.width))
+        return _Spread.apply(value[0], self.index, (self.rows, self.width, *value.shape[2:]))
 
     def spread(self, value: Tensor) -> Tensor:
         """[1, h, N, d] -> [B, h, T, d], contiguous, zeros where there is padding."""
         _, heads, count, width = value.shape
         by_head = value.is_contiguous()
         rows = (value if by_head else value.transpose(1, 2)).reshape(heads * count, width)
-        size = self.rows * heads * self.width
-        return _Spread.apply(rows, self._place(heads, by_head), size).view(self.rows, heads, self.width, width)
+        return _Spread.apply(rows, self._place(heads, by_head), (self.rows, heads, self.width, width))
 
     def collect(self, value: Tensor) -> Tensor:
         """[B, h, T, d] -> [1, N, h, d]."""
@@ -132,17 +131,21 @@ class Across:
 
 
 class _Spread(torch.autograd.Function):
-    """Rows to their places among zeros; its gradient is a copy, where that of `index_put` adds up."""
+    """Rows to their places among zeros, in a tensor of some shape, which is no view: FSDP puts hooks on what a block
+    gives. Its gradient is a copy, where that of `index_put` adds up."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, index: Tensor, size: int) -> Tensor:
+    def forward(ctx: Any, value: Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(index)
-        return value.new_zeros(size, *value.shape[1:]).index_copy_(0, index, value)
+        ctx.row = value.shape[1:]
+        found = value.new_zeros(shape)
+        found.view(-1, *ctx.row).index_copy_(0, index, value)
+        return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        return gradient.index_select(0, index), None, None
+        return gradient.reshape(-1, *ctx.row).index_select(0, index), None, None
 
 
 class _Collect(torch.autograd.Function):
