@@ -64,10 +64,16 @@ def batches(dataset: Dataset, rows: range) -> Iterator[tuple[int, dict[str, list
 
 
 def written(
-    key: str, schema: pa.Schema, parts: list[range], make: Callable[[range], Batches], doing: str, of: str = "examples"
+    key: str,
+    schema: pa.Schema,
+    parts: list[range],
+    make: Callable[[range], Batches],
+    doing: str,
+    of: str = "examples",
+    processes: int | None = None,
 ) -> str:
     """The folder of shards of a split, made if it is not in the cache, or not as it was. `make` gives the batches of
-    one of the `parts`. `key` stands for what they hold. The caller holds the lock. Errors: `RunError` when it cannot be
+    one of the `parts`. `key` stands for what they hold. `processes`: as of `fill`. The caller holds the lock. Errors: `RunError` when it cannot be
     written, and what `make` raises."""
 
     def one(rows: range, path: Path, done: Callable[[int], None]) -> None:
@@ -79,7 +85,7 @@ def written(
             stream.write_table(pa.Table.from_batches(found, schema).combine_chunks())
 
     def all_of_them(folder: Path) -> None:
-        files = fill(folder, parts, ".arrow", one, doing, of)
+        files = fill(folder, parts, ".arrow", one, doing, of, processes)
         (folder / INDEX).write_text(json.dumps(index_of(folder, files)), encoding="utf-8")
 
     path = folder_of("tokens") / f"{key}.arrow"
@@ -102,16 +108,24 @@ def together(folders: list[str], key: str) -> str:
         if rows:
             yield from ((batch, len(batch)) for batch in table_of(files[rows]).to_batches())
 
-    return written(key, table_of(held[0][0]).schema, list(files) or [range(0)], make, "copying")
+    return written(key, table_of(held[0][0]).schema, list(files) or [range(0)], make, "copying", processes=1)
 
 
-def fill(folder: Path, parts: list[range], ending: str, make: Make, doing: str, of: str = "examples") -> list[Path]:
-    """The files of all `parts`, of which those that are not there yet are made, by as many processes as there are
-    cores. `doing` and `of` are for whoever waits. Errors: `RunError`, and what `make` raises."""
+def fill(
+    folder: Path,
+    parts: list[range],
+    ending: str,
+    make: Make,
+    doing: str,
+    of: str = "examples",
+    processes: int | None = None,
+) -> list[Path]:
+    """The files of all `parts`, of which those that are not there yet are made, by so many processes, or as many as
+    there are cores. `doing` and `of` are for whoever waits. Errors: `RunError`, and what `make` raises."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [folder / f"{number:05d}{ending}" for number in range(len(parts))]
     todo = [number for number, path in enumerate(files) if damage(path) is not None]
-    workers = min(available_cores(), len(todo))
+    workers = min(processes or available_cores(), len(todo))
     total = parts[-1].stop
     done = multiprocessing.get_context().Value("q", total - sum(len(parts[number]) for number in todo))
 
