@@ -19,8 +19,8 @@ from lockstep.config.conditions import Filter
 
 Weight = float | list[tuple[int, float]]
 # Keys that each source has for itself; of `data` they are given where there is one source only.
-OWN = ("source", "config", "revision", "train", "validation", "test", "layout", "columns", "encoding", "filter")
-OWN = (*OWN, "split_column")
+_READING = ("layout", "columns", "encoding", "filter", "split_column")
+OWN = ("source", "config", "revision", "train", "validation", "test", *_READING)
 
 
 class OneSource(BaseModel):

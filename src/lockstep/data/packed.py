@@ -50,7 +50,8 @@ def opened(file: Path) -> Any:
         import pyarrow as pa
 
         return pa.CompressedInputStream(pa.OSFile(str(file)), "zstd")
-    return {None: open, "gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}[kind](file, "rb")
+    readers: dict[str | None, Any] = {None: open, "gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+    return readers[kind](file, "rb")
 
 
 def blocks(file: Path, key: str) -> Iterator[bytes]:

@@ -73,8 +73,8 @@ def written(
     processes: int | None = None,
 ) -> str:
     """The folder of shards of a split, made if it is not in the cache, or not as it was. `make` gives the batches of
-    one of the `parts`. `key` stands for what they hold. `processes`: as of `fill`. The caller holds the lock. Errors: `RunError` when it cannot be
-    written, and what `make` raises."""
+    one of the `parts`. `key` stands for what they hold. `processes`: as of `fill`. The caller holds the lock. Errors:
+    `RunError` when it cannot be written, and what `make` raises."""
 
     def one(rows: range, path: Path, done: Callable[[int], None]) -> None:
         found = []

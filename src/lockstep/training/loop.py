@@ -5,7 +5,9 @@ In: everything already built. Out: trained weights in the strategy, numbers in t
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -328,7 +330,8 @@ def scored(
     of_each = {
         n: _summed(run, world, task, strategy, columns, part, texts, stop, generate) for n, part in parts.items()
     }
-    sums = {name: sum((of[name] for of in of_each.values() if of), 0) for name in next(filter(None, of_each.values()))}
+    found = [of for of in of_each.values() if of]
+    sums = {name: functools.reduce(operator.add, (of[name] for of in found)) for name in found[0]}
     assert int(sums["examples"]) == len(rows), f"{int(sums['examples'])} of {len(rows)} examples were evaluated"
     losses = {f"loss_{name}": task.metrics(of)["loss"] for name, of in of_each.items() if name and of}
     return {**task.metrics(sums), **losses, "examples": len(rows)}, task.tables(sums)

@@ -100,7 +100,7 @@ def prepare(run: Run, model: nn.Module) -> None:
             forward = partial(_again, block, forward)
         if run.model.offload_activations:
             forward = partial(_on_host, block, forward)
-        block.forward = forward  # type: ignore[method-assign]
+        block.forward = forward
 
 
 def saves(block: nn.Module) -> bool:

@@ -106,7 +106,8 @@ def making() -> Iterator[None]:
             # of one compiler for all layers that are alike, with and without a mask; an encoder and a decoder
             torch._dynamo.config.patch(recompile_limit=64, optimize_ddp=False),
             torch._inductor.config.patch(compile_threads=1),  # no further processes, which may outlive a rank
-            torch.fx.experimental._config.patch(use_duck_shape=False),  # sizes that are equal once need not stay so
+            # sizes that are equal once need not stay so
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
             yield
     finally:

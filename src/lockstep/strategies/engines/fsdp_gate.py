@@ -50,6 +50,7 @@ def gate(block: nn.Module) -> None:
 
     fsdp = next(iter(block._forward_pre_hooks))  # it has put its own before all others
     block.register_forward_pre_hook(unseal, prepend=True, with_kwargs=True)
-    block._forward_pre_hooks.move_to_end(fsdp, last=False)
+    hooks: Any = block._forward_pre_hooks  # an OrderedDict, whatever its annotation says
+    hooks.move_to_end(fsdp, last=False)
     block.register_forward_pre_hook(seal, prepend=True, with_kwargs=True)
     block.register_forward_hook(close, prepend=True)

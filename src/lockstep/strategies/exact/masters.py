@@ -33,7 +33,7 @@ def write(masters: Iterable[Tensor], places: Iterable[Tensor]) -> None:
 def sums_in_float32(parameters: Iterable[Tensor]) -> None:
     """Let `.grad` of bfloat16 parameters be float32: what backward gives is bfloat16, and is added up in float32."""
     for parameter in parameters:
-        parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+        parameter.grad_dtype = torch.float32
 
 
 def check(run: Run, trains_bfloat16: bool, without_masters: bool) -> None:

@@ -85,7 +85,8 @@ def save(run: Run, model: Any, folder: Path, published: str | None) -> None:
     from lockstep.tasks.models import kept
 
     if run.model.adapter.get("export", "merged") == "merged":
-        kept.merged(model, low=run.model.dtype == "bfloat16" == published).save_pretrained(folder)
+        merged: Any = kept.merged(model, low=run.model.dtype == "bfloat16" == published)
+        merged.save_pretrained(folder)
     else:
         model.save_pretrained(folder)
         model.config.save_pretrained(folder)  # names of labels

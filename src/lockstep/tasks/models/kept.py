@@ -50,7 +50,7 @@ def _widen(module: nn.Module) -> None:
     if isinstance(module, nn.Embedding):
         module.register_forward_hook(_float)
     else:
-        module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+        module.forward = MethodType(_forward, module)
 
 
 def _float(module: nn.Module, given: Any, found: Tensor) -> Tensor:

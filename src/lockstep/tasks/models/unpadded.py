@@ -215,9 +215,10 @@ def attention(
         raise Cannot("its attention adds a bias by position, which is made for one text")
     if more.get("softcap") is not None:
         raise Cannot("its attention caps scores")
-    to, of = attention_mask, attention_mask
     if isinstance(attention_mask, Across):
         to, of = attention_mask.own, attention_mask.source
+    else:
+        to = of = attention_mask
     causal = of.causal and to is of
     if query.is_cuda and of.plain and not dropout and query.dtype in (torch.bfloat16, torch.float16):
         return _by_length(query, key, value, to, of, scaling), None
@@ -263,7 +264,8 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, to: Layout, of: Layout
         window_size=(-1, 0) if of.causal and to is of else (-1, -1),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return found[None]  # type: ignore[index]
+    assert isinstance(found, Tensor)  # a tuple where more is asked for
+    return found[None]
 
 
 AttentionInterface.register(NAME, attention)
@@ -292,7 +294,7 @@ def stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before a block: lay end to end what it is given, unless the block before has done so."""
-    names = [*_names(type(block))[: len(args)], *kwargs]
+    names = [*_names(type(block).forward)[: len(args)], *kwargs]
     given = [*args, *kwargs.values()]
     own = next((v for n, v in zip(names, given, strict=True) if isinstance(v, Layout) and not _of_source(n)), None)
     source = next((v for n, v in zip(names, given, strict=True) if isinstance(v, Layout) and _of_source(n)), None)
@@ -313,7 +315,7 @@ def _laid(name: str, value: Any, own: Layout, source: Layout | None) -> Any:
 
 def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """After the last block of a stack."""
-    names = [*_names(type(block))[: len(args)], *kwargs]
+    names = [*_names(type(block).forward)[: len(args)], *kwargs]
     for name, value in zip(names, [*args, *kwargs.values()], strict=True):
         if isinstance(value, Layout) and not _of_source(name):
             return value.take_apart(output)
@@ -321,9 +323,9 @@ def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 @cache
-def _names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Of the arguments of its forward."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Of its arguments, without `self`."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _of_source(name: str) -> bool:
