@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from lockstep.config.run import DataSection, RunError
-from lockstep.data import nested, packed, readable, source
+from lockstep.data import compressed, nested, readable, source
 from lockstep.data.cache import cache_folder
 
 ROWS = [{"text": "été; oui", "label": 1}, {"text": "b", "label": 2}]
@@ -96,8 +96,8 @@ def test_a_compressed_file_names_the_line_that_is_wrong_as_it_was_given(tmp_path
 def test_what_would_fill_the_disk_is_not_unpacked(
     packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "LARGE", 2**20)
-    monkeypatch.setattr(packed, "MOST", 100)
+    monkeypatch.setattr(compressed, "LARGE", 2**20)
+    monkeypatch.setattr(compressed, "MOST", 100)
     path = tmp_path / f"a.csv{packing}"
     path.write_bytes(PACK[packing](b"text,label\n" + b"a,1\n" * 2**19))
     monkeypatch.setattr(readable, "check", lambda *_: None)  # the second time that it is read there is a guard, too
@@ -125,8 +125,8 @@ def test_formats_are_mixed_in_the_order_of_the_files(tmp_path: Path) -> None:
     names = ["a.jsonl", "b.csv.gz", "c.json", "d.tsv.zst", "e.txt"]
     for name in names:
         path = Path(name)
-        data = PLAIN[packed.plain(path).suffix].replace("été; oui", name).encode()
-        (tmp_path / name).write_bytes(PACK[path.suffix](data) if packed.is_packed(path) else data)
+        data = PLAIN[compressed.plain(path).suffix].replace("été; oui", name).encode()
+        (tmp_path / name).write_bytes(PACK[path.suffix](data) if compressed.is_compressed(path) else data)
     pa_rows = datasets.Dataset.from_list(
         [{"label": 7, "text": "f"}],
         datasets.Features({"label": datasets.Value("int8"), "text": datasets.Value("large_string")}),

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.config import errors as messages
 from lockstep.config.run import RunError
-from lockstep.data import packed
+from lockstep.data import compressed
 
 # How compressed files begin: `datasets` would unpack them whatever they are called, to any size.
 _PACKED = {
@@ -32,15 +32,19 @@ def check(file: Path, key: str, encoding: str) -> None:
     disk.
 
     Reads the whole file. Errors: `RunError`."""
-    blocks = packed.blocks(file, key)
+    blocks = compressed.blocks(file, key)
     start = next(blocks, b"")
     if file.suffix == ".parquet":
         return _check_unpacked(file, key)
     for name, (place, mark) in _PACKED.items():
         if start.startswith(mark, place):
-            found = "holds another compressed file" if packed.is_packed(file) else "is compressed"
-            endings = {kind: ending for ending, kind in packed.ENDINGS.items()}
-            mend = f"call it {packed.plain(file).name}{endings[name]}, or unpack it" if name in endings else "unpack it"
+            found = "holds another compressed file" if compressed.is_compressed(file) else "is compressed"
+            endings = {kind: ending for ending, kind in compressed.ENDINGS.items()}
+            mend = (
+                f"call it {compressed.plain(file).name}{endings[name]}, or unpack it"
+                if name in endings
+                else "unpack it"
+            )
             raise RunError(f"{key}: {file} {found} ({name}), whatever its name says: {mend}")
     return _check_text(file, key, encoding, itertools.chain([start], blocks))
 
@@ -52,7 +56,7 @@ def codec(encoding: str) -> str:
 
 def text_of(file: Path, encoding: str) -> str:
     """The text of a file that was found readable, with its ends of lines as they are on Unix."""
-    text = b"".join(packed.blocks(file, "data")).decode(codec(encoding))
+    text = b"".join(compressed.blocks(file, "data")).decode(codec(encoding))
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -104,7 +108,7 @@ def _check_unpacked(file: Path, key: str) -> None:
             unpacked += max(rows, told.total_byte_size)
     except pa.ArrowException:
         return  # its reader says what is wrong with it
-    if unpacked >= packed.LARGE and unpacked > packed.MOST * size:
+    if unpacked >= compressed.LARGE and unpacked > compressed.MOST * size:
         raise RunError(
             f"{key}: {file} has {size:,} bytes and unpacks to about {unpacked / 2**30:,.1f} GiB, "
             f"{unpacked / size:,.0f} times as much, which looks like a mistake or a trap; if it is "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import packed, readable
+from lockstep.data import compressed, readable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,13 +31,13 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".txt": ("lines", {}),
 }
-READ = f"{', '.join(FORMATS)} (all but .parquet also with {', '.join(packed.ENDINGS)} after it)"
+READ = f"{', '.join(FORMATS)} (all but .parquet also with {', '.join(compressed.ENDINGS)} after it)"
 
 
 def format_of(file: Path) -> str | None:
     """The ending, of those that are read, that a file has, whether or not it is compressed; None for any other."""
-    found = packed.plain(file).suffix
-    return found if found in FORMATS and not (found == ".parquet" and packed.is_packed(file)) else None
+    found = compressed.plain(file).suffix
+    return found if found in FORMATS and not (found == ".parquet" and compressed.is_compressed(file)) else None
 
 
 def check_columns(local: dict[str, list[Path]], names: list[str]) -> None:
@@ -58,7 +58,7 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
     for file in files:
         readable.check(file, key, data.encoding)
     parts: list[tuple[Path, Dataset]] = []
-    with packed.unpacked(files, key) as there:
+    with compressed.unpacked(files, key) as there:
         given = dict(zip(there, files, strict=True))
         for ending, some in itertools.groupby(there, format_of):
             assert ending is not None
@@ -174,8 +174,8 @@ def first_row(file: Path, encoding: str) -> list[str]:
 
 def rows_of_table(file: Path, encoding: str) -> Iterator[list[str]]:
     """The rows of a .csv or .tsv file, as they are."""
-    options = FORMATS[packed.plain(file).suffix][1]
-    with io.TextIOWrapper(packed.opened(file), encoding=readable.codec(encoding), newline="") as opened:
+    options = FORMATS[compressed.plain(file).suffix][1]
+    with io.TextIOWrapper(compressed.opened(file), encoding=readable.codec(encoding), newline="") as opened:
         if "quoting" in options:
             yield from csv.reader(opened, delimiter=options["sep"], quoting=csv.QUOTE_NONE)
         else:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import packed, readable
+from lockstep.data import compressed, readable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -60,7 +60,7 @@ def _texts_in(folder: Path) -> list[Path]:
     return sorted(
         f
         for f in folder.iterdir()
-        if packed.plain(f).suffix in (".txt", "") and not f.name.startswith(".") and f.is_file()
+        if compressed.plain(f).suffix in (".txt", "") and not f.name.startswith(".") and f.is_file()
     )
 
 
@@ -117,7 +117,7 @@ def read_classes(files: list[Path], key: str, encoding: str) -> Dataset:
 def named(file: Path) -> tuple[str, str]:
     """What a file of lines is called without its ending, and the ending that says which side it is: train.en.gz is
     (train, en), and so is train.en.txt."""
-    name = packed.plain(file).name
+    name = compressed.plain(file).name
     if name.count(".") > 1:
         name = name.removesuffix(".txt")
     stem, _, side = name.rpartition(".")

@@ -16,7 +16,7 @@ from lockstep.config import plugins
 from lockstep.config.output import aside_of
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import packed, row_files, source
+from lockstep.data import compressed, row_files, source
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
@@ -91,7 +91,7 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
         raise RunError(f"predict: {word} is a file that cannot be read: its name must end in {row_files.READ}")
     if ending == ".txt":
         try:
-            lines = b"".join(packed.blocks(path, "predict")).decode(run.data.encoding).splitlines()
+            lines = b"".join(compressed.blocks(path, "predict")).decode(run.data.encoding).splitlines()
         except UnicodeError as error:
             raise RunError(f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
         return [row_of(line, columns, f"{word}, line {n}") for n, line in enumerate(lines, 1)]

@@ -21,7 +21,7 @@ import lockstep
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection
-from lockstep.data import packed as compressed
+from lockstep.data import compressed
 from lockstep.data.source import files_of, given, local_splits
 
 DISTRIBUTION = "lockstep-train"

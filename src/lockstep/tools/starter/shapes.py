@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import packed, readable, row_files, source, text_files
+from lockstep.data import compressed, readable, row_files, source, text_files
 from lockstep.tools.starter import columns, fit
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.talk import Talk
@@ -85,7 +85,7 @@ def _layout(data: DataSection, root: Path, talk: Talk) -> DataSection:
 def _is_rows(file: Path) -> bool:
     """Whether a file of a folder says that the folder holds rows: train.jsonl, any.csv, test.txt."""
     ending = row_files.format_of(file) if file.is_file() else None
-    return ending is not None and (ending != ".txt" or packed.plain(file).stem in _WORDS)
+    return ending is not None and (ending != ".txt" or compressed.plain(file).stem in _WORDS)
 
 
 def _say_classes(splits: dict[str, Path], root: Path, talk: Talk) -> None:

@@ -28,19 +28,19 @@ MOST = 1000  # times its own size that a file may unpack to, if that is
 LARGE = 2**30  # bytes or more
 
 
-def is_packed(file: Path) -> bool:
+def is_compressed(file: Path) -> bool:
     """Whether its name says that it is compressed."""
     return file.suffix.lower() in ENDINGS
 
 
 def plain(file: Path) -> Path:
     """What it would be called unpacked."""
-    return file.with_suffix("") if is_packed(file) else file
+    return file.with_suffix("") if is_compressed(file) else file
 
 
 def ending(file: Path) -> str:
     """All of its ending: .jsonl, or .jsonl.gz."""
-    return plain(file).suffix + (file.suffix if is_packed(file) else "")
+    return plain(file).suffix + (file.suffix if is_compressed(file) else "")
 
 
 def opened(file: Path) -> Any:
@@ -65,7 +65,7 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
             # together with it.
             while block := stream.read1(_SMALL if file.suffix.lower() == ".zst" else BLOCK):
                 total += len(block)
-                if is_packed(file) and total > max(LARGE, MOST * size):
+                if is_compressed(file) and total > max(LARGE, MOST * size):
                     raise RunError(
                         f"{key}: {file} has {size:,} bytes and unpacks to more than {total / 2**30:,.1f} GiB, which "
                         "looks like a mistake or a trap; unpack it if it is meant"
@@ -73,7 +73,7 @@ def blocks(file: Path, key: str) -> Iterator[bytes]:
                 yield block
                 lines += block.count(b"\n")
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        if not is_packed(file):
+        if not is_compressed(file):
             raise RunError(f"{key}: cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
         raise RunError(
             f"{key}: cannot unpack {file} beyond line {lines:,} ({ENDINGS[file.suffix.lower()]}: "
@@ -87,7 +87,7 @@ def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
     """The same files, those that are compressed as plain ones in the cache, for as long as they are read. They have the
     same paths and times whenever they are unpacked: what `datasets` keeps of a file is found by these. Errors:
     `RunError`; one that is raised meanwhile names the file as it was given."""
-    if not any(map(is_packed, files)):
+    if not any(map(is_compressed, files)):
         yield files
         return
     known = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
@@ -98,7 +98,8 @@ def unpacked(files: list[Path], key: str) -> Iterator[list[Path]]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         there = {
-            file: folder / f"{i:05d}-{plain(file).name}" if is_packed(file) else file for i, file in enumerate(files)
+            file: folder / f"{i:05d}-{plain(file).name}" if is_compressed(file) else file
+            for i, file in enumerate(files)
         }
         for file, to in there.items():
             if to is not file:
