@@ -94,7 +94,9 @@ class Layout:
         _, heads, count, width = value.shape
         by_head = value.is_contiguous()
         rows = (value if by_head else value.transpose(1, 2)).reshape(heads * count, width)
-        return _Spread.apply(rows, self._place(heads, by_head), (self.rows, heads, self.width, width))
+        # not at once in this shape: torch.compile cannot order what writes into a view
+        found = _Spread.apply(rows, self._place(heads, by_head), (self.rows * heads * self.width, width))
+        return found.view(self.rows, heads, self.width, width)
 
     def collect(self, value: Tensor) -> Tensor:
         """[B, h, T, d] -> [1, N, h, d]."""
@@ -139,7 +141,7 @@ class _Spread(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.row = value.shape[1:]
         found = value.new_zeros(shape)
-        found.view(-1, *ctx.row).index_copy_(0, index, value)
+        (found if found.dim() == value.dim() else found.view(-1, *ctx.row)).index_copy_(0, index, value)
         return found
 
     @staticmethod
