@@ -235,6 +235,9 @@ class ModelSection(Section):
         description="what weights are kept in; bfloat16: and computed in. With an adapter, whose default is bfloat16: "
         "what its frozen matrices are kept in; they are computed with as precision says",
     )
+    quantization: Literal["nf4", "fp4"] | None = Field(
+        None, description="keep the frozen linear layers of an adapter's base in 4 bits (QLoRA)"
+    )
     trust_remote_code: bool = Field(False, description="run code that comes with a Hub model; read it first")
 
     @model_validator(mode="before")

@@ -126,7 +126,8 @@ def versions(run: Run) -> dict[str, str]:
     found = {"python": platform.python_version()}
     names = {"hf_accelerate": "accelerate", "hf_trainer": "accelerate"}
     engine = names.get(run.strategy.name, "deepspeed" if run.strategy.name.startswith("zero") else None)
-    for name in ("lockstep-train", "torch", "transformers", "tokenizers", "datasets", engine, "peft"):
+    quantizer = "bitsandbytes" if run.model.quantization else None
+    for name in ("lockstep-train", "torch", "transformers", "tokenizers", "datasets", engine, "peft", quantizer):
         if name is None or (name == "peft" and not run.model.adapter):
             continue
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -24,7 +24,7 @@ from lockstep.strategies.exact.reduction import Node, ReductionTree, most_held
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.strategy import Strategy, make_model
-from lockstep.tasks.models import decoding
+from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
@@ -33,7 +33,7 @@ class Native(Strategy):
     """A whole copy of model and optimizer on every rank."""
 
     exact = True
-    trains_bfloat16 = without_masters = True
+    trains_bfloat16 = without_masters = takes_4_bits = True
     statistics: Statistics
     travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
 
@@ -43,7 +43,7 @@ class Native(Strategy):
 
     @property
     def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return quantized.parameters(self.model)
 
     @property
     def trained_count(self) -> int:

@@ -30,7 +30,7 @@ from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
 from lockstep.strategies.exact.statistics import Statistics, buffers_kept
-from lockstep.tasks.models import decoding
+from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
@@ -75,6 +75,7 @@ class Strategy(ABC):
 
     trains_bfloat16: ClassVar[bool] = False  # whether weights may be trained in bfloat16
     without_masters: ClassVar[bool] = False  # also without float32 ones beside them
+    takes_4_bits: ClassVar[bool] = False  # whether an adapter's base may be kept in 4 bits
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
@@ -363,6 +364,7 @@ def checked_strategy(run: Run, processes: int) -> type[Strategy]:
     """The same, after it refused what cannot work. Errors: `RunError`."""
     found = strategy_class(run)
     masters.check(run, found.trains_bfloat16, found.without_masters)
+    quantized.check(run, found.takes_4_bits)
     found.check(run, processes)
     task: type[Task] = plugins.find("tasks", run.task.name)
     if found.generate is Strategy.generate and not task.writes_greedily(run):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
@@ -18,6 +19,7 @@ from lockstep.data.tokens import Prepared
 from lockstep.distributed.memory import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.strategy import strategy_class
+from lockstep.tasks.models import quantized
 from lockstep.tasks.task import Task
 from lockstep.training.feed import Feed
 
@@ -29,7 +31,8 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
     feed = Feed(run, task, [], torch.device("cpu"))
-    every, trained = counts(task)
+    model = task.model(empty=True)
+    every, trained = counts(model)
     of_them = f", of which {trained / 1e6:.2f}M are trained" if trained < every else ""
     return {
         "model": f"{task.origin}, {every / 1e6:.2f}M parameters{of_them}",
@@ -38,15 +41,13 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
         "length": length(run, feed),
         **({task.unit: units(feed)} if task.unit else {}),
         **padding(run, task),
-        "memory": memory(run, processes, every, trained),
+        "memory": memory(run, processes, every, trained, quantized.count(model)),
     }
 
 
-def counts(task: Task) -> tuple[int, int]:
-    """Parameters of the model, and how many of them are trained. It is built on the meta device."""
-    parameters = {id(p): p for p in task.model(empty=True).parameters()}.values()
-    every, trained = (sum(p.numel() for p in parameters if p.requires_grad or not only) for only in (False, True))
-    return every, trained
+def counts(model: nn.Module) -> tuple[int, int]:
+    """Parameters of a model, and how many of them are trained."""
+    return quantized.parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def decided(run: Run, task: Task, world: World) -> Run:
@@ -55,7 +56,7 @@ def decided(run: Run, task: Task, world: World) -> Run:
     if not found.undecided(run):
         return run
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
-    return found.decided(run, world.size, *counts(task), memory)
+    return found.decided(run, world.size, *counts(task.model(empty=True)), memory)
 
 
 def data(task: Task) -> str:
@@ -89,15 +90,17 @@ def padding(run: Run, task: Task) -> dict[str, str]:
     return {"padding": f"computed, as with data.padding=batch: {why}"} if why else {}
 
 
-def memory(run: Run, processes: int, every: int, trained: int) -> str:
-    """What a process holds, by a formula: weights of `every` parameter, the rest of those that are trained."""
+def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0) -> str:
+    """What a process holds, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
+    that are trained."""
     found, note = strategy_class(run), ""
     if found.undecided(run):
         run = found.decided(run, processes, every, trained, capacity(pick_device(run, 0), processes))
         found, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
     held = found.bytes_held(run, processes) | {"partial sums": found.partial_sums(run, processes)}
     # the frozen matrices of an adapter's base; its vectors, which are float32, are few
-    kept = (every + trained) / 2 if run.model.adapter and run.model.dtype == "bfloat16" else every
+    low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # of float32's bytes
+    kept = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed
     sizes = {name: each * (kept if name == "weights" else trained) for name, each in held.items()}
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
     of_layers = " of one layer at a time" * run.model.checkpoint_activations

@@ -69,7 +69,8 @@ def precisions(run: Run, strategy: Strategy) -> str:
     moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
     kept: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
     told = [f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in held}))}" for what, held in kept.items() if held]
-    return f"computed in {run.precision}, kept in {', '.join(told)}"
+    packed = run.model.quantization or "uint8"
+    return f"computed in {run.precision}, kept in {', '.join(told).replace('uint8', packed)}"
 
 
 def closing(

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.config.run import Run
+from lockstep.tasks.models import quantized
 
 
 def loaded_in(run: Run) -> dict[str, Any]:
@@ -25,7 +26,14 @@ def loaded_in(run: Run) -> dict[str, Any]:
 
 
 def settle(run: Run, model: nn.Module) -> nn.Module:
-    """The model, each weight in the dtype that it is kept in; in place."""
+    """The model, each weight in what it is kept in; in place. Errors: `RunError`."""
+    model = _in_dtypes(run, model)
+    if run.model.quantization is not None:
+        quantized.pack(run, model)
+    return model
+
+
+def _in_dtypes(run: Run, model: nn.Module) -> nn.Module:
     if run.model.dtype == "float32":
         model = model.float()
         assert all(p.dtype == torch.float32 for p in model.parameters()), "weights must be float32"
@@ -85,7 +93,8 @@ def _linear(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 def merged(model: Any, low: bool) -> nn.Module:
     """A model of peft with its adapter merged into its weights; all of them bfloat16 (`low`) or float32. The sums are
-    made in float32, and rounded once."""
+    made in float32, and rounded once. Weights in 4 bits are merged into as what they stand for."""
+    quantized.unpack(model)
     dtype = torch.bfloat16 if low else torch.float32
     for parameter in () if low else model.parameters():
         parameter.data = parameter.data.float()

@@ -24,7 +24,7 @@ from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, kept, unpadded
+from lockstep.tasks.models import adapters, kept, quantized, unpadded
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -346,5 +346,8 @@ def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
     if adapter:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, folder)
-    return model.float().eval(), tokenizers.load(str(folder), run.model.trust_remote_code)
+        model = PeftModel.from_pretrained(model, folder, is_trainable=run.model.quantization is not None)
+    model = model.float().eval()
+    if adapter and run.model.quantization is not None:
+        quantized.pack(run, model)  # what is trained is told from the base by its gradient
+    return model, tokenizers.load(str(folder), run.model.trust_remote_code)

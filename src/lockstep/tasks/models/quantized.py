@@ -1,0 +1,141 @@
+"""QLoRA: the frozen linear layers of an adapter's base, kept in 4 bits by bitsandbytes.
+
+In: a model with its adapter, `model.quantization`. Out: the same model; each frozen linear layer within its blocks has
+4-bit numbers (`packed`) and a float32 scale for every `BLOCK` of them (`absmax`) in place of its weight, and computes
+with what these stand for. Both are frozen parameters, so that a checkpoint holds the base that it was trained beside.
+Embeddings, heads, norms, biases and what is trained stay as they are. Needs the extra `lockstep-train[quantization]`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lockstep.config.run import Run, RunError
+
+BLOCK = 64  # weights that share a scale, as in the QLoRA paper
+BYTES = 0.5 + 4 / BLOCK  # of a weight
+
+
+def check(run: Run, possible: bool) -> None:
+    """Refuse what does not go together. `possible`: whether the strategy can. Errors: `RunError`."""
+    if run.model.quantization is None:
+        return
+    adapter = run.model.adapter
+    if not adapter:
+        raise RunError(
+            "model.quantization: weights in 4 bits cannot be trained, only an adapter beside them: give model.adapter, "
+            "or leave it out"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RunError("model.quantization: bitsandbytes is not installed: pip install 'lockstep-train[quantization]'")
+    kind = str(adapter.get("type", "lora")).lower()
+    if kind != "lora" or adapter.get("use_dora"):
+        kind = "lora with use_dora" if kind == "lora" else kind
+        raise RunError(f"model.quantization: it goes with adapters of type lora, not with {kind}, which reads weights")
+    if not possible:
+        raise RunError(
+            f"model.quantization: {run.strategy.name} cannot cut weights in 4 bits; use strategy.name=ddp, allreduce "
+            "or single"
+        )
+    if run.model.compile:
+        raise RunError("model.compile: not with model.quantization; set model.compile=false")
+
+
+def pack(run: Run, model: nn.Module) -> None:
+    """Keep the layers in 4 bits, in place. What is kept depends on their weights alone; it is computed where the model
+    is built, on the CPU, whatever device it goes to then. Errors: `RunError` for a model without such layers."""
+    found = [m for name, m in model.named_modules() if _within_blocks(name) and _fits(m)]
+    if not found:
+        raise RunError(
+            f"model.quantization: no block of this model has a frozen linear layer whose inputs are a multiple of "
+            f"{BLOCK}; leave it out, and keep them in bfloat16"
+        )
+    for layer in found:
+        _pack(layer, str(run.model.quantization))
+
+
+def _within_blocks(name: str) -> bool:
+    """Whether a module is in a list of modules: blocks are, heads and poolers are not."""
+    return any(part.isdecimal() for part in name.split("."))
+
+
+def _fits(module: Any) -> bool:
+    if type(module) not in (nn.Linear, Conv1D) or module.weight.requires_grad:
+        return False
+    # bitsandbytes 0.50 unpacks other widths wrongly on CPUs with AVX-512: a scale there must not belong to two rows
+    return module.weight.shape[0 if isinstance(module, Conv1D) else 1] % BLOCK == 0
+
+
+def _pack(layer: Any, kind: str) -> None:
+    library = _library()
+    weight = layer.weight.detach()
+    # of a Conv1D, whose weight is [in, out], it is the transpose; float32: backward widens to the dtype packed from
+    weight = (weight.t() if isinstance(layer, Conv1D) else weight).float().contiguous()  # [N, K]
+    if weight.is_meta:
+        packed = weight.new_empty(weight.numel() // 2, 1, dtype=torch.uint8)
+        absmax = weight.new_empty(-(-weight.numel() // BLOCK))
+    else:
+        packed, state = library.functional.quantize_4bit(weight, blocksize=BLOCK, quant_type=kind)
+        absmax = state.absmax
+    layer.kept_as = (kind, weight.shape)
+    del layer.weight
+    layer.weight = torch.empty(0)  # no parameter: some models ask a layer for its weight's dtype
+    layer.packed = nn.Parameter(packed, requires_grad=False)
+    layer.absmax = nn.Parameter(absmax, requires_grad=False)
+    layer.forward = MethodType(_forward, layer)
+
+
+def _library() -> Any:
+    """bitsandbytes, which otherwise warns of a kernel that is not used here."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import bitsandbytes
+
+    return bitsandbytes
+
+
+def _state(layer: Any) -> Any:
+    kind, shape = layer.kept_as
+    return _library().functional.QuantState(layer.absmax, shape, blocksize=BLOCK, quant_type=kind, dtype=torch.float32)
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    """A linear layer's; backward unpacks the weight once more. x: [..., K]."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    return _library().matmul_4bit(rows, layer.packed, _state(layer), bias=bias).view(*x.shape[:-1], -1)
+
+
+@torch.no_grad()
+def unpack(model: nn.Module) -> None:
+    """Give the layers float32 weights again, those that they compute with; in place."""
+    for layer in _packed(model):
+        weight = _library().functional.dequantize_4bit(layer.packed, _state(layer))  # [N, K]
+        del layer.packed, layer.absmax, layer.kept_as, layer.weight, layer.forward
+        weight = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _packed(model: nn.Module) -> Iterator[Any]:
+    return (m for m in model.modules() if hasattr(m, "kept_as"))
+
+
+def count(model: nn.Module) -> int:
+    """Weights that are kept in 4 bits."""
+    return sum(layer.kept_as[1].numel() for layer in _packed(model))
+
+
+def parameters(model: nn.Module) -> int:
+    """All parameters of a model; those in 4 bits as the weights that they stand for."""
+    others = {id(p) for layer in _packed(model) for p in (layer.packed, layer.absmax)}
+    return count(model) + sum(p.numel() for p in model.parameters() if id(p) not in others)
