@@ -30,6 +30,7 @@ from lockstep.strategies.engines.fsdp import (
     cuts,
     leaves_layers_out,
     roomy,
+    sums_in_float32,
 )
 from lockstep.strategies.engines.fsdp_gate import gate
 from lockstep.strategies.exact import optim
@@ -156,6 +157,8 @@ class FSDP2(Strategy):
             leaves_layers_out(self.model)
         for outputs in shown:
             outputs.hide()
+        if self.run.model.trained_in_bfloat16:
+            sums_in_float32(self.model)
         for block in self.blocks if self.in_tree_order else ():
             gate(block)
         self.scatters: list[_TreeScatter] = []

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from lockstep.config.run import RunError
+from lockstep.strategies.exact import masters
 
 OTHER_LAYERS = (
     "strategy.name: fsdp2 needs all ranks to run the same layers in the same order, and this model ran others for some "
@@ -112,7 +113,7 @@ class Uses:
             self._order = (31 * self._order + place + 1) % 65521  # below 2^16: squares of sums are exact in float64
             for part, own in _unsharded(group):
                 if own.grad is None:
-                    own.grad = torch.zeros_like(own)
+                    own.grad = torch.zeros_like(own, dtype=own.grad_dtype)
                 else:
                     self.counts[self._position[id(part.sharded_param)]] += self.counting
             post_backward(*unused)
@@ -140,6 +141,19 @@ class Uses:
         ranks gathered and reduced together was not the same block then."""
         if ranks * sums[1] != sums[0] ** 2:  # the variance of equal numbers is 0, of others it is not
             raise RunError(OTHER_LAYERS)
+
+
+def sums_in_float32(model: nn.Module) -> None:
+    """Let gradients of gathered bfloat16 weights be float32, as `masters.sums_in_float32` has those of whole ones: the
+    terms of a weight that a micro-batch uses twice (tied embeddings) would else be added up in bfloat16."""
+
+    def widen(module: FSDPModule, _: Any) -> None:
+        for group in _groups_of(module):
+            masters.sums_in_float32(own for _, own in _unsharded(group))
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(widen)  # type: ignore[attr-defined]  # after FSDP's own, which gathers
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
