@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from harness import build, digest, run_on, tiny
-from marks import slow
 from test_strategies import steps_of
 from torch import nn
 
@@ -105,6 +104,10 @@ def test_names_of_weights_stay(codes: list[Any]) -> None:
     strategy.close()
 
 
+# Each is a minute of compiling.
+ASKED = (("fp32", "ddp"), ("fp32", "fsdp2"), ("fp32", "pipeline"), ("bf16", "ddp"))
+
+
 @cache  # several questions are asked of one job
 def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     """Six steps on each of `ranks` processes; rank 0's. Compiling may take minutes on a busy machine."""
@@ -120,7 +123,11 @@ def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("precision", "name"),
-    [slow(precision, name) for precision in ("fp32", "bf16") for name in SEVERAL],
+    [
+        pytest.param(precision, name, marks=pytest.mark.slow if (precision, name) in ASKED else pytest.mark.long)
+        for precision in ("fp32", "bf16")
+        for name in SEVERAL
+    ],
 )
 def test_the_bits_of_a_single_process(name: str, precision: str) -> None:
     """With dropout, of the compiler's own numbers."""
