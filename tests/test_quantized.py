@@ -3,6 +3,7 @@ float32 weights of the same values would compute; exports are what was trained."
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -223,16 +224,26 @@ REFUSED = [
 ]
 
 
+def _library(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """As if bitsandbytes were there, or were not; of others what is so."""
+    found = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> Any:
+        return (name if there else None) if name == "bitsandbytes" else found(name, package)
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+
+
 @pytest.mark.parametrize(("overrides", "said"), REFUSED)
 def test_what_does_not_go_together_is_refused(overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    _library(monkeypatch, there=True)
     with pytest.raises(RunError, match=said) as caught:
         checked_strategy(tiny(*overrides, model=MODEL), 2)
     assert "\n" not in str(caught.value)
 
 
 def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _library(monkeypatch, there=False)
     with pytest.raises(RunError, match=r"lockstep-train\[quantization\]"):
         checked_strategy(tiny(model=MODEL), 1)
 

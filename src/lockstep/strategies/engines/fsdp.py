@@ -153,7 +153,8 @@ def sums_in_float32(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.register_forward_pre_hook(widen)  # type: ignore[attr-defined]  # after FSDP's own, which gathers
+            hooked: Any = module
+            hooked.register_forward_pre_hook(widen)  # after FSDP's own, which gathers
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
