@@ -102,8 +102,6 @@ def count_of(world: World, run: Run) -> int:
         ("allreduce", 2, ()),
         ("ddp", 2, ()),
         ("ddp", 3, ()),
-        ("hf_accelerate", 2, ()),
-        ("hf_trainer", 2, ()),
         ("ddp", 2, ("model.checkpoint_activations=true",)),
     ],
 )
@@ -219,7 +217,10 @@ REFUSED = [
     (["model.adapter.type=ia3"], "model.quantization: .*not with ia3"),
     (["model.adapter.use_dora=true"], "model.quantization: .*use_dora"),
     (["model.compile=true"], "model.compile: .*set model.compile=false"),
-    *((["strategy.name=" + n], f"model.quantization: {n} .*ddp") for n in ("fsdp2", "zero2", "zero3", "pipeline")),
+    *(
+        (["strategy.name=" + n], f"model.quantization: {n} .*ddp")
+        for n in ("fsdp2", "zero2", "zero3", "pipeline", "hf_trainer")
+    ),
     (["strategy.name=fsdp2", "strategy.options.gather=step"], "model.quantization: fsdp2"),
 ]
 

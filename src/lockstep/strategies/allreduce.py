@@ -19,6 +19,8 @@ from lockstep.tasks.task import Task
 class AllReduce(Native):
     """`strategy.options.bucket_cap_mb` (default 25): how much travels at a time, in MiB."""
 
+    takes_4_bits = True
+
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         if unknown := set(run.strategy.options) - {"bucket_cap_mb"}:

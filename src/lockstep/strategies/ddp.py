@@ -22,6 +22,8 @@ class DDP(Hooked):
     """`strategy.options` are DistributedDataParallel's own (`bucket_cap_mb`, `static_graph`,
     `find_unused_parameters`, ...)."""
 
+    takes_4_bits = True
+
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
         known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OURS - {"self"}

@@ -34,7 +34,6 @@ class FSDP2Step(Native):
 
     waits_inside = ("reduction", "overlapped", "optimizer")
     told = ", weights gathered once a step"
-    takes_4_bits = False
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

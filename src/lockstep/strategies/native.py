@@ -33,7 +33,7 @@ class Native(Strategy):
     """A whole copy of model and optimizer on every rank."""
 
     exact = True
-    trains_bfloat16 = without_masters = takes_4_bits = True
+    trains_bfloat16 = without_masters = True
     statistics: Statistics
     travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
 

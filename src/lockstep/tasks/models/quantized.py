@@ -22,6 +22,8 @@ from lockstep.config.run import Run, RunError
 
 BLOCK = 64  # weights that share a scale, as in the QLoRA paper
 BYTES = 0.5 + 4 / BLOCK  # of a weight
+# on some CPUs it warns, when peft imports it, of a kernel that is not used here
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def check(run: Run, possible: bool) -> None:
@@ -42,7 +44,7 @@ def check(run: Run, possible: bool) -> None:
         raise RunError(f"model.quantization: it goes with adapters of type lora, not with {kind}, which reads weights")
     if not possible:
         raise RunError(
-            f"model.quantization: {run.strategy.name} cannot cut weights in 4 bits; use strategy.name=ddp, allreduce "
+            f"model.quantization: {run.strategy.name} takes no weights in 4 bits; use strategy.name=ddp, allreduce "
             "or single"
         )
     if run.model.compile:
@@ -94,8 +96,7 @@ def _pack(layer: Any, kind: str) -> None:
 
 
 def _library() -> Any:
-    """bitsandbytes, which otherwise warns of a kernel that is not used here."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    """bitsandbytes: imported where it is used, since it is an extra."""
     import bitsandbytes
 
     return bitsandbytes
