@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree
 
 
@@ -28,7 +29,9 @@ class _Sealed:
 
 
 def gate(block: nn.Module) -> None:
-    """Seal the inputs of a block that is wrapped already."""
+    """Seal the inputs of a block that is wrapped already; Accelerate leaves some as they are."""
+    if not isinstance(block, FSDPModule):
+        return
     gates: list[Tensor] = []  # of the forward that is under way
 
     def seal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
