@@ -58,8 +58,13 @@ TINY = {
 
 
 def tiny(*overrides: str, **values: Any) -> Run:
-    """A run of seconds: two small layers with dropout, clipping that bites, and a short last step of each epoch."""
-    return load(None, list(overrides), TINY | values)
+    """A run of seconds: two small layers with dropout, clipping that bites, and a short last step of each epoch.
+    `fsdp2` without options gathers for each micro-batch, as it does where a model is large."""
+    run = load(None, list(overrides), TINY | values)
+    if run.strategy.name == "fsdp2" and not run.strategy.options:
+        options = {"gather": "micro_batch"}
+        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+    return run
 
 
 def build(run: Run, world: World) -> tuple[Task, Strategy]:
