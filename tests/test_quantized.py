@@ -63,7 +63,8 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     ends = []
     for each in (strategy, other):
         results += [each.train_step(feed.make(t), 1e-2) for t in range(2, 4)]
-        ends.append(digest(each.state_dict()) if world.is_main else "")
+        state = each.state_dict()
+        ends.append(digest(state) if world.is_main else "")
     dtypes = {n: t.dtype for n, t in between.items() if n.startswith("model.")}
     found = {"ends": ends, "loss": [float(r.loss) for r in results], "norm": [float(r.grad_norm) for r in results]}
     return found | {"dtypes": dtypes, "count": strategy.parameter_count, "packed": quantized.count(strategy.model)}
