@@ -6,12 +6,12 @@ from typing import Any
 
 import odd_models
 import pytest
-from harness import build, digest, run_on, tiny
+from harness import TINY, build, digest, run_on, tiny
 from marks import slow
 from test_fsdp2 import of
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.fsdp2 import FSDP2
@@ -127,7 +127,7 @@ def decided(run: Run, processes: int, memory: int) -> str:
 
 def test_else_what_fits_into_half_of_the_memory() -> None:
     """100 parameters, eight micro-batches: 4 + 4 + 8 / n bytes for each, and 4 for each partial sum that waits."""
-    run = tiny("strategy.name=fsdp2")
+    run = load(None, ["strategy.name=fsdp2"], TINY)
     for processes, bytes_each in ((1, 4 + 4 + 2 * 4 + 8), (2, 4 + 4 + 4 + 4), (4, 4 + 4 + 2), (8, 4 + 4 + 1)):
         assert decided(run, processes, 2 * 100 * bytes_each) == "step"
         assert decided(run, processes, 2 * 100 * bytes_each - 1) == "micro_batch"
@@ -142,7 +142,7 @@ def ranks_of_unlike_memory(world: World, run: Run) -> str:
 
 @pytest.mark.processes
 def test_the_smallest_memory_decides_for_all_ranks() -> None:
-    run = tiny("strategy.name=fsdp2")
+    run = load(None, ["strategy.name=fsdp2"], TINY)
     assert run_on(2, ranks_of_unlike_memory, run, run=run) == ["micro_batch", "micro_batch"]
 
 

@@ -77,7 +77,7 @@ class Module(Task):
             for key in sorted(
                 run.data.model_fields_set - {"workers", "limit", "validation_fraction", "group_by_length"}
             )
-            if getattr(run.data, key) != type(run.data).model_fields[key].default
+            if getattr(run.data, key) != type(run.data).model_fields[key].get_default(call_default_factory=True)
         }
 
     @classmethod

@@ -24,7 +24,7 @@ from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, kept, quantized, unpadded
+from lockstep.tasks.models import adapters, kept, quantized
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -234,6 +234,8 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     `entries` of the config are set by the task. `empty`: on the meta device, without memory.
     """
     import transformers
+
+    from lockstep.tasks.models import unpadded  # with transformers' models
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
