@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.cache import folder_of, kept
+from lockstep.data.cache import cache_folder, kept
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters, models, unpadded
 
@@ -57,7 +57,7 @@ def _kept(run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str
     def make(aside: Path) -> None:
         aside.write_text(json.dumps(trial(run, head, config)))
 
-    found: str | None = json.loads(kept(folder_of("padding") / f"{key}.json", make).read_text())
+    found: str | None = json.loads(kept(cache_folder() / "padding" / f"{key}.json", make).read_text())
     return found
 
 
