@@ -20,7 +20,7 @@ _PIECES = (
 )
 _EVALUATIONS = "steps between evaluations, or epoch; 0: only at the end"
 _CHECKPOINTS = "steps between checkpoints; 0: only at a stop and at the end"
-_PRECISION = "bf16, fp16 or fp32; weights and moments stay fp32"
+_PRECISION = "bf16, fp16 or fp32; what weights are kept in is model.dtype"
 _LENGTH = "tokens an example is truncated to; blocks of language_modeling are task.block_size"
 _MODEL = "a Hub id or a folder; model.type instead trains from scratch"
 _DATA = "a Hub id, a folder or files; splits are data.train, data.validation and data.test"

@@ -13,7 +13,7 @@ from typing import Any
 # Why there is no counterpart, where several systems have the key.
 AGAIN = "a layer is computed again from its inputs, in one way"
 CACHED = "tokens are cached by their content"
-QUANTISED = "weights are kept in fp32: nothing is quantised"
+QUANTISED = "the base of an adapter can be in 4 bits: model.quantization: nf4"
 _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
 
 
