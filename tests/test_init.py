@@ -132,6 +132,7 @@ def test_a_text_stands_for_a_section(here: Path) -> None:
     ("words", "wanted"),
     [
         (["--data", "builtin/emotion", "optim.learning_rat=1"], ["optim.learning_rat", "learning_rate", "run.yaml"]),
+        (["--data", "builtin/emotion", "out=x"], ["unknown key 'out'", "output", "run.yaml"]),
         (["--data", "none.jsonl"], ["none.jsonl", "no such file"]),
         (["--data", "builtin/emotion", "--task", "poetry"], ["--task", "poetry", "translation"]),
         (["--data", "numbers"], ["cannot be told", "a (number)", "--task"]),

@@ -30,10 +30,11 @@ def write(filled: Mapping[str, Any], header: list[str], told: Mapping[str, str])
     rows: list[tuple[str, str]] = []
     for key, value in filled.items():
         if not isinstance(value, dict):
-            rows.append((f"{key}: {scalar(value)}", _comment(key, told, Run.model_fields[key].description)))
+            about = Run.model_fields[key].description if key in Run.model_fields else ""  # then it is refused as a whole
+            rows.append((f"{key}: {scalar(value)}", _comment(key, told, about)))
             continue
         rows.append((f"{key}:", told.get(key, "")))
-        known = _known(key, value)
+        known = _known(key, value) if key in Run.model_fields else {}
         for inner, each in value.items():
             about = known[inner].description if inner in known else ""
             rows.append((f"  {inner}: {scalar(each)}", _comment(f"{key}.{inner}", told, about)))
