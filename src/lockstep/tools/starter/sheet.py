@@ -30,7 +30,9 @@ def write(filled: Mapping[str, Any], header: list[str], told: Mapping[str, str])
     rows: list[tuple[str, str]] = []
     for key, value in filled.items():
         if not isinstance(value, dict):
-            about = Run.model_fields[key].description if key in Run.model_fields else ""  # then it is refused as a whole
+            about = (
+                Run.model_fields[key].description if key in Run.model_fields else ""
+            )  # then it is refused as a whole
             rows.append((f"{key}: {scalar(value)}", _comment(key, told, about)))
             continue
         rows.append((f"{key}:", told.get(key, "")))
