@@ -59,6 +59,7 @@ class Task(ABC):
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
         self.splits = {name: Columns(path) for name, path in prepared.splits.items()}
+        self.first_said: dict[str, np.ndarray] = {}  # by split, where it `asks_first`
 
     def sources(self, columns: Columns) -> dict[str, range]:
         """The rows of each source in a split, where there are several."""
@@ -143,6 +144,24 @@ class Task(ABC):
     @abstractmethod
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         """Targets of these examples: what their losses are summed over."""
+
+    def counted(self, targets: Tensor) -> Tensor:
+        """How many of a micro-batch's targets count, as `count_targets` does of its examples: an integer scalar."""
+        return (targets >= 0).sum()
+
+    @property
+    def asks_first(self) -> int:
+        """How many numbers of each example the model is asked for before it is trained; `first` gives them."""
+        return 0
+
+    def first(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
+        """What the model says of the examples of a batch before it is trained: float64 [B, `asks_first`]."""
+        raise NotImplementedError
+
+    def said_first(self, columns: Columns, rows: np.ndarray) -> np.ndarray | None:
+        """The same of the examples at `rows` of a split, float64 [rows, `asks_first`]; None: it was not asked yet."""
+        split = next((name for name, known in self.splits.items() if known is columns), None)
+        return self.first_said[split][rows] if split in self.first_said else None
 
     @abstractmethod
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def scores(
     run, export = finished(output, overrides)
     alone = of_export(run, export, run.folder)
     world = World(alone)
-    session = build_session(alone, world, prepare_and_join(alone, world, data=run))
+    session = build_session(alone, world, prepare_and_join(alone, world, data=run), trained=True)
     task, strategy = session.task, session.strategy
     wanted = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
     if split is not None and split not in task.splits:

@@ -123,7 +123,7 @@ class _Writer:
         return {f"weight.{k.removeprefix('model.')}": v.detach().cpu().clone() for k, v in state.items()}
 
     def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
-        seen = sum(int((m.targets >= 0).sum()) for m in batch.micro_batches)
+        seen = sum(int(self.strategy.task.counted(m.targets)) for m in batch.micro_batches)
         total = int(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
         self.steps.append(Step(number, loss, norm, total, batch.targets))
         self.save(f"step-{place}", self.gradients | self.weights())

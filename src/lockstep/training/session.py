@@ -28,6 +28,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import attention, chunked_loss, padding
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
+from lockstep.training import first_look
 from lockstep.training.checkpoint_model import fetch
 from lockstep.training.feed import Feed
 from lockstep.training.sizes import decided
@@ -81,9 +82,14 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
 
 
 def build_session(
-    run: Run, world: World, prepared: Prepared, say: Callable[[str], None] = lambda text: None
+    run: Run,
+    world: World,
+    prepared: Prepared,
+    say: Callable[[str], None] = lambda text: None,
+    trained: bool = False,
 ) -> Session:
-    """Task, model and feed. `say` is told what becomes of checkpoints. Collective. Errors: `RunError`."""
+    """Task, model and feed. `say` is told what becomes of checkpoints. `trained`: the model is not one that training
+    starts from. Collective. Errors: `RunError`."""
     before = tensor_bytes()
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
@@ -92,5 +98,6 @@ def build_session(
     seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
     strategy.build(task)
     compiled.warm_up(run, strategy, task)
+    first_look.provide(whole, world, task, strategy, prepared, trained)
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     return Session(run, world, task, strategy, feed, Checkpoints(run, world, prepared, feed.total, say), before)

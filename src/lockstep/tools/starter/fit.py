@@ -15,13 +15,15 @@ from lockstep.config.run import RunError
 from lockstep.data.text_files import SIDES, is_language
 from lockstep.tools.starter.columns import Look
 
-TASKS = ("classification", "token_classification", "translation", "language_modeling")
+TASKS = ("classification", "token_classification", "translation", "language_modeling", "preference", "reward")
 # The keys that a person is asked for where nothing fits.
 ASKED = {
     "classification": ("text", "label"),
     "token_classification": ("words", "tags"),
     "translation": ("source", "target"),
     "language_modeling": ("text",),
+    "preference": ("prompt", "chosen", "rejected"),
+    "reward": ("prompt", "chosen", "rejected"),
 }
 
 _TEXTS = (
@@ -59,12 +61,16 @@ def fit(task: str, found: Look) -> Fit | None:
         "token_classification": _token_classification,
         "translation": _translation,
         "language_modeling": _language_modeling,
+        "preference": _answer_pairs,
+        "reward": _answer_pairs,
     }[task](found)
 
 
 def guess(found: Look) -> tuple[str, Fit]:
     """The task that fits the columns, and its keys. Errors: `RunError` when none does, or when what they seem to be for
     is no task here."""
+    if (answers := _answer_pairs(found)) is not None:
+        return "preference", answers
     if (messages := _messages(found)) is not None:
         return "language_modeling", messages
     if (why := unfit(found)) is not None:
@@ -198,7 +204,9 @@ def _language_modeling(found: Look) -> Fit | None:
         if "input" in texts and prompt != "input" and found.characters["input"]:
             doubts["prompt"] = "the column input is not read; to learn from both, join them into one column first"
         if "rejected" in texts:
-            doubts["response"] = "rejected is not read: preferences are not learned here, only the response"
+            doubts["response"] = (
+                "rejected is not read: only the response is learned; --task preference learns from both"
+            )
         return Fit({"prompt": prompt, "response": response}, doubts)
     longest = sorted(texts, key=lambda c: -found.characters[c])
     text = _first([c for name in _TEXT for c in texts if c.lower() == name], longest)
@@ -206,6 +214,16 @@ def _language_modeling(found: Look) -> Fit | None:
         return None
     others = [c for c in _unlike(text, texts) if _might_be_read(c, found) and c not in found.few]
     return Fit({"text": text}, {"text": f"{', '.join(others)} might be the text as well"} if others else {})
+
+
+def _answer_pairs(found: Look) -> Fit | None:
+    """A prompt with two answers, as data of preferences have them."""
+    readable = {c for c in found.kinds if c in found.texts or found.kinds[c] == "messages"}
+    if not {"chosen", "rejected"} <= readable:
+        return None
+    prompt = _first(c for c in _PROMPT if c in readable)
+    spoken = any(found.kinds[c] == "messages" for c in ("chosen", "rejected"))
+    return Fit({"prompt": prompt} | ({"conversations": True} if spoken else {}))
 
 
 def _messages(found: Look) -> Fit | None:

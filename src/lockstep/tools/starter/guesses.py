@@ -26,6 +26,8 @@ PRETRAINED = {
     "token_classification": "distilbert/distilbert-base-cased",
     "translation": "google-t5/t5-small",
     "language_modeling": "openai-community/gpt2",
+    "preference": "openai-community/gpt2",
+    "reward": "distilbert/distilbert-base-uncased",
 }
 # Of conversations, for tokenizers that have no template of their own.
 CHAT = (
@@ -95,7 +97,11 @@ def values(path: Path, data: DataSection, task: dict[str, Any], model: str, foun
     filled |= scratch(task["name"], length, found.sizes["train"]) if small else {"model": {"source": model}}
     filled |= {"epochs": 3, "batch_size": 1, "micro_batches": 1}
     filled["precision"] = "bf16" if here.gpus and here.bf16 else "fp32"
-    rate = 1e-3 if small else {"classification": 3e-5, "token_classification": 3e-5}.get(task["name"], 5e-5)
+    rate = (
+        1e-3
+        if small
+        else {"classification": 3e-5, "token_classification": 3e-5, "preference": 5e-6}.get(task["name"], 5e-5)
+    )
     filled["optim"] = {"learning_rate": rate, "schedule": "linear", "warmup_fraction": 0.06}
     filled["strategy"] = {"name": "ddp" if here.processes > 1 else "single"}
     filled["launch"] = {"processes": "auto"}

@@ -1,0 +1,283 @@
+"""What the tasks share that learn from a prompt with two answers, of which one was chosen and one rejected.
+
+In: columns of texts, or of conversations. Out: the column `input_ids`, both answers of a pair with their prompt, one
+behind the other; `targets`, the same tokens where they are of an answer and IGNORED where they are of the prompt; and
+`chosen`, how many of the tokens are the chosen one's. A micro-batch has the two of a pair in rows next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import apart, documents, missing, scan, source, tokenizer
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import Tensor
+
+_IGNORED = -100  # as in batch.py, which imports torch
+_ROW = "lockstep row"  # a column that says which row of its split is encoded
+
+
+class AnswerPairOptions(BaseModel):
+    """The keys that such tasks share in the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    prompt: str | None = Field(
+        "prompt", description="column of the prompt; null: the answers hold it, or there is none"
+    )
+    chosen: str = Field("chosen", description="column of the better answer")
+    rejected: str = Field("rejected", description="column of the worse answer")
+    conversations: bool = Field(
+        False,
+        description="prompts and answers go through the chat template: lists of role and content, or texts of the user "
+        "and the assistant",
+    )
+    chat_template: str | None = Field(None, description="Jinja template of conversations; default: the tokenizer's")
+
+    @model_validator(mode="after")
+    def _spoken(self) -> AnswerPairOptions:
+        if self.chat_template is not None and not self.conversations:
+            raise ValueError("chat_template is for conversations: true; set that, or leave it out")
+        return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column that it names."""
+        prompt = {} if self.prompt is None else {"task.prompt": self.prompt}
+        return prompt | {"task.chosen": self.chosen, "task.rejected": self.rejected}
+
+
+class AnswerPairs(Task):
+    """A task whose example is a pair of answers."""
+
+    head: str = "causal"
+    Options: type[AnswerPairOptions] = AnswerPairOptions
+    tokenizer: Any
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        options = cls.Options.model_validate(run.task.options)
+        columns = list(options.columns.values())
+        data = source.load(run.data, run.seed, columns=options.columns)
+        splits = {s: _whole(rows, options, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()}
+        splits, left_out = apart.kept(data, splits, run, columns, [], documents.cut)
+        hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
+        folder = tokenizer.prepare(run, _batches(splits["train"], columns), hashes["train"], generative=True)
+        tok = tokenizer.load(str(folder), run.model.trust_remote_code)
+        if options.conversations and not (options.chat_template or tok.chat_template):
+            raise RunError("task.conversations: the tokenizer has no chat template; give task.chat_template")
+        if options.conversations and not tok.is_fast:
+            raise RunError("task.conversations: the tokenizer does not tell which characters its tokens stand for")
+        cls.check_model(run)
+        asked = AnswerPairOptions.model_validate({k: getattr(options, k) for k in AnswerPairOptions.model_fields})
+        files, cut = {}, {}
+        for split, dataset in splits.items():
+            key = digest("answers", VERSION, hashes[split], folder.name, run.data.max_length, asked.model_dump())
+            files[split] = _encode(run, dataset, split, options, str(folder), key)
+            if count := sum(int(part.sum()) for _, part in Columns(files[split]).flat("cut").parts()):
+                cut[split] = count
+        facts = {"source": data.name} | left_out | ({"cut": cut, "cut_at": run.data.max_length} if cut else {})
+        tokens = sorted((split, Path(file).name) for split, file in files.items())
+        return Prepared(digest(tokens), files, str(folder), facts)
+
+    @classmethod
+    def check_model(cls, run: Run) -> None:
+        """Errors: `RunError` for a model that cannot be built, or has no place for `data.max_length` tokens."""
+        raise NotImplementedError
+
+    # -- in every process --------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
+
+    @property
+    def doubts(self) -> list[str]:
+        cut = self.prepared.facts.get("cut", {})
+        most = self.prepared.facts.get("cut_at")
+        return super().doubts + [
+            f"{count:,} of {len(self.splits[split]):,} {split} pairs have an answer that is cut at {most} tokens "
+            "(data.max_length)"
+            for split, count in cut.items()
+        ]
+
+    def answers(self, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, mask and targets of pairs, padded: int64 [2B, T] each, a chosen and a rejected answer by turns; a
+        target is the token at its own place."""
+        ids, targets, chosen = columns.ragged("input_ids"), columns.ragged("targets"), columns.flat("chosen")[rows]
+        both = [(ids.row(int(r)), targets.row(int(r)), int(c)) for r, c in zip(rows, chosen, strict=True)]
+        parts = [(i[of], t[of]) for i, t, c in both for of in (slice(None, c), slice(c, None))]
+        longest = max(len(i) for i, _ in parts)
+        shape = (len(parts), longest)
+        tokens, mask = np.full(shape, int(self.tokenizer.pad_token_id)), np.zeros(shape, dtype=np.int64)
+        told = np.full(shape, _IGNORED)
+        for place, (i, t) in enumerate(parts):
+            tokens[place, : len(i)], mask[place, : len(i)], told[place, : len(i)] = i, 1, t
+        return tokens, mask, told
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        return len(rows)
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep.tasks.models import models
+
+        models.save(self.model(), weights, self.tokenizer, folder, self.run)
+
+
+# -- preparing -------------------------------------------------------------------------------------------------------
+
+
+def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
+    """The rows with something in every column, and two answers that differ. Errors: `RunError`."""
+    missing.present(dataset, options.columns, split, name)
+    if options.conversations:
+        dataset = missing.complete(dataset, options.columns, split, name, drop)
+        for key, column in options.columns.items():
+            for first, part in scan.lists(dataset, column):
+                if (bad := next((i for i, told in enumerate(part) if not _said(told)), None)) is not None:
+                    raise RunError(
+                        f"{key}: column {column!r} of the {split} split must hold texts, or lists of role and content; "
+                        f"row {first + bad} holds {str(part[bad])[:80]}"
+                    )
+    else:
+        for key, column in options.columns.items():
+            if type(dataset.features[column]).__name__ in ("List", "LargeList", "Sequence"):
+                raise RunError(
+                    f"{key}: column {column!r} of the {split} split holds lists; if they are of role and content, set "
+                    "task.conversations=true"
+                )
+        dataset = missing.texts(dataset, options.columns, split, name, drop)
+    for first, part in scan.lists(dataset, options.chosen, options.rejected):
+        for row, (chosen, rejected) in enumerate(part, first):
+            if chosen == rejected:
+                raise RunError(
+                    f"task.rejected: row {row} of the {split} split of {name} has the same answer as chosen and as "
+                    f"rejected, {str(chosen)[:60]!r}: nothing is preferred there; take such rows out of the file"
+                )
+    return dataset
+
+
+def _said(told: Any) -> bool:
+    """Whether it is a text, or a list of messages."""
+    if isinstance(told, str):
+        return bool(told.strip())
+    return (
+        isinstance(told, list)
+        and len(told) > 0
+        and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in told)
+    )
+
+
+def _batches(train: Dataset, columns: list[str]) -> Iterator[list[str]]:
+    """The texts that a tokenizer is trained on."""
+    for start in range(0, len(train), 1000):
+        rows = train[start : start + 1000]
+        held = [value for column in columns for value in rows[column]]
+        yield [
+            text for value in held for text in ([value] if isinstance(value, str) else [m["content"] for m in value])
+        ]
+
+
+def _encode(run: Run, dataset: Dataset, split: str, options: AnswerPairOptions, folder: str, key: str) -> str:
+    import datasets
+
+    tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+    numbers = datasets.List(datasets.Value("int32"))
+    features = datasets.Features(
+        {"input_ids": numbers, "targets": numbers, "chosen": datasets.Value("int64"), "cut": datasets.Value("int64")}
+    )
+
+    def encoder(rows: dict[str, list]) -> dict[str, Any]:
+        found: dict[str, list] = {name: [] for name in features}
+        for row, asked, *answers in zip(
+            rows[_ROW],
+            rows[options.prompt] if options.prompt else [None] * len(rows[_ROW]),
+            rows[options.chosen],
+            rows[options.rejected],
+            strict=True,
+        ):
+            both = [
+                _cut(*tokens_of(tok, options, asked, answer, row), run.data.max_length, split, row)
+                for answer in answers
+            ]
+            if both[0][0] == both[1][0]:
+                raise RunError(
+                    f"task.rejected: the two answers of row {row} of {split} are the same tokens as far as they are "
+                    f"read; raise data.max_length ({run.data.max_length}), or take the row out"
+                )
+            for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
+                found[name].append([token for part in parts for token in part])
+            found["chosen"].append(len(both[0][0]))
+            found["cut"].append(int(any(b[2] for b in both)))
+        return found
+
+    columns = list(dict.fromkeys(options.columns.values()))
+    numbered = dataset.select_columns(columns).add_column(_ROW, list(range(len(dataset))))
+    return encode(numbered, encoder, features, key)
+
+
+def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[list[int], list[int], bool]:
+    """Tokens and targets of a prompt with its answer, `most` at most, and whether there were more. `first`: where the
+    answer begins. Errors: `RunError` when the prompt leaves no room for it."""
+    if first >= most:
+        raise RunError(
+            f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens, and nothing of an answer is "
+            f"left; raise it to {first + 2} or more, or set data.filter"
+        )
+    return ids[:most], ([_IGNORED] * first + ids[first:])[:most], len(ids) > most
+
+
+def tokens_of(
+    tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None = None
+) -> tuple[list[int], int]:
+    """Prompt, answer and end token; and where the answer begins. Errors: `RunError`, which names the row."""
+    end = documents.end_of(tok)
+    if options.conversations:
+        ids, first = _spoken(tok, options, prompt, answer, row)
+    else:
+        asked = [] if prompt is None else list(tok(prompt, verbose=False)["input_ids"])
+        while asked and asked[-1] == end:
+            asked.pop()
+        told = tok(answer, add_special_tokens=prompt is None, verbose=False)["input_ids"]
+        ids, first = asked + list(told), len(asked)
+    closed = end is None or ids[-1:] == [end]
+    return ids if closed else [*ids, end], max(1, first)  # nothing comes before the first token, which is only read
+
+
+def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None) -> tuple[list[int], int]:
+    """A conversation in the chat template, and where its last message begins, which is the answer."""
+    before, after = (
+        [{"role": role, "content": told}] if isinstance(told, str) else list(told or ())
+        for role, told in (("user", prompt), ("assistant", answer))
+    )
+    messages = [{"role": m["role"], "content": m["content"]} for m in [*before, *after]]
+
+    def text(some: Sequence[dict], opened: bool) -> str:
+        return tok.apply_chat_template(
+            some, chat_template=options.chat_template, tokenize=False, add_generation_prompt=opened
+        )
+
+    try:
+        if messages[-1]["role"] != "assistant":
+            raise ValueError("the last message of an answer must be the assistant's")
+        whole, asked = text(messages, False), text(messages[:-1], True)
+        if not whole.startswith(asked):
+            raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
+    except Exception as error:  # a template is a program of its own
+        at = "this" if row is None else f"row {row}"
+        said = " ".join(str(error).split())
+        raise RunError(f"task.conversations: the chat template cannot be used on {at}: {said}") from error
+    found = tok(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ends = [end for _, end in found["offset_mapping"]]
+    return list(found["input_ids"]), next((i for i, end in enumerate(ends) if end > len(asked)), len(ends))

@@ -1,0 +1,198 @@
+"""Preference learning without a reward model: a causal language model learns to write the chosen answer of a pair
+rather than the rejected one.
+
+In: prompts with two answers. Out: the loss, how often the chosen answer is rewarded more, and by how much, from sums.
+The losses are those of DPO (arXiv:2305.18290, equation 7; label smoothing: its authors' cDPO), IPO (arXiv:2310.12036,
+equation 17), SLiC's hinge (arXiv:2305.10425, as in arXiv:2309.06657) and SimPO (arXiv:2405.14734, equation 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from lockstep.config.run import Run
+from lockstep.data.tokens import Columns
+from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lockstep.data.batch import MicroBatch, Sums
+
+
+class PreferenceOptions(AnswerPairOptions):
+    """The task's own keys in the run file."""
+
+    loss: Literal["dpo", "ipo", "hinge", "simpo"] = Field(
+        "dpo", description="dpo | ipo | hinge | simpo, which asks for no reference"
+    )
+    beta: float = Field(0.1, gt=0, description="how strongly answers are held to the reference; of simpo the scale")
+    gamma: float = Field(0.5, ge=0, description="of simpo: the margin that the chosen answer shall have, times beta")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="of dpo: share of pairs that are taken to be labelled the wrong way round"
+    )
+    sample_tokens: int = Field(64, ge=1, description="tokens that lockstep predict writes, at most")
+
+    @model_validator(mode="after")
+    def _fit(self) -> PreferenceOptions:
+        if self.label_smoothing and self.loss != "dpo":
+            raise ValueError(f"label_smoothing is of the loss dpo, not of {self.loss}; leave it out")
+        return self
+
+
+class Preference(AnswerPairs):
+    """Which of two answers is written rather."""
+
+    Options = PreferenceOptions
+    head = "causal"
+    pipeline = "text-generation"
+    shown = ("sample_tokens",)
+
+    def __init__(self, run: Run, prepared: Any) -> None:
+        super().__init__(run, prepared)
+        self.options = PreferenceOptions.model_validate(run.task.options)
+
+    @classmethod
+    def check_model(cls, run: Run) -> None:
+        from lockstep.tasks.models import models
+
+        models.check(run, "causal", use_cache=False)
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep.tasks.models import models
+
+        return models.build(self.run, "causal", self.tokenizer, empty, use_cache=False)
+
+    @property
+    def asks_first(self) -> int:
+        """The log-probabilities of the two answers by the model as it is before training."""
+        return 0 if self.options.loss == "simpo" else 2
+
+    def first(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
+        return _summed(forward(batch.inputs), batch.targets)[0].double().view(-1, 2)
+
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        """Inputs [2B, T]. Targets [2B, T + 1]: at each place the token that follows, if it is of an answer; in the last
+        column what the model said before training, the bits of a float64."""
+        import torch
+
+        from lockstep.data.batch import IGNORED, MicroBatch
+
+        blank = len(rows) == 0
+        rows = np.zeros(1, dtype=np.int64) if blank else rows
+        ids, mask, told = self.answers(columns, rows)
+        before = self.said_first(columns, rows)  # [B, 2], or nothing
+        last = np.zeros(len(ids)) if before is None else before.reshape(-1)
+        targets = np.full((len(ids), ids.shape[1] + 1), IGNORED)
+        targets[:, :-2], targets[:, -1] = told[:, 1:], last.view(np.int64)
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        found = torch.from_numpy(targets)
+        return MicroBatch(index, inputs, torch.full_like(found, IGNORED) if blank else found)
+
+    def counted(self, targets: Tensor) -> Tensor:
+        return (targets[:, :-1] >= 0).any(1).sum() // 2
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        found = self._judged(outputs.logits, targets)
+        return (found["loss"] * found["real"]).sum()
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        found = self._judged(forward(batch.inputs), batch.targets)
+        real = found.pop("real")
+        sums = {name: (values.double() * real).sum() for name, values in found.items()}
+        return sums | {"examples": real.sum().double()}
+
+    def _judged(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Of each pair, float32 [B]: its loss, the rewards of both answers, and whether it is `real`."""
+        import torch
+        from torch.nn.functional import logsigmoid
+
+        options, pairs = self.options, len(targets) // 2
+        said, count = _summed(logits, targets)
+        real = (count > 0)[: 2 * pairs].view(pairs, 2).all(1)
+        said, count = said[: 2 * pairs].view(pairs, 2), count[: 2 * pairs].view(pairs, 2).clamp(min=1)
+        first = targets[: 2 * pairs, -1].contiguous().view(torch.float64).float().view(pairs, 2)
+        first = torch.where(real[:, None], first, torch.zeros_like(first))
+        if options.loss in ("ipo", "simpo"):  # of a token on the average
+            said, first = said / count, first / count
+        rewards = options.beta * (said - first)
+        apart = rewards[:, 0] - rewards[:, 1]
+        if options.loss == "dpo":
+            smooth = options.label_smoothing
+            loss = -(1 - smooth) * logsigmoid(apart) - smooth * logsigmoid(-apart)
+        elif options.loss == "ipo":
+            loss = (apart / options.beta - 1 / (2 * options.beta)).square()
+        elif options.loss == "hinge":
+            loss = torch.relu(1 - apart)
+        else:
+            loss = -logsigmoid(apart - options.gamma)
+        found = {
+            "loss": loss + 0 * logits.sum() if pairs == 0 else loss,
+            "right": (apart > 0).float(),
+            "margin": apart,
+            "chosen": rewards[:, 0],
+            "rejected": rewards[:, 1],
+        }
+        return found | {"real": real}
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Rewards are beta times what the model has learned: its log-probability of an answer less what it was before
+        training. `accuracy`: of how many pairs the chosen answer's is the larger one."""
+        count = float(sums["examples"])
+        return {
+            "loss": float(sums["loss"]) / count,
+            "accuracy": float(sums["right"]) / count,
+            "margin": float(sums["margin"]) / count,
+            "reward_chosen": float(sums["chosen"]) / count,
+            "reward_rejected": float(sums["rejected"]) / count,
+        }
+
+    @classmethod
+    def asked(cls, run: Run) -> tuple[str, ...]:
+        return (PreferenceOptions.model_validate(run.task.options).prompt or "prompt",)
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """What is `written` after the prompt: the likeliest token each time."""
+        import torch
+
+        from lockstep.data.documents import end_of
+        from lockstep.tasks.models import asking, models
+        from lockstep.tasks.models.decoding import Decoding, by_transformers
+
+        options = PreferenceOptions.model_validate(run.task.options)
+        model, tok = models.exported("causal", folder, run)
+        end, most = end_of(tok), run.data.max_length
+        template = {"chat_template": options.chat_template, "add_generation_prompt": True}
+
+        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
+            ((text,),) = rows
+            if options.conversations:
+                text = tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, **template)
+            ids = tok(text, verbose=False, add_special_tokens=not options.conversations)["input_ids"]
+            ids = ids[:-1] if ids and ids[-1] == end else ids
+            ids = ids[-(most - 1) :] or [tok.pad_token_id if end is None else end]
+            how = Decoding(min(options.sample_tokens, most - len(ids)), tok.pad_token_id, end, temperature=0)
+            tokens = by_transformers(model, {"input_ids": torch.tensor([ids])}, how)[0].tolist()
+            return [{"written": tok.decode(tokens, skip_special_tokens=True)}]
+
+        return asking.answers(rows, answer, at_once=1)
+
+    @classmethod
+    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        return str(answer["written"])
+
+
+def _summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-probability of each row's targets: float32 [2B], and how many they are: int64 [2B]. `logits` [2B, T, V],
+    `targets` [2B, T + 1], of which the last column is none."""
+    from torch.nn.functional import cross_entropy
+
+    wanted = targets[:, :-1]
+    lost = cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="none")
+    return -lost.view(wanted.shape).sum(1), (wanted >= 0).sum(1)

@@ -1,0 +1,128 @@
+"""A reward model: a number for a prompt with an answer, larger for the answer that was chosen.
+
+In: prompts with two answers. Out: the loss of Bradley and Terry's model of choices (arXiv:2203.02155, equation 1), how
+often the chosen answer has the larger number, and by how much, from sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field
+
+from lockstep.config.run import Run
+from lockstep.data.tokens import Columns
+from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs, tokens_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lockstep.data.batch import MicroBatch, Sums
+
+_LABELS = ["reward"]
+
+
+class RewardOptions(AnswerPairOptions):
+    """The task's own keys in the run file."""
+
+    center: float = Field(
+        0.0, ge=0, description="weight of (chosen + rejected)^2 in the loss, which keeps rewards around 0"
+    )
+
+
+class Reward(AnswerPairs):
+    """Which of two answers is better, as a number for each."""
+
+    Options = RewardOptions
+    head = "classification"
+    pipeline = "text-classification"
+
+    def __init__(self, run: Run, prepared: Any) -> None:
+        super().__init__(run, prepared)
+        self.options = RewardOptions.model_validate(run.task.options)
+
+    @classmethod
+    def check_model(cls, run: Run) -> None:
+        from lockstep.tasks.models import models
+
+        models.check(run)
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep.tasks.models import models
+
+        return models.sequence_classifier(self.run, self.tokenizer, _LABELS, empty)
+
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        """Inputs [2B, T]; targets [2B], 1 of a chosen answer and IGNORED of a rejected one."""
+        import torch
+
+        from lockstep.data.batch import IGNORED, MicroBatch
+
+        blank = len(rows) == 0
+        ids, mask, _ = self.answers(columns, np.zeros(1, dtype=np.int64) if blank else rows)
+        targets = torch.full((len(ids),), IGNORED)
+        if not blank:
+            targets[::2] = 1
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        return MicroBatch(index, inputs, targets)
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self._judged(outputs.logits, targets)["loss"].sum()
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        found = self._judged(forward(batch.inputs), batch.targets)
+        return {name: values.double().sum() for name, values in found.items()}
+
+    def _judged(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Of each pair, float32 [B], 0 of a blank one."""
+        from torch.nn.functional import logsigmoid
+
+        pairs = len(targets) // 2
+        rewards = logits.float().view(-1)[: 2 * pairs].view(pairs, 2)
+        real = (targets[: 2 * pairs : 2] >= 0).float()
+        apart = rewards[:, 0] - rewards[:, 1]
+        loss = -logsigmoid(apart) + self.options.center * rewards.sum(1).square()
+        return {
+            "loss": loss * real if pairs else 0 * logits.float().view(-1),
+            "right": (apart > 0) * real,
+            "margin": apart * real,
+            "reward": rewards.mean(1) * real,
+            "examples": real,
+        }
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        count = float(sums["examples"])
+        return {
+            "loss": float(sums["loss"]) / count,
+            "accuracy": float(sums["right"]) / count,
+            "margin": float(sums["margin"]) / count,
+            "reward": float(sums["reward"]) / count,
+        }
+
+    @classmethod
+    def asked(cls, run: Run) -> tuple[str, ...]:
+        options = RewardOptions.model_validate(run.task.options)
+        return ("answer",) if options.prompt is None else (options.prompt, "answer")
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """The `reward` of a prompt with an answer."""
+        from lockstep.tasks.models import asking, models
+
+        model, tok = models.exported("classification", folder, run)
+        options, pads = RewardOptions.model_validate(run.task.options), {"input_ids": int(tok.pad_token_id)}
+
+        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
+            pairs = [(None, *row) if options.prompt is None else tuple(row) for row in rows]
+            ids = [{"input_ids": tokens_of(tok, options, *pair)[0][: run.data.max_length]} for pair in pairs]
+            rewards = model(**asking.padded(ids, pads)).logits.view(-1)
+            return [{"reward": reward} for reward in rewards.tolist()]
+
+        return asking.answers(rows, answer)
+
+    @classmethod
+    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        return f"{answer['reward']:.4f}  " + "\t".join(row)
