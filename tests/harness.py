@@ -29,6 +29,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import compiled
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
+from lockstep.training import first_look
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -70,10 +71,11 @@ def tiny(*overrides: str, **values: Any) -> Run:
 def build(run: Run, world: World) -> tuple[Task, Strategy]:
     """The task and the built strategy of a run."""
     task_class = find("tasks", run.task.name)
-    task = task_class(run, prepare(run, task_class))
+    task = task_class(run, prepared := prepare(run, task_class))
     strategy = strategy_class(run)(run, world)
     strategy.build(task)
     compiled.warm_up(run, strategy, task)
+    first_look.provide(run, world, task, strategy, prepared, trained=False)
     return task, strategy
 
 

@@ -81,6 +81,8 @@ def rows_of(kind: str, draw: random.Random) -> dict[str, Any]:
         tags = ["B-ANIMAL" if w in ("dog", "cat", "bird") else "O" for w in words]
         tags = ["I-ANIMAL" if t == "B-ANIMAL" and i and tags[i - 1] != "O" else t for i, t in enumerate(tags)]
         return {"tokens": words, "tags": tags}
+    if kind in ("preference", "reward"):
+        return {"prompt": text, "chosen": sentence(draw, 6) + " yes", "rejected": sentence(draw, 6) + " no"}
     return {"text": text}
 
 
@@ -101,6 +103,8 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "translation": {"task": {"name": "translation", "source": "en", "target": "de"}, "model": MARIAN},
     "token_classification": {"task": {"name": "token_classification"}, "model": BERT},
+    "preference": {"task": {"name": "preference"}, "model": GPT2},
+    "reward": {"task": {"name": "reward"}, "model": BERT},
 }
 
 

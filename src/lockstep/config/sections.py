@@ -95,8 +95,8 @@ class PluginSection(OpenSection):
 class TaskSection(PluginSection):
     name: str = Field(
         "classification",
-        description="classification | language_modeling | translation | token_classification | module (a model, data "
-        "and a loss of your own), or your.module.Class; its other keys are the task's",
+        description="a name of docs/tasks.md, such as classification; module: a model, data and a loss of your own; "
+        "or your.module.Class; its other keys are the task's",
     )
 
 

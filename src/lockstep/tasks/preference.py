@@ -29,7 +29,7 @@ class PreferenceOptions(AnswerPairOptions):
     """The task's own keys in the run file."""
 
     loss: Literal["dpo", "ipo", "hinge", "simpo"] = Field(
-        "dpo", description="dpo | ipo | hinge | simpo, which asks for no reference"
+        "dpo", description="dpo, ipo, hinge or simpo; simpo asks for no reference"
     )
     beta: float = Field(0.1, gt=0, description="how strongly answers are held to the reference; of simpo the scale")
     gamma: float = Field(0.5, ge=0, description="of simpo: the margin that the chosen answer shall have, times beta")
