@@ -189,9 +189,9 @@ def test_conversations_in_every_shape_are_the_same_tokens(row: dict, keys: list[
     task = prepared(tmp_path, [row] * 4, *keys)
     columns = task.splits["train"]
     ids, cut = columns.ragged("input_ids").row(0).tolist(), int(columns.flat("chosen")[0])
-    assert task.tokenizer.decode(ids[:cut], skip_special_tokens=True) == "<user> the dog\n<assistant> sees a cat\n"
+    assert task.tokenizer.decode(ids[:cut], skip_special_tokens=True).lstrip() == "<user> the dog\n<assistant> sees a cat\n"
     targets = [t for t in columns.ragged("targets").row(0).tolist()[:cut] if t >= 0]
-    assert task.tokenizer.decode(targets, skip_special_tokens=True) == "sees a cat\n"
+    assert task.tokenizer.decode(targets, skip_special_tokens=True).lstrip() == "sees a cat\n"
 
 
 def test_what_is_cut_is_counted(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_what_is_cut_is_counted(tmp_path: Path) -> None:
     [
         (PAIR | {"rejected": "sees a cat"}, [], "row 1 of the train split .* the same answer"),
         (PAIR | {"prompt": "the dog " * 40}, [], r"data\.max_length: the prompt of row 1 of train fills all 32 tokens"),
-        (PAIR | {"rejected": "  "}, [], r"task\.rejected: .* row 1"),
+        (PAIR | {"rejected": "  "}, [], r"task\.rejected: .*\(row 1 holds"),
         (PAIR | {"chosen": "x y " * 40 + "a", "rejected": "x y " * 40 + "b"}, [], "row 1 of train are the same tokens"),
         (PAIR, ["task.rejected=worse"], r"task\.rejected: .* no column 'worse'"),
         (PAIR, ["task.conversations=true"], r"task\.conversations: the tokenizer has no chat template"),
@@ -225,6 +225,7 @@ def test_lists_need_to_be_called_conversations(tmp_path: Path) -> None:
         prepared(tmp_path, [SPOKEN, bad], "task.prompt=null", *CHAT)
 
 
+@pytest.mark.processes
 def test_init_knows_pairs_of_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "pairs.jsonl", [PAIR | {"prompt": f"the dog {n}"} for n in range(40)])
     file = tmp_path / "run.yaml"

@@ -21,8 +21,9 @@ from lockstep.distributed.place import PLACE
 from lockstep.strategies.strategy import NotFinite
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.track.console import error
-from lockstep.training.loop import TrainingFailed, evaluated_at_once, explained, samples, scored
+from lockstep.training.loop import TrainingFailed, explained, samples, scored
 from lockstep.training.session import Session
+from lockstep.training.sizes import evaluated_at_once
 
 EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
 

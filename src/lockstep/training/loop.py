@@ -33,6 +33,7 @@ from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 from lockstep.training.feed import Feed
 from lockstep.training.session import Session
+from lockstep.training.sizes import evaluated_at_once
 
 
 class Meter:
@@ -281,11 +282,6 @@ def samples(
         lambda inputs, how: (generate or strategy.generate)(here(inputs), how),
         lambda inputs: strategy.forward(here(inputs)),
     )
-
-
-def evaluated_at_once(run: Run) -> int:
-    """Examples of an evaluation batch on a rank."""
-    return run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
 
 
 def due(step: int, every: int, last: bool) -> bool:

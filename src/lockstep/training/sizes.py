@@ -117,3 +117,8 @@ def size(count: float) -> str:
         if count >= 10**power:
             return f"{count / 10**power:.1f} {unit}"
     return f"{count / 1e3:.0f} kB"
+
+
+def evaluated_at_once(run: Run) -> int:
+    """Examples of an evaluation batch on a rank."""
+    return run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
