@@ -126,6 +126,11 @@ class AnswerPairs(Task):
             tokens[place, : len(i)], mask[place, : len(i)], told[place, : len(i)] = i, 1, t
         return tokens, mask, told
 
+    def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+        """Both answers of a pair are padded to the longest of all."""
+        chosen = columns.flat("chosen")[rows]
+        return [np.maximum(chosen, columns.lengths[rows] - chosen)] * 2
+
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)
 

@@ -145,6 +145,11 @@ class Task(ABC):
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         """Targets of these examples: what their losses are summed over."""
 
+    def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+        """Tokens of the examples at `rows` that are padded together, for each of the texts that an example has in a
+        micro-batch: source and target, or the one."""
+        return [side[rows] for side in columns.sides]
+
     def counted(self, targets: Tensor) -> Tensor:
         """How many of a micro-batch's targets count, as `count_targets` does of its examples: an integer scalar."""
         return (targets >= 0).sum()

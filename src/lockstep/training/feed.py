@@ -73,7 +73,7 @@ class Feed:
 
     def _batch(self, step: int, rows: np.ndarray, made: Iterator[MicroBatch] | None = None) -> StepBatch:
         lengths = self.columns.lengths[rows]
-        groups, sides = cut(lengths, self.micro_batches), self.columns.sides
+        groups, sides = cut(lengths, self.micro_batches), self.task.sides(self.columns, rows)
         micro_batches = [self._collated(step, rows[groups[k]], k) if made is None else next(made) for k in self.indices]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
@@ -84,8 +84,8 @@ class Feed:
             examples=len(rows),
             targets=self.task.count_targets(self.columns, rows),
             tokens=int(lengths.sum()),
-            padded=sum(padded_cost(side[rows], groups) if self.pads else int(side[rows].sum()) for side in sides),
-            padded_by_chance=sum(random_cost(side[rows], self.micro_batches) for side in sides),
+            padded=sum(padded_cost(side, groups) for side in sides) if self.pads else int(lengths.sum()),
+            padded_by_chance=sum(random_cost(side, self.micro_batches) for side in sides),
             ids=rows,
         )
 
