@@ -307,6 +307,20 @@ class Checkpoints:
         self._clear_away()
         return 0, notes
 
+    def take_before(self, strategy: ShardedState, most: int) -> tuple[int, list[str]]:
+        """Load the newest checkpoint of at most so many updates that verifies, for a look at what came after it;
+        nothing is cleared away. Returns its step (0: there is none) and what the user should know. Collective."""
+        notes = list[str]()
+        here = candidates(self.run) if self.world.is_main else ()
+        found = [(path.name, each) for path, each in here if isinstance(each, Manifest) and each.step <= most]
+        for name, manifest in self.world.broadcast(found):
+            if (fault := self._fault(self.folder / name, manifest)) is not None:
+                notes.append(f"{name} is not used: {fault}")
+                continue
+            strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
+            return manifest.step, notes + self._differences(name, manifest, strategy.gives_bits(self.run))
+        return 0, notes
+
     def take_best(self, strategy: ShardedState, step: int, last: float | None) -> tuple[int, list[str]]:
         """Load the best evaluated checkpoint, if one is better than the state after `step`, whose score is `last`.
         Returns the step of what is loaded now (`step`: nothing was, the last is as good) and what the user should know.

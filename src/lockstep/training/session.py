@@ -30,6 +30,7 @@ from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
 from lockstep.training.checkpoint_model import fetch
 from lockstep.training.feed import Feed
+from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.sizes import decided
 
 
@@ -59,6 +60,7 @@ class Session:
     bytes_before: int  # of tensors, before there was a model
     journal: Journal = field(default_factory=lambda: Journal(None))
     sinks: Sinks = field(default_factory=Sinks)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
 
 
 def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepared:

@@ -9,6 +9,7 @@ NAMES = (
     "train",
     "plan",
     "verify",
+    "replay",
     "status",
     "logs",
     "stop",
