@@ -1,7 +1,7 @@
 """`lockstep replay OUTPUT --step N`: a step of a run computed again, here, by any number of processes, and looked at.
 
-In: the OUTPUT of a run. Out: whether the steps on the way come to what was written down when they were trained, and what
-the step was made of: its examples with their losses, gradients by layer, clipping.
+In: the OUTPUT of a run. Out: whether the steps on the way come to what was written down when they were trained, and
+what the step was made of: its examples with their losses, gradients by layer, clipping.
 """
 
 from __future__ import annotations
