@@ -48,8 +48,8 @@ def write(run: Run, steps: int, path: Path) -> int:
 
 
 def against(run: Run, path: Path) -> int:
-    """Record as many steps as are written down, and compare. Returns 0 for the same bits, 1 for others, or the job's own
-    exit status. Errors: `RunError`."""
+    """Record as many steps as are written down, and compare. Returns 0 for the same bits, 1 for others, or the job's
+    own exit status. Errors: `RunError`."""
     then, console = opened(path), Console(True)
     now = taken(run, then["asked"], console)
     if isinstance(now, int):

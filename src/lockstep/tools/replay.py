@@ -33,7 +33,8 @@ SHOWN = 8  # examples and layers
 
 
 def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: str | None, processes: int) -> Run:
-    """The run of OUTPUT as it is computed again on this machine, of as many processes. Errors: `RunError`."""
+    """The run of OUTPUT as it is computed again on this machine, of as many processes. `strategy`: its name; `own`: the
+    run's; None: one that gives the run's bits if there is one. Errors: `RunError`."""
     if not (output / "run.yaml").is_file():
         raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
     trained = load(output / "run.yaml", overrides)
@@ -46,18 +47,18 @@ def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: 
     if strategy is None:
         exact = plugins.find("strategies", trained.strategy.name).gives_bits(trained)  # type: ignore[attr-defined]
         strategy = "single" if exact and processes == 1 else "ddp" if exact else trained.strategy.name
-    if strategy != trained.strategy.name:
+    if strategy not in ("own", trained.strategy.name):
         values["strategy"] = {"name": strategy, "exact": trained.strategy.exact, "options": {}}
     own = type(trained.launch).model_fields  # without those of its launcher
     values["launch"] = {k: v for k, v in values["launch"].items() if k in own}
     values["launch"] |= {"name": "local", "processes": processes, "max_restarts": 0}
-    if "launch.threads" not in overrides_of(overrides) and (threads := _start(output).get("threads")):
+    if "launch.threads" not in overrides_of(overrides) and (threads := start_of(output).get("threads")):
         values["launch"]["threads"] = threads
     values |= {"track": {"console": "quiet"}, "stop_after": None, "hub": {}, "profile": {}}
     return Run.model_validate(values)
 
 
-def _start(output: Path) -> dict[str, Any]:
+def start_of(output: Path) -> dict[str, Any]:
     """What OUTPUT says of the last time that training started."""
     starts = [line for line in lines_of(output / "events.jsonl", ("event", "step")) if line["event"] == "start"]
     return starts[-1] if starts else {}

@@ -10,6 +10,7 @@ NAMES = (
     "plan",
     "verify",
     "replay",
+    "diff",
     "status",
     "logs",
     "stop",
