@@ -1,5 +1,5 @@
-"""`lockstep diff A B`: the first step at which two runs part, the first thing in that step that is another one, and why,
-as far as can be told.
+"""`lockstep diff A B`: the first step at which two runs part, the first thing in that step that is another one, and
+why, as far as can be told.
 
 In: two OUTPUT folders with fingerprints. Out: the step by their fingerprints; then the step is computed again for both,
 as one process and with each run's own strategy, and compared thing by thing in the order of computation.
@@ -72,8 +72,8 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
     one, other = parting.lines
     told = {"hash": "loss or gradient norm", "weights": "weights", "optimizer": "optimizer state"}
     console.say(
-        f"they part in step {parting.step}, in {' and '.join(told[w] for w in parting.what)}: loss {one.get('loss')!r} in "
-        f"{a}, {other.get('loss')!r} in {b}; gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
+        f"they part in step {parting.step}, in {' and '.join(told[w] for w in parting.what)}: loss "
+        f"{one.get('loss')!r} in {a}, {other.get('loss')!r} in {b}; gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
     )
     _tell(console, "what the runs were given and did not share:", beside)
     return _looked(console, both, parting, overrides) if look else 1
@@ -247,7 +247,7 @@ def cause(a: Sequence[Entry], b: Sequence[Entry], first: Entry) -> str:
 
 
 def _of_sums(a: Sequence[Entry], b: Sequence[Entry]) -> str:
-    """What the gradients of all micro-batches being right and their sum wrong points at; as `lockstep verify` guesses."""
+    """What the sum being wrong of gradients that are right points at; as `lockstep verify` guesses."""
     theirs = {e.name: e for e in b if e.kind == "gradient"}
     pairs = [(e, theirs[e.name]) for e in a if e.kind == "gradient" and e.name in theirs]
     wrong = [(x, y) for x, y in pairs if x.hash != y.hash]
