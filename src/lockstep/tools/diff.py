@@ -71,9 +71,10 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
         return 0
     one, other = parting.lines
     told = {"hash": "loss or gradient norm", "weights": "weights", "optimizer": "optimizer state"}
+    what = " and ".join(told[each] for each in parting.what)
     console.say(
-        f"they part in step {parting.step}, in {' and '.join(told[w] for w in parting.what)}: loss "
-        f"{one.get('loss')!r} in {a}, {other.get('loss')!r} in {b}; gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
+        f"they part in step {parting.step}, in {what}: loss {one.get('loss')!r} in {a}, {other.get('loss')!r} in {b}; "
+        f"gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
     )
     _tell(console, "what the runs were given and did not share:", beside)
     return _looked(console, both, parting, overrides) if look else 1
@@ -257,8 +258,8 @@ def _of_sums(a: Sequence[Entry], b: Sequence[Entry]) -> str:
     middle = factors[len(factors) // 2]
     if len(wrong) == len(pairs) and factors[-1] - factors[0] < 1e-3 * middle and abs(middle - 1) > 1e-3:
         return (
-            f"every gradient is {middle:.4g} times the other run's: a sum that was counted twice, a mean where a sum was "
-            "meant, or another number of targets"
+            f"every gradient is {middle:.4g} times the other run's: a sum that was counted twice, a mean where a sum "
+            "was meant, or another number of targets"
         )
     if len(wrong) <= len(pairs) / 2:
         return f"only {', '.join(x.name for x, _ in wrong[:4])}: not summed over all processes, or a row too few"
