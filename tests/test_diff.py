@@ -1,5 +1,5 @@
-"""`lockstep diff`: the step, the micro-batch and the thing in which two runs part, for mistakes planted at a known place
-and for runs that were given other things."""
+"""`lockstep diff`: the step, the micro-batch and the thing in which two runs part, for mistakes planted at a known
+place and for runs that were given other things."""
 
 from __future__ import annotations
 
