@@ -62,20 +62,20 @@ def test_a_planted_mistake_is_found_where_it_is(
 
 
 @pytest.mark.parametrize(
-    ("key", "first", "why"),
+    ("key", "first_step", "first", "why"),
     [
-        ("optim.learning_rate=4e-3", "the learning rate", "the schedule"),
-        ("seed=1", "the weights before it:", "began from other weights"),
-        ("optim.weight_decay=0.1", "the update:", "weight decay"),
-        ("optim.clip=0.1", "the update:", "clipping"),
+        ("optim.learning_rate=4e-3", 2, "the learning rate", "the schedule"),  # that of the first step is 0
+        ("seed=1", 1, "the weights before it:", "began from other weights"),
+        ("optim.weight_decay=0.1", 2, "the update:", "weight decay"),
+        ("optim.clip=0.1", 1, "the update: optimizer.", "clipping"),
     ],
 )
 def test_another_key_is_found(
-    key: str, first: str, why: str, right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    key: str, first_step: int, first: str, why: str, right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = told(right, trained(tmp_path, "other", key), capfd)
     assert f"{key.partition('=')[0]}: " in said
-    assert f"first: step {2 if key.startswith('optim') else 1}, " in said  # the rate of the first is 0
+    assert f"first: step {first_step}, " in said
     assert first in said.partition("first:")[2]
     assert why in said
 

@@ -309,8 +309,9 @@ class Checkpoints:
 
     def take_before(self, strategy: ShardedState, most: int) -> tuple[int, list[str]]:
         """Load the newest checkpoint of at most so many updates that verifies, for a look at what came after it;
-        nothing is cleared away. Returns its step (0: there is none) and what the user should know. Collective."""
-        notes = list[str]()
+        nothing is written or cleared away, so every rank has to see the folder. Returns its step (0: there is none) and
+        what the user should know. Collective."""
+        notes, self._sees = list[str](), True
         here = candidates(self.run) if self.world.is_main else ()
         found = [(path.name, each) for path, each in here if isinstance(each, Manifest) and each.step <= most]
         for name, manifest in self.world.broadcast(found):

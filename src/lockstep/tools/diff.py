@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,10 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
         f"gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
     )
     _tell(console, "what the runs were given and did not share:", beside)
-    return _looked(console, both, parting, overrides) if look else 1
+    try:
+        return _looked(console, both, parting, overrides) if look else 1
+    except _Failed as caught:
+        return caught.status
 
 
 def differing(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
@@ -120,61 +124,66 @@ def _tell(console: Console, title: str, lines: Sequence[str]) -> None:
 
 
 def _looked(console: Console, both: tuple[Path, Path], parting: Parting, overrides: Sequence[str]) -> int:
-    step = parting.step
-    console.say(f"step {step} is computed again for both, as one process ...")
-    alone = []
-    for folder in both:
-        found = apart(again(folder, overrides, None, 1), folder, step)
-        if isinstance(found, int):
-            return found
-        alone.append(found)
-    while step > 1 and (first := first_other(*alone)) is not None and first.kind == "weights before":
-        step -= 1  # the update before, whose loss and gradient are the same, is what made them
-        console.say(f"the weights were others before it: step {step} is computed again ...")
-        for place, folder in enumerate(both):
-            found = apart(again(folder, overrides, None, 1), folder, step)
-            if isinstance(found, int):
-                return found
-            alone[place] = found
-    if (first := first_other(*alone)) is not None:
-        console.say(f"first: step {step}, {described(first)}")
-        console.say(f"  {cause(*alone, first)}")
+    def alone(folder: Path, step: int) -> list[Entry]:
+        return apart(again(folder, overrides, None, 1), folder, step)
+
+    def own(folder: Path, step: int) -> list[Entry]:
+        run = again(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
+        return apart(run, folder, step)
+
+    a, b = both
+    console.say(f"step {parting.step} is computed again for both, as one process ...")
+    if _parted(console, parting.step, lambda step: alone(a, step), lambda step: alone(b, step), ""):
         return 1
     console.say("computed here as one process, both come to the same bits: it is not what they were given")
-    return _own(console, both, parting, overrides, alone[0])
-
-
-def _own(
-    console: Console, both: tuple[Path, Path], parting: Parting, overrides: Sequence[str], alone: list[Entry]
-) -> int:
-    """What each run's own strategy, at its own number of processes, makes of the step."""
     for folder in both:
-        trained = start_of(folder)
-        processes = int(trained.get("processes") or 1)
-        run = again(folder, overrides, "own", processes)
-        if (run.strategy.name, processes) == ("single", 1):
+        run = again(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
+        if (run.strategy.name, run.launch.processes) == ("single", 1):
             continue
-        console.say(f"step {parting.step} as {folder} trained it: {run.strategy.name}, {processes} process(es) ...")
-        found = apart(run, folder, parting.step)
-        if isinstance(found, int):
-            return found
-        if (first := first_other(alone, found)) is not None:
-            console.say(f"first: {folder}, step {parting.step}, {described(first)}")
-            console.say(f"  {cause(alone, found, first)}")
+        how = f"{run.strategy.name}, {run.launch.processes} process(es)"
+        console.say(f"step {parting.step} as {folder} trained it: {how} ...")
+        if _parted(console, parting.step, partial(alone, folder), partial(own, folder), f"{folder}, "):
             return 1
-    now = {e.kind: e for e in alone if e.kind == "norm"}
-    norm = now["norm"].value if now else None
+    norm = next((e.value for e in alone(a, parting.step) if e.kind == "norm"), None)
     right = [str(f) for f, line in zip(both, parting.lines, strict=True) if line.get("grad_norm") == norm]
     console.say(
         f"no strategy makes a difference here. {f'{right[0]} has what is computed here. ' if len(right) == 1 else ''}"
         "What is left: another kind of processor or GPU, other versions or threads (above, if they were written down), "
-        "code that has changed since, or a machine that computed wrongly (guard finds such)"
+        "code that has changed since, or a machine that computed wrongly"
     )
     return 1
 
 
-def apart(run: Run, output: Path, step: int) -> list[Entry] | int:
-    """The entries of a step, or the status of a job that did not end well. Errors: `RunError`."""
+Computed = Callable[[int], "list[Entry]"]  # a step
+
+
+def _parted(console: Console, step: int, a: Computed, b: Computed, where: str) -> bool:
+    """Tell the first thing that differs between two ways to compute a step, if there is one; where that is the weights
+    before it, of the step before, whose loss and gradient were the same."""
+    mine, theirs = a(step), b(step)
+    first = first_other(mine, theirs)
+    while step > 1 and first is not None and first.kind == "weights before":
+        step -= 1
+        console.say(f"the weights were others before it: step {step} is computed again ...")
+        mine, theirs = a(step), b(step)
+        first = first_other(mine, theirs) or first
+    if first is None:
+        return False
+    console.say(f"first: {where}step {step}, {described(first)}")
+    console.say(f"  {cause(mine, theirs, first)}")
+    return True
+
+
+class _Failed(Exception):
+    """A job did not end well, and has said why: its exit status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def apart(run: Run, output: Path, step: int) -> list[Entry]:
+    """The entries of a step. Errors: `RunError`, `_Failed`."""
     from lockstep.training.anatomy import FOUND, read
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-diff-"))
@@ -185,7 +194,7 @@ def apart(run: Run, output: Path, step: int) -> list[Entry] | int:
         keep(run)
         status = launcher.start(run, plan, (JOB, str(output.resolve()), str(step)))
         if status or not (run.folder / FOUND).exists():
-            return status or 1
+            raise _Failed(status or 1)
         return read(run.folder)[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -94,8 +94,7 @@ def hash_of(*tensors: Tensor) -> str:
     """Of the bits of tensors, their types and shapes."""
     seen = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        plain = tensor.detach().cpu().contiguous()
-        plain = plain.to_dense() if plain.is_sparse else plain
+        plain = (tensor.to_dense() if tensor.is_sparse else tensor).detach().cpu().contiguous()
         seen.update(f"{plain.dtype} {tuple(plain.shape)} ".encode())
         seen.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()
@@ -151,12 +150,10 @@ class _Listener:
         for name, module in model.named_modules():
             if not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 self._hooks.append(module.register_forward_hook(self._module(name)))
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(self._leaf(name)))
+        self._leaves: list[Any] = []
 
     def close(self) -> None:
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._leaves):
             hook.remove()
         self._strategy.observe = None
         self._strategy.task.loss_sum = self._loss_sum  # type: ignore[attr-defined]
@@ -170,6 +167,10 @@ class _Listener:
         self._micro = next((m.index for m in self._batch.micro_batches if _same(m, kwargs)), -1)
         if self._micro >= 0:
             self._add("inputs", "", given, self._micro)
+        for hook in self._leaves:
+            hook.remove()
+        named = self._strategy.model.named_parameters()  # hooks that are there already are heard before these
+        self._leaves = [p.register_hook(self._leaf(name)) for name, p in named if p.requires_grad]
 
     def _module(self, name: str) -> Any:
         def forward(module: nn.Module, args: Any, output: Any) -> None:

@@ -212,10 +212,11 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
             if due(step, run.track.every, step in (1, feed.total)):  # no line more where a run was stopped on the way
                 line = meter.line(result, rate, session.task.unit is not None, strategy.scaling)
                 sinks.log(step, "train", line)
-                fingerprints.write()
                 journal.times(step, phases.take())
             with meter.paused():
                 last = between_steps(session, meter, profiler, step, last)
+                if due(step, run.track.every, last):  # the host has waited for the device already
+                    fingerprints.write()
             if last:
                 break
     except NotFinite as caught:
