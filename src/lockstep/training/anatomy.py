@@ -158,7 +158,7 @@ class _Listener:
         self._strategy.observe = None
         self._strategy.task.loss_sum = self._loss_sum  # type: ignore[attr-defined]
 
-    def _add(self, kind: str, name: str, tensors: Iterable[Tensor], micro: int, **more: float) -> None:
+    def _add(self, kind: str, name: str, tensors: Iterable[Tensor], micro: int, **more: Any) -> None:
         if held := [local(t) for t in tensors]:
             self.entries.append(Entry(kind, name, hash_of(*held), micro, **more))
 
