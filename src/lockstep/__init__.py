@@ -1,6 +1,6 @@
 """lockstep: distributed training of text transformers, the same bits on one process or many.
 
-In: `Run.load(...)`. Out: `train`, `fit`, `evaluate`, `predict`, `verify`, `load`: see docs/python.md. Importing this
+In: `Run.load(...)`. Out: `train`, `fit`, `evaluate`, `predict`, `verify`, `replay`, `load`: see docs/python.md. This
 imports neither torch nor anything else: each name is fetched when it is first used.
 """
 
@@ -19,12 +19,13 @@ __all__ = [
     "fit",
     "load",
     "predict",
+    "replay",
     "train",
     "verify",
 ]
 
 if TYPE_CHECKING:
-    from lockstep.api import Event, JobFailed, Result, Verdict, evaluate, fit, load, predict, train, verify
+    from lockstep.api import Event, JobFailed, Result, Verdict, evaluate, fit, load, predict, replay, train, verify
     from lockstep.config.run import Run, RunError
 
 _HOMES = {name: "lockstep.config.run" if name in ("Run", "RunError") else "lockstep.api" for name in __all__}

@@ -199,6 +199,22 @@ def verify(run: Run, steps: int = 5, show: Callable[[str], object] | None = prin
     return Verdict(values["agrees"], values["promise"], tuple(values["differences"]))
 
 
+def replay(
+    output: Result | Path | str,
+    step: int,
+    processes: int = 1,
+    strategy: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Any:
+    """A step of a run computed again, from the nearest checkpoint before it: a value with `model` (as it was before the
+    step), `batch`, `gradients`, `losses` by row, and `same`: whether every fingerprint on the way is the one that was
+    written down. The model is built, and its code runs, here. Errors: `RunError`."""
+    from lockstep.tools.replay import opened
+
+    _begins()
+    return opened(_folder(output), step, overrides or {}, processes, strategy)
+
+
 # -- this side -------------------------------------------------------------------------------------------------------
 
 

@@ -108,7 +108,7 @@ class Checkpoints:
             **manifests.facts_of(self.world),
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
-        self._saving = _Saving(manifest, aside, Background(lambda: _write(shard, aside)))
+        self._saving = _Saving(manifest, aside, Background(lambda: shard.write(aside)))
 
     def dry_run(self, strategy: ShardedState) -> None:
         """Take and fill the buffer of this rank's file, while there is a state of the optimizer: memory that does not
@@ -307,6 +307,18 @@ class Checkpoints:
         self._clear_away()
         return 0, notes
 
+    def take_before(self, strategy: ShardedState, most: int) -> tuple[int, list[str]]:
+        """Load the newest checkpoint of at most so many updates that verifies; every rank must see the folder, in which
+        nothing is written. Returns its step (0: there is none) and what the user should know. Collective."""
+        notes, self._sees = list[str](), True
+        here = candidates(self.run) if self.world.is_main else ()
+        found = [(path.name, each) for path, each in here if isinstance(each, Manifest) and each.step <= most]
+        for name, manifest in self.world.broadcast(found):
+            if (fault := self._loaded(strategy, name, manifest)) is None:
+                return manifest.step, notes + self._differences(name, manifest, strategy.gives_bits(self.run))
+            notes.append(f"{name} is not used: {fault}")
+        return 0, notes
+
     def take_best(self, strategy: ShardedState, step: int, last: float | None) -> tuple[int, list[str]]:
         """Load the best evaluated checkpoint, if one is better than the state after `step`, whose score is `last`.
         Returns the step of what is loaded now (`step`: nothing was, the last is as good) and what the user should know.
@@ -318,12 +330,16 @@ class Checkpoints:
             if best.step == step or (last is not None and best.score < last):
                 break
             name, manifest = name_of(best.step), found[best.step]
-            if (fault := self._fault(self.folder / name, manifest)) is not None:
-                notes.append(f"{name}, the best one, is damaged ({fault}) and is not used")
-                continue
-            strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
-            return best.step, notes
+            if (fault := self._loaded(strategy, name, manifest)) is None:
+                return best.step, notes
+            notes.append(f"{name}, the best one, is damaged ({fault}) and is not used")
         return step, notes
+
+    def _loaded(self, strategy: ShardedState, name: str, manifest: Manifest) -> str | None:
+        """Take up a checkpoint. Returns why it was not, or None. Collective."""
+        if (fault := self._fault(self.folder / name, manifest)) is None:
+            strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
+        return fault
 
     def _clear_away(self) -> None:
         """What processes that were killed have left half done."""
@@ -374,14 +390,6 @@ class Checkpoints:
             for key, value in {"device": now["device"], "threads": now["threads"], **now["versions"]}.items()
             if then.get(key) != value
         ]
-
-
-def _write(shard: Shard, aside: Path) -> Written | None:
-    """Every rank, in the background. Errors: `OSError`."""
-    if shard.empty:
-        return None
-    aside.mkdir(parents=True, exist_ok=True)
-    return shard.write(aside)
 
 
 def _reason(error: BaseException | None) -> str | None:

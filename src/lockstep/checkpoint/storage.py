@@ -108,11 +108,6 @@ class Shard:
         """Whether this rank holds what it held when this was laid out; a weight may get a moment later than others."""
         return _shapes(parts) == self._parts
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing for this rank to write."""
-        return not self._views
-
     def fill(self, parts: Mapping[str, Tensor]) -> None:
         """Copy the state out of the way: training may go on when this returns."""
         with torch.no_grad():
@@ -121,8 +116,12 @@ class Shard:
         if self._cuda is not None:
             torch.cuda.current_stream(self._cuda).synchronize()
 
-    def write(self, folder: Path) -> Written:
-        """The file, synced. Errors: `OSError`; then nothing is left of it."""
+    def write(self, folder: Path) -> Written | None:
+        """The file, synced, in a folder that is made; None where there is nothing for this rank to write. Errors:
+        `OSError`; then nothing is left of it."""
+        if not self._views:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
         return write(folder / self.name, self._blocks())
 
     def _blocks(self) -> Iterator[memoryview]:

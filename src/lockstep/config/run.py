@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config import disclosure, foreign_names, origins, places, plugins
 from lockstep.config import errors as messages
+from lockstep.config.fingerprint import FingerprintSection
 from lockstep.config.sections import (
     BEFORE,
     SHORT,
@@ -42,7 +43,10 @@ from lockstep.config.sections import (
     choose_best,
 )
 
-_FREE = ("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "track", "profile", "export", "hub")
+_FREE = (
+    *("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "fingerprint"),
+    *("track", "profile", "export", "hub"),
+)
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
 
 
@@ -82,6 +86,7 @@ class Run(Section):
     launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
+    fingerprint: FingerprintSection = Field(default_factory=FingerprintSection)  # type: ignore[arg-type]
     track: TrackSection = Field(default_factory=TrackSection)  # type: ignore[arg-type]
     profile: ProfileSection = Field(default_factory=ProfileSection)  # type: ignore[arg-type]
     export: Literal["best", "last"] | None = Field(

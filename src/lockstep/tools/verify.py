@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from lockstep.config.output import keep
 from lockstep.config.run import Run
+from lockstep.data.tokens import Prepared
 from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
 from lockstep.launchers.launcher import Launcher
@@ -234,6 +235,15 @@ def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
         return tell(console, folder / "run", folder / "alone", verdict)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def recorded(run: Run, folder: Path, steps: int) -> tuple[int, Prepared | None]:
+    """A few steps of a run that this process starts, written down in a folder: the job's exit status, and the data.
+    Errors: `RunError`."""
+    launcher, plan = start.planned(run)
+    prepared = start.checked(run, plan)
+    status = _record(run.model_copy(update={"output": str(folder)}), launcher, steps)
+    return status or int(not (folder / "recording.json").exists()), prepared
 
 
 def _record(run: Run, launcher: Launcher | None, steps: int) -> int:

@@ -22,7 +22,7 @@ class Jsonl(Tracker):
 
     def open(self) -> str:
         self._metrics, self._system, self._samples = (
-            _Lines(self.run.folder / f"{name}.jsonl", self.after) for name in ("metrics", "system", "samples")
+            Lines(self.run.folder / f"{name}.jsonl", self.after) for name in ("metrics", "system", "samples")
         )
         return str(self.run.folder / "metrics.jsonl")
 
@@ -41,7 +41,7 @@ class Jsonl(Tracker):
             lines.close()
 
 
-class _Lines:
+class Lines:
     """A file of JSON objects. What the disk does not take is kept, and tried again with the next line. What the file
     held before stays until there is a line to put there."""
 
@@ -76,7 +76,7 @@ class _Lines:
         if self._given and self._kept is None:
             self._kept = self._read()
         for values in self._given:
-            if (values["step"], values["split"]) not in (self._kept or {}):
+            if (values["step"], values.get("split")) not in (self._kept or {}):
                 # else scored again by a run that was killed between its last step and its export
                 self._waiting += (json.dumps(values, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         self._given = []

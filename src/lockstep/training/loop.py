@@ -182,7 +182,12 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
     `evaluate.patience` has ended training; a checkpoint of them is written.
     """
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
-    checkpoints, journal, sinks = session.checkpoints, session.journal, session.sinks
+    checkpoints, journal, sinks, fingerprints = (
+        session.checkpoints,
+        session.journal,
+        session.sinks,
+        session.fingerprints,
+    )
     meter, profiler, phases = Meter(checkpoints.meter), Profiler(run, world), strategy.phases
     if checkpoints.meter.get("owed") and due(step, feed.interval(run.evaluate.every), False):
         with meter.paused():
@@ -202,6 +207,7 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
             step += 1
             last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
             meter.add(batch, result, strategy.scaling)
+            fingerprints.step(step, result)
             sinks.advance(step)
             journal.answer()
             if due(step, run.track.every, step in (1, feed.total)):  # no line more where a run was stopped on the way
@@ -210,10 +216,14 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
                 journal.times(step, phases.take())
             with meter.paused():
                 last = between_steps(session, meter, profiler, step, last)
+                if due(step, run.track.every, last):  # the host has waited for the device already
+                    fingerprints.write()
             if last:
                 break
     except NotFinite as caught:
         raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
+    finally:
+        fingerprints.close()
     PLACE.at("waiting for the last checkpoint")
     with phases("checkpoint"):
         checkpoints.settle()
@@ -240,9 +250,13 @@ def between_steps(session: Session, meter: Meter, profiler: Profiler, step: int,
         scores = evaluation(session, step, last)
         owed = not scores
         last = last or owed or checkpoints.evaluated(step, scores)  # asked to stop before: nothing was evaluated
-    if due(step, feed.interval(run.checkpoint.every), last) or (scores and checkpoints.is_best(scores)):
-        PLACE.at(f"saving after step {step}")
+    saves = due(step, feed.interval(run.checkpoint.every), last) or bool(scores and checkpoints.is_best(scores))
+    if saves or due(step, feed.interval(run.fingerprint.every), False):
         strategy.settle()
+        with phases("checkpoint"):
+            session.fingerprints.state(strategy)
+    if saves:
+        PLACE.at(f"saving after step {step}")
         checkpoints.meter = meter.state() | ({"owed": True} if owed else {})
         with phases("checkpoint"):
             checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before

@@ -51,6 +51,7 @@ from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.training.dry_run import try_a_step, try_the_end
+from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.loop import Counts, Interrupted, TrainingFailed, samples, scored, train
 from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
 from lockstep.training.summary import closing, digest_of, facts, precisions
@@ -202,7 +203,7 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
             best.seen(line["step"], line)
     try:
         console.start(session.feed.total, step, lambda: PLACE.name, session.feed.order.steps_per_epoch, best)
-        step, counts = train(replace(session, sinks=sinks), step)
+        step, counts = train(replace(session, sinks=sinks, fingerprints=Fingerprints(world, run.folder, step)), step)
         sinks.advance(step)
         console.stop()
         ended = step == session.feed.total or session.checkpoints.progress.over(run)

@@ -31,6 +31,7 @@ from lockstep.track.tracker import Sample
 from lockstep.training import first_look
 from lockstep.training.checkpoint_model import fetch
 from lockstep.training.feed import Feed
+from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.sizes import decided
 
 
@@ -60,6 +61,7 @@ class Session:
     bytes_before: int  # of tensors, before there was a model
     journal: Journal = field(default_factory=lambda: Journal(None))
     sinks: Sinks = field(default_factory=Sinks)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
 
 
 def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepared:

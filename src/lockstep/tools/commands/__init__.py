@@ -9,6 +9,8 @@ NAMES = (
     "train",
     "plan",
     "verify",
+    "replay",
+    "diff",
     "status",
     "logs",
     "stop",

@@ -1,0 +1,71 @@
+"""`OUTPUT/fingerprints.jsonl`: what every step came to, in a few digits, so that runs can be compared step by step.
+
+In: the result of every step, and now and then the state after it. Out: a line a step: loss and gradient norm in full,
+and the hash of their bits; where the state was hashed, `weights` and `optimizer` beside. Runs of the same bits have the
+same lines, whatever the number of processes. What is on a device is read where the log waits for it anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.state_hash import StateHash
+from lockstep.data.batch import StepResult
+from lockstep.distributed.world import World
+from lockstep.strategies.strategy import Strategy
+from lockstep.track.jsonl import Lines
+
+FILE = "fingerprints.jsonl"
+_MOST = 1000  # steps whose results wait to be read
+
+
+class Fingerprints:
+    """The fingerprints of one run, from `after` updates on; lines of later steps are dropped with the first new one."""
+
+    def __init__(self, world: World | None = None, folder: Path | None = None, after: int = 0) -> None:
+        """`folder`: OUTPUT. Without them nothing is written, and nothing hashed."""
+        self._hash = StateHash(world) if world is not None else None
+        self._lines = (
+            Lines(folder / FILE, after) if folder is not None and world is not None and world.is_main else None
+        )
+        self._waiting: list[tuple[int, StepResult, dict[str, str]]] = []
+
+    def step(self, step: int, result: StepResult) -> None:
+        """What a step came to, after which `step` updates are done."""
+        if self._hash is not None:
+            self._waiting.append((step, result, {}))
+            if len(self._waiting) >= _MOST:
+                self.write()
+
+    def state(self, strategy: Strategy) -> None:
+        """The state as it is after the last step. Collective; the host waits for the device."""
+        if self._hash is not None and self._waiting:
+            step, result, _ = self._waiting[-1]
+            self._waiting[-1] = (step, result, self._hash.of(strategy.sharded_state_dict()))
+            self.write()
+
+    def write(self) -> None:
+        """The lines of the steps so far. The host waits for the device."""
+        waiting, self._waiting = self._waiting, []
+        for step, result, state in waiting:
+            if self._lines is not None:
+                with suppress(OSError):  # it is kept, and tried again with the next line
+                    self._lines.add(line(step, float(result.loss), float(result.grad_norm)) | state)
+
+    def close(self) -> None:
+        with suppress(OSError, RuntimeError):  # where training failed, a device may give nothing any more
+            self.write()
+            if self._lines is not None:
+                self._lines.close()
+
+
+def line(step: int, loss: float, norm: float) -> dict[str, Any]:
+    """What is written of a step; JSON has no word for what is not finite, and the hash tells such apart."""
+    told = {name: value if math.isfinite(value) else None for name, value in (("loss", loss), ("grad_norm", norm))}
+    seen = hashlib.blake2b(struct.pack("<dd", loss, norm), digest_size=8).hexdigest()
+    return {"step": step, **told, "hash": seen}

@@ -1,0 +1,150 @@
+"""A step of a run, computed again: what every rank of `lockstep replay` does.
+
+In: the run as it is replayed, and the OUTPUT of the one that was trained. Out: a folder with `replay.json` (the steps
+on the way, compared with the fingerprints that were written, and what the wanted step was made of), the weights before
+that step and its gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.checkpoint.state_hash import StateHash
+from lockstep.config.exit_status import DONE
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import StepBatch
+from lockstep.data.micro_batches import cut
+from lockstep.distributed.place import PLACE
+from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.world import World
+from lockstep.strategies.exact import optim
+from lockstep.strategies.strategy import NotFinite
+from lockstep.track.report.history import lines_of
+from lockstep.training import fingerprints
+from lockstep.training.loop import TrainingFailed, explained
+from lockstep.training.session import Session, build_session, prepare_and_join
+
+FOUND, WEIGHTS, GRADIENTS = "replay.json", "before.safetensors", "gradient.safetensors"
+_HASHED = ("weights", "optimizer")
+
+
+def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
+    """From the newest checkpoint of at most `begin` updates on to the step after which `wanted` are done. Collective.
+    Errors: `RunError`."""
+    step = int(wanted)
+    prepared = prepare_and_join(run, world)
+    session = build_session(run, world, prepared)
+    strategy, feed = session.strategy, session.feed
+    if not 1 <= step <= feed.total:
+        raise RunError(f"--step: {step} is none of this run's steps, 1 to {feed.total}")
+    trained = run.model_copy(update={"output": output})
+    checkpoints = Checkpoints(trained, world, prepared, feed.total)
+    PLACE.at("looking for a checkpoint")
+    done, notes = checkpoints.take_before(strategy, min(int(begin), step - 1))
+    written = {line["step"]: line for line in lines_of(Path(output) / fingerprints.FILE, ("step", "hash"))}
+    hashes = StateHash(world)
+    compared: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+    try:
+        for batch in feed.steps(after=done):
+            number = batch.step + 1
+            PLACE.at(f"replaying step {number}")
+            rate = optim.learning_rate(run.optim, batch.step, feed.total)
+            looker = _Looker(session, batch) if number == step else None
+            result = strategy.train_step(batch, rate)
+            line = fingerprints.line(number, float(result.loss), float(result.grad_norm))
+            known = written.get(number, {})
+            if any(name in known for name in _HASHED) or number == step:
+                line |= hashes.of(strategy.sharded_state_dict())
+            compared.append({"now": line, "then": known})
+            if looker is not None:
+                found = looker.found(batch, rate, line)
+                break
+    except NotFinite as caught:
+        raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
+    strategy.close()
+    if world.is_main:
+        told = {"from": done, "notes": notes, "steps": compared, "step": found, "total": feed.total}
+        (run.folder / FOUND).write_text(json.dumps(told), encoding="utf-8")
+    return DONE
+
+
+class _Looker:
+    """What one step is made of. Everything is looked at before the step but its gradient, which it hears of."""
+
+    def __init__(self, session: Session, batch: StepBatch) -> None:
+        """Collective."""
+        self._session = session
+        self._losses = _losses(session, batch.ids)
+        self._gradient: dict[str, Tensor] = {}
+        strategy, world = session.strategy, session.world
+        state = strategy.state_dict()
+        if world.is_main:
+            weights = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
+            _save(weights, session.run.folder / WEIGHTS)
+        strategy.observe = self._hear
+
+    def _hear(self, gradient: Mapping[str, Tensor]) -> None:
+        self._gradient = {name: tensor.detach().cpu().clone() for name, tensor in gradient.items()}
+
+    def found(self, batch: StepBatch, rate: float, line: dict[str, Any]) -> dict[str, Any]:
+        """Of the step that was computed; rank 0 only has the norms."""
+        run, feed = self._session.run, self._session.feed
+        if self._session.world.is_main:
+            _save(self._gradient, run.folder / GRADIENTS)
+        norms = {name: float(g.double().norm()) for name, g in self._gradient.items()}
+        norm, limit = line["grad_norm"], run.optim.clip
+        return {
+            "step": line["step"],
+            "learning_rate": rate,
+            "rows": batch.ids.tolist(),
+            "micro_batches": [group.tolist() for group in cut(feed.columns.lengths[batch.ids], run.micro_batches)],
+            "tokens": feed.columns.lengths[batch.ids].tolist(),
+            "losses": self._losses.tolist(),
+            "norms": norms,
+            "layers": layers(norms),
+            "clipped": bool(limit and norm is not None and norm > limit),
+            "clip": limit,
+        }
+
+
+def layers(norms: Mapping[str, float]) -> dict[str, float]:
+    """Gradient norms by layer: parameters up to the first number in their name belong together."""
+    squares: dict[str, float] = {}
+    for name, norm in norms.items():
+        numbered = re.match(r".*?\.\d+(?=\.)", name)
+        layer = numbered.group() if numbered else name.rpartition(".")[0] or name
+        squares[layer] = squares.get(layer, 0.0) + norm**2
+    return {layer: square**0.5 for layer, square in squares.items()}
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
+    """Of each example by itself, per target and without dropout, by the model as it is before the step: float64 [rows].
+    Ranks take turns, and each is filled in by one of them. Collective."""
+    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+    columns = task.splits["train"]
+    found = torch.zeros(len(rows), dtype=torch.float64, device=world.device)
+    share = strategy.data_parallel
+    for turn in range(0, len(rows), share.size):
+        mine = turn + share.rank
+        chosen = rows[mine : mine + 1]
+        seed_everything(run.seed, -1, mine)
+        sums = task.score(strategy.forward, task.collate(columns, chosen, 0).to(world.device))
+        if len(chosen):
+            found[mine] = sums["loss"].double() / max(1, task.count_targets(columns, chosen))
+    return share.sum(found).cpu().numpy()

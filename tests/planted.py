@@ -1,0 +1,69 @@
+"""Strategies that make one mistake, in one step, for `lockstep diff` to find: each is one change to `allreduce`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.distributed.randomness import seed_everything
+from lockstep.strategies.allreduce import AllReduce
+
+STEP, MICRO_BATCH = 6, 3  # as fingerprints count steps
+WEIGHT = "transformer.h.1.mlp.c_fc.weight"
+
+
+class _Planted(AllReduce):
+    at = 0
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        self.at = batch.step + 1
+        return super().train_step(batch, learning_rate)
+
+
+class OtherDropout(_Planted):
+    """One micro-batch draws other numbers."""
+
+    def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
+        if (self.at, micro.index) == (STEP, MICRO_BATCH):
+            seed_everything(self.run.seed + 1, self.at, micro.index)
+        return super().backward(micro, targets, last)
+
+
+class WrongLeaf(_Planted):
+    """One weight's gradient is wrong, in one number, in one micro-batch."""
+
+    def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
+        def flip(gradient: Tensor) -> Tensor:
+            return gradient + 1e-3 * torch.eye(*gradient.shape)
+
+        wrong = (self.at, micro.index) == (STEP, MICRO_BATCH)
+        hook = self.named[WEIGHT].register_hook(flip) if wrong else None
+        loss = super().backward(micro, targets, last)
+        if hook is not None:
+            hook.remove()
+        return loss
+
+
+class WrongSum(_Planted):
+    """One gradient is counted twice."""
+
+    def reduce(self) -> list[Tensor]:
+        gradients = super().reduce()
+        if self.at == STEP:
+            gradients[list(self.named).index(WEIGHT)] *= 2
+        return gradients
+
+
+class AllTwice(_Planted):
+    """All of them."""
+
+    def reduce(self) -> list[Tensor]:
+        return [g * (2 if self.at == STEP else 1) for g in super().reduce()]
+
+
+class WrongRate(_Planted):
+    """The update is made at another rate."""
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        return super().train_step(batch, learning_rate * (1.001 if batch.step + 1 == STEP else 1))
