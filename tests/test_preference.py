@@ -189,7 +189,10 @@ def test_conversations_in_every_shape_are_the_same_tokens(row: dict, keys: list[
     task = prepared(tmp_path, [row] * 4, *keys)
     columns = task.splits["train"]
     ids, cut = columns.ragged("input_ids").row(0).tolist(), int(columns.flat("chosen")[0])
-    assert task.tokenizer.decode(ids[:cut], skip_special_tokens=True).lstrip() == "<user> the dog\n<assistant> sees a cat\n"
+    assert (
+        task.tokenizer.decode(ids[:cut], skip_special_tokens=True).lstrip()
+        == "<user> the dog\n<assistant> sees a cat\n"
+    )
     targets = [t for t in columns.ragged("targets").row(0).tolist()[:cut] if t >= 0]
     assert task.tokenizer.decode(targets, skip_special_tokens=True).lstrip() == "sees a cat\n"
 

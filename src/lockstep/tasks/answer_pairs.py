@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -59,8 +59,7 @@ class AnswerPairOptions(BaseModel):
 class AnswerPairs(Task):
     """A task whose example is a pair of answers."""
 
-    head: str = "causal"
-    Options: type[AnswerPairOptions] = AnswerPairOptions
+    Options: ClassVar[type[AnswerPairOptions]]
     tokenizer: Any
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -256,8 +255,9 @@ def tokens_of(
             asked.pop()
         told = tok(answer, add_special_tokens=prompt is None, verbose=False)["input_ids"]
         ids, first = asked + list(told), len(asked)
-    closed = end is None or ids[-1:] == [end]
-    return ids if closed else [*ids, end], max(1, first)  # nothing comes before the first token, which is only read
+    if end is not None and ids[-1:] != [end]:
+        ids = [*ids, end]
+    return ids, max(1, first)  # nothing comes before the first token, which is only read
 
 
 def _spoken(tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None) -> tuple[list[int], int]:

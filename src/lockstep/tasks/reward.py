@@ -116,8 +116,9 @@ class Reward(AnswerPairs):
         options, pads = RewardOptions.model_validate(run.task.options), {"input_ids": int(tok.pad_token_id)}
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            pairs = [(None, *row) if options.prompt is None else tuple(row) for row in rows]
-            ids = [{"input_ids": tokens_of(tok, options, *pair)[0][: run.data.max_length]} for pair in pairs]
+            asked = [row[0] if options.prompt else None for row in rows]
+            tokens = [tokens_of(tok, options, prompt, row[-1])[0] for prompt, row in zip(asked, rows, strict=True)]
+            ids = [{"input_ids": each[: run.data.max_length]} for each in tokens]
             rewards = model(**asking.padded(ids, pads)).logits.view(-1)
             return [{"reward": reward} for reward in rewards.tolist()]
 

@@ -23,6 +23,7 @@ from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.task import Task
 from lockstep.training.dry_run import try_a_step
 from lockstep.training.loop import evaluate
 from lockstep.training.session import Session, build_session, prepare_and_join
@@ -73,7 +74,7 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     try_a_step(session)
     numbers = numbers_of(feed.total, feed.order.steps_per_epoch, int(steps))
     probe = evaluate(run, world, task, strategy, feed.columns, feed.make(numbers[0]).ids, texts=False)
-    writer = _Writer(run.folder, world, strategy)
+    writer = _Writer(run.folder, world, task, strategy)
     for place, number in enumerate(numbers):
         batch = feed.make(number).to(world.device)
         result = strategy.train_step(batch, optim.learning_rate(run.optim, number, feed.total))
@@ -107,8 +108,8 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
 class _Writer:
     """Writes gradients, and weights after each step, on rank 0."""
 
-    def __init__(self, folder: Path, world: World, strategy: Strategy) -> None:
-        self.folder, self.world, self.strategy = folder, world, strategy
+    def __init__(self, folder: Path, world: World, task: Task, strategy: Strategy) -> None:
+        self.folder, self.world, self.task, self.strategy = folder, world, task, strategy
         self.steps: list[Step] = []
         self.gradients: dict[str, Tensor] = {}
         strategy.observe = self.hear
@@ -123,7 +124,7 @@ class _Writer:
         return {f"weight.{k.removeprefix('model.')}": v.detach().cpu().clone() for k, v in state.items()}
 
     def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
-        seen = sum(int(self.strategy.task.counted(m.targets)) for m in batch.micro_batches)
+        seen = sum(int(self.task.counted(micro.targets)) for micro in batch.micro_batches)
         total = int(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
         self.steps.append(Step(number, loss, norm, total, batch.targets))
         self.save(f"step-{place}", self.gradients | self.weights())
