@@ -172,7 +172,7 @@ def test_a_line_that_is_not_what_the_step_comes_to_is_found(
         wrong[7][name] = "0" * 16  # of step 8
         (copy / fingerprints.FILE).write_text("".join(json.dumps(line) + "\n" for line in wrong))
         assert main(["replay", str(copy), "--step", "9"]) == 1
-        assert f"in step 8 {wanted} differ" in " ".join(capfd.readouterr().out.split())
+        assert f"NOT what was trained: in step 8 {wanted} differ" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.processes

@@ -48,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
+        if hasattr(known, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
+            known.overrides, rest = [*known.overrides, *rest], []  # argparse takes none behind another option
         if rest:
             raise RunError(f"unknown argument {rest[0]!r}; see lockstep {known.command} --help")
         status = modules[known.command].main(known)

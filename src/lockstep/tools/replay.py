@@ -112,22 +112,30 @@ def replay(
 
 def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]]) -> bool:
     """Whether every step on the way came to what was written down; the first that did not is told."""
-    known = [each for each in steps if each["then"]]
+    known = [each for each in steps if each["then"] and "hash" in each["now"]]
     hashed = sum("weights" in each["then"] for each in known)
-    for each in known:
+    if (wrong := first_wrong(steps)) is not None:
+        console.say(f"NOT what was trained: {wrong}")
+    elif known:
+        computed = sum("hash" in each["now"] for each in steps)
+        console.say(f"{len(known)} of {computed} steps are written down: all the same bits, weights of {hashed} too")
+    return wrong is None
+
+
+def first_wrong(steps: Sequence[Mapping[str, Any]]) -> str | None:
+    """The first of some steps that did not come to what was written down, in words; None: all did."""
+    what = {"hash": "loss or gradient norm", "weights": "the weights", "optimizer": "the optimizer's state"}
+    for each in steps:
         now, then = each["now"], each["then"]
-        differing = [name for name in ("hash", "weights", "optimizer") if name in then and then[name] != now.get(name)]
+        differing = [what[name] for name in what if name in then and name in now and then[name] != now[name]]
+        if differing and "hash" not in now:
+            return f"{' and '.join(differing)} of the checkpoint of step {now['step']} are not those of that step"
         if differing:
-            what = {"hash": "loss or gradient norm", "weights": "the weights", "optimizer": "the optimizer's state"}
-            console.say(
-                f"NOT what was trained: in step {now['step']} {' and '.join(what[d] for d in differing)} differ "
-                f"(loss {now['loss']!r} now, {then.get('loss')!r} then; gradient norm {now['grad_norm']!r} now, "
-                f"{then.get('grad_norm')!r} then). `lockstep diff` looks for the cause"
+            return (
+                f"in step {now['step']} {' and '.join(differing)} differ (loss {now['loss']!r} now, "
+                f"{then.get('loss')!r} then; gradient norm {now['grad_norm']!r} now, {then.get('grad_norm')!r} then)"
             )
-            return False
-    if known:
-        console.say(f"{len(known)} of {len(steps)} steps are written down: all the same bits, weights of {hashed} too")
-    return True
+    return None
 
 
 def tell_step(console: Console, run: Run, found: Mapping[str, Any]) -> None:

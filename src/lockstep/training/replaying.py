@@ -54,6 +54,8 @@ def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
     written = {line["step"]: line for line in lines_of(Path(output) / fingerprints.FILE, ("step", "hash"))}
     hashes = StateHash(world)
     compared: list[dict[str, Any]] = []
+    if any(name in (known := written.get(done, {})) for name in _HASHED):  # what was loaded is what was trained
+        compared.append({"now": {"step": done, **hashes.of(strategy.sharded_state_dict())}, "then": known})
     found: dict[str, Any] = {}
     try:
         for batch in feed.steps(after=done):

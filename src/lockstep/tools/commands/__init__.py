@@ -11,6 +11,8 @@ NAMES = (
     "verify",
     "replay",
     "diff",
+    "attest",
+    "audit",
     "status",
     "logs",
     "stop",
