@@ -51,7 +51,7 @@ def test_what_a_run_leaves(untouched: Path) -> None:
         "launch.json",
         "export.json",
         "log.txt",
-        *(f"{name}.jsonl" for name in ("metrics", "system", "samples", "events", "ranks")),
+        *(f"{name}.jsonl" for name in ("metrics", "system", "samples", "events", "ranks", "fingerprints")),
         "tables.json",
         "scores.json",
         "report.html",
