@@ -16,7 +16,8 @@ LONG = 60.0  # until a machine counts as lost, where none shall be
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
     with ThreadPoolExecutor(2) as pool:
         yield pool
 
