@@ -55,7 +55,7 @@ def test_a_job_that_cannot_run_is_a_line_and_the_others_run(tmp_path: Path, cach
         <= rank["at_update"] / good["rounds"][0]["parameters"]
     )
     assert "there is no second step" in rows["test_bench.Crashing", 1]["reason"]
-    assert "9 processes cannot share 8 micro-batches" in rows["allreduce", 9]["reason"]
+    assert "9 processes cannot share 4 micro-batches" in rows["allreduce", 9]["reason"]
     assert out.count("cannot run: ") == 3
     page = (tmp_path / "out-bench" / "bench.html").read_text()
     assert "there is no second step" in page

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import build, run_on, tiny
 from marks import slow
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
@@ -37,39 +38,40 @@ def settled(before: int, most: float, patience_s: float = 20) -> int:
     return found
 
 
-def held(world: World, run: Run, between_pieces: float | None = None) -> dict[str, int]:
-    """Bytes on this rank; `between_pieces`: bytes a parameter that it is to hold then."""
+def held(world: World, run: Run, moments: dict[str, float]) -> dict[str, int]:
+    """Bytes on this rank; `moments`: bytes a parameter that it is to hold between micro-batches, at the update, at
+    rest. Where they are told, what is more may be let go first."""
     before = tensor_bytes()
     task, strategy = build(run, world)
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     strategy.train_step(feed.make(0), 1e-3)
+    own, count = sum(p.numel() for p in strategy.model.parameters()), strategy.parameter_count
     between = [0]
 
-    def sample(*_: Any) -> None:
-        if between_pieces is not None:
-            between.append(settled(before, between_pieces * strategy.parameter_count * (1 + NEAR)))
+    def now(moment: str) -> int:
+        return settled(before, moments[moment] * count * (1 + NEAR)) if moment in moments else 0
 
-    hook = strategy.model.register_forward_pre_hook(sample)
+    def at_update(*_: Any) -> None:
+        now("update")
+
     batch = feed.make(1)
+    hooks = [
+        strategy.model.register_forward_pre_hook(lambda *_: between.append(now("between"))),
+        register_optimizer_step_pre_hook(at_update),  # comes before that of `measured`
+    ]
     with measured(before) as found:
         strategy.train_step(batch, 1e-3)
-    hook.remove()
-    own = sum(p.numel() for p in strategy.model.parameters())
-    count = strategy.parameter_count
+        now("rest")
+    for hook in hooks:
+        hook.remove()
     strategy.close()
-    return {
-        "update": found.at_update,
-        "between": max(between),
-        "rest": found.at_rest,
-        "own": own,
-        "all": count,
-    }
+    return {"update": found.at_update, "between": max(between), "rest": found.at_rest, "own": own, "all": count}
 
 
-def of(name: str, ranks: int, between_pieces: float | None = None, **options: Any) -> list[dict[str, int]]:
+def of(name: str, ranks: int, moments: dict[str, float], **options: Any) -> list[dict[str, int]]:
     strategy = {"name": name, "exact": options.pop("exact", True), "options": options.pop("options", {})}
     run = tiny(model=MODEL, strategy=strategy, **options)
-    return run_on(ranks, held, run, between_pieces, run=run)
+    return run_on(ranks, held, run, moments, run=run)
 
 
 def near(bytes_held: int, formula: float) -> bool:
@@ -102,18 +104,20 @@ def test_what_is_held_at_the_update(name: str, ranks: int) -> None:
     if name.startswith("zero"):
         extra = PREFETCH if name == "zero3" else {}
         options = {"zero_optimization": BUCKETS["zero_optimization"] | extra}
-    for rank in of(name, ranks, options=options):
-        formula = AT_UPDATE[name](ranks) * rank["all"]
-        assert near(rank["update"], formula), f"{rank['update'] / rank['all']:.2f} bytes a parameter"
+    formula = AT_UPDATE[name](ranks)
+    for rank in of(name, ranks, {"update": formula}, options=options):
+        assert near(rank["update"], formula * rank["all"]), f"{rank['update'] / rank['all']:.2f} bytes a parameter"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2, slow(4)])
 def test_gathering_once_a_step_shares_out_the_optimizer(ranks: int) -> None:
     """And at the update the gradients: ZeRO-1 at rest, ZeRO-2 then."""
-    for rank in of("fsdp2", ranks, options={"gather": "step"}):
-        assert near(rank["rest"], (4 + 8 / ranks) * rank["all"]), f"{rank['rest'] / rank['all']:.2f} bytes a parameter"
-        assert near(rank["update"], (4 + 12 / ranks) * rank["all"]), f"{rank['update'] / rank['all']:.2f}"
+    moments = {"rest": 4 + 8 / ranks, "update": 4 + 12 / ranks}
+    for rank in of("fsdp2", ranks, moments, options={"gather": "step"}):
+        for moment, formula in moments.items():
+            found = rank[moment]
+            assert near(found, formula * rank["all"]), f"{moment}: {found / rank['all']:.2f} bytes a parameter"
 
 
 def test_every_strategy_is_measured() -> None:
@@ -123,7 +127,7 @@ def test_every_strategy_is_measured() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
-    found = of("pipeline", ranks)
+    found = of("pipeline", ranks, {})
     for rank in found:
         assert near(rank["update"], 16 * rank["own"])
     assert sum(rank["own"] for rank in found) == found[0]["all"]
@@ -134,7 +138,7 @@ def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
 def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
     options = {"options": BUCKETS}
     for stage, formula in ((1, 4 + 4 + 12 / ranks), (2, 4 + 4 / ranks + 12 / ranks)):
-        for rank in of(f"zero{stage}", ranks, formula, **options):
+        for rank in of(f"zero{stage}", ranks, {"between": formula}, **options):
             assert near(rank["between"], formula * rank["all"]), f"{rank['between'] / rank['all']:.2f}"
 
 
@@ -147,7 +151,7 @@ def test_with_bf16_weights_the_factors_are_those_of_the_paper(stage: int, formul
     """16 bytes a parameter at one rank; at two ranks 1.6, 1.78 and 2 times fewer."""
     section = BUCKETS["zero_optimization"] | (PREFETCH if stage == 3 else {})
     options = {"bf16": {"enabled": True}, "zero_optimization": section}
-    for rank in of(f"zero{stage}", 2, formula(2), precision="bf16", options=options):
+    for rank in of(f"zero{stage}", 2, {"between": formula(2)}, precision="bf16", options=options):
         assert near(rank["between"], formula(2) * rank["all"]), f"{rank['between'] / rank['all']:.2f} bytes a parameter"
         assert 16 / formula(2) == pytest.approx(factor)
 

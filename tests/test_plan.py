@@ -27,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plan_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.yaml"]) == 0
     said = capsys.readouterr().out
-    assert "2, each with 4 of 8 micro-batches" in said
+    assert "2, each with 2 of 4 micro-batches" in said
     assert "-m lockstep train out/run.yaml" in said
     assert {p.name for p in here.iterdir()} == {"run.yaml"}
 

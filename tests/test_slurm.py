@@ -90,7 +90,7 @@ def test_the_plan_is_printed_and_holds_no_secret(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwx")
-    write(here, launch=FULL)
+    write(here, launch=FULL, micro_batches=8)
     assert main(["plan", "run.yaml"]) == 0
     said = capsys.readouterr().out
     assert "#SBATCH --nodes=2" in said
@@ -136,8 +136,8 @@ def program(folder: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
-        ({"machines": 9}, ["launch.machines", "9", "8 micro-batches"]),
-        ({"machines": 3, "processes": 3}, ["launch.machines", "8 micro-batches"]),
+        ({"machines": 9}, ["launch.machines", "9", "4 micro-batches"]),
+        ({"machines": 3, "processes": 3}, ["launch.machines", "4 micro-batches"]),
         ({"processes": "auto"}, ["launch.processes", "launch.gpus"]),
         ({"time": 14400}, ["launch.time", "14400", '"4:00:00"', "run.yaml, line"]),
         ({"time": "soon"}, ["launch.time", "soon", "1d12h"]),

@@ -222,7 +222,7 @@ def test_the_real_sbatch_refuses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    write(here, launch=PLAIN | launch)
+    write(here, launch=PLAIN | launch, micro_batches=8)
     before = cluster.ask("squeue", "-h", "--states=all", "-o", "%i")
     assert main(["train", "run.yaml"]) == 2
     said = capsys.readouterr().err

@@ -9,7 +9,6 @@ at the step boundaries all ranks agree on when all are done, then rank 0 writes 
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.folder import clear_away, commit
+from lockstep.checkpoint.kept import Kept, reason_of
 from lockstep.checkpoint.manifest import (
     Manifest,
     candidates,
@@ -36,7 +37,7 @@ from lockstep.distributed.journal import launched_by
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoint.storage import Background, Shard, Written
+    from lockstep.checkpoint.storage import Background, Shard
     from lockstep.distributed.sharded import Saved, ShardedState
     from lockstep.distributed.world import World
 
@@ -75,6 +76,8 @@ class Checkpoints:
         self._shard: Shard | None = None
         self._saving: _Saving | None = None
         self._sees: bool | None = None  # whether this rank's OUTPUT is that of rank 0
+        self.kept = Kept(run, world, prepared, say)
+        self.mirror = self.kept.mirror  # on rank 0, of a run that has one
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class Checkpoints:
         try:
             self._shard = Shard(parts, self.world, self._writes())
         except (OSError, MemoryError, RuntimeError) as caught:
-            reason = _reason(caught)
+            reason = reason_of(caught)
         found = self.world.all_gather((reason, self.world.host))
         faults = [f"rank {i} on {host}: {reason}" for i, (reason, host) in enumerate(found) if reason]
         if faults:
@@ -144,6 +147,8 @@ class Checkpoints:
     def advance(self) -> None:
         """At a step's end: find out whether all ranks have written, and go on with the save if so. Waits for nobody
         who is still writing. Collective. Errors: as `save`."""
+        if self.mirror is not None:
+            self.mirror.tell()
         if (saving := self._saving) is None:
             return
         if saving.answer is None or saving.answer():
@@ -194,7 +199,7 @@ class Checkpoints:
         """Every rank is done with its file, or has failed."""
         from lockstep.checkpoint.storage import Background
 
-        outcomes = self.world.all_gather((saving.work.result, _reason(saving.work.error), self.world.host))
+        outcomes = self.world.all_gather((saving.work.result, reason_of(saving.work.error), self.world.host))
         faults = [f"rank {i} on {host}: {reason}" for i, (_, reason, host) in enumerate(outcomes) if reason]
         if faults:
             self._failed(saving.manifest.step, faults)
@@ -202,16 +207,19 @@ class Checkpoints:
         files = [written for written, _, _ in outcomes if written is not None]
         manifest = replace(saving.manifest, hashes={file.name: file.sha256 for file in files})
         main = self.world.is_main
-        saving.work = Background(lambda: self._commit(manifest, saving.aside, files) if main else None)
+        held = self.mirror.held if self.mirror else ()
+        saving.work = Background(lambda: commit(self.run, manifest, saving.aside, files, held) if main else None)
         saving.answer, saving.committing = None, True
 
     def _committed(self, saving: _Saving) -> None:
-        reason = self.world.broadcast(_reason(saving.work.error))
+        reason = self.world.broadcast(reason_of(saving.work.error))
         if reason is not None:
             self._failed(saving.manifest.step, [f"rank 0: {reason}"])
             return
         self._saving, self.newest = None, saving.manifest.step
         self._heed(saving.manifest.scores)
+        if self.mirror is not None:
+            self.mirror.offer()
 
     def _failed(self, step: int, faults: list[str]) -> None:
         """Nothing is left of a failed save; the older checkpoint stays. The same on every rank."""
@@ -224,43 +232,6 @@ class Checkpoints:
             raise CheckpointError(text)
         if self.world.is_main:
             self.say(text)
-
-    # -- on rank 0's disk --------------------------------------------------------------------------------------------
-
-    def _commit(self, manifest: Manifest, aside: Path, files: list[Written]) -> None:
-        """Rank 0, in the background: all or nothing. Errors: `OSError`."""
-        from lockstep.checkpoint.storage import sync, write
-
-        for file in files:
-            if (size := (aside / file.name).stat().st_size) != file.bytes:
-                raise OSError(f"{file.name} has {size} bytes, its rank wrote {file.bytes}")
-        write(aside / manifests.FILE, [manifest.dump()])
-        sync(aside)
-        final = self.folder / name_of(manifest.step)
-        if isinstance(manifests.read_manifest(final), Manifest):
-            self._remove(final)  # its files are damaged, or it would have been resumed from
-        elif os.path.lexists(final):  # it could not be read here: elsewhere, or to a person, it may be worth something
-            os.rename(final, final.with_name(f"{final.name}.unread-{secrets.token_hex(4)}"))
-        os.rename(aside, final)
-        sync(self.folder)
-        with suppress(OSError):  # for people only, and some file systems (of buckets, of Windows shares) have no links
-            link = self.folder / ".latest.partial"
-            link.unlink(missing_ok=True)
-            link.symlink_to(final.name)
-            os.replace(link, self.folder / "latest")
-        with suppress(OSError):  # what is too much may stay
-            for path in manifests.superfluous(self.run, final):
-                self._remove(path)
-
-    def _remove(self, path: Path) -> None:
-        """Never half: a checkpoint that is being deleted has no checkpoint's name."""
-        gone = self.folder / f".{path.name}.removed"
-        shutil.rmtree(gone, ignore_errors=True)
-        try:
-            os.rename(path, gone)
-        except FileNotFoundError:
-            return
-        shutil.rmtree(gone, ignore_errors=True)
 
     def _writes(self) -> bool:
         """Whether this rank's OUTPUT is that of rank 0. Asked once. Collective."""
@@ -285,26 +256,29 @@ class Checkpoints:
     def resume(self, strategy: ShardedState) -> tuple[int, list[str]]:
         """Load the newest checkpoint that verifies. Returns updates done (0: there is no checkpoint) and what the user
         should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and none verifies."""
-        notes, faults = list[str](), list[str]()
-        here = candidates(self.run) if self.world.is_main else ()
-        found = self.world.broadcast([(path.name, manifest) for path, manifest in here])
-        for name, manifest in found:
-            if (fault := self._fault(self.folder / name, manifest)) is not None:
-                faults.append(f"{name}: {fault}")
-                notes.append(f"{name} is damaged ({fault}) and is not used")
+        found, notes = self.kept.found()
+        faults = list[str]()
+        for name, manifest, away in found:
+            where = f"{name} in {self.run.mirror}" if away else name
+            if (fault := self._loaded(strategy, name, manifest, away)) is not None:
+                faults.append(f"{where}: {fault}")
+                notes.append(f"{where} is damaged ({fault}) and is not used")
                 continue
-            self._clear_away()
-            strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
+            assert isinstance(manifest, Manifest)
+            if self.world.is_main:
+                clear_away(self.run)
             self.newest = manifest.step
             self.trackers.update(manifest.trackers)
             self.meter = manifest.meter
             self.progress = Progress.of(self.run, manifest.progress)
-            before = {m.step: m.scores for _, m in found if isinstance(m, Manifest) and m.step <= manifest.step}
+            before = {m.step: m.scores for _, m, _ in found if isinstance(m, Manifest) and m.step <= manifest.step}
             self.best = next((best.score for best in best_first(self.run, before)), None)
+            notes += [f"{where} was downloaded, and verified"] if away else []
             return manifest.step, notes + self._differences(name, manifest, strategy.gives_bits(self.run))
         if faults:
             raise RunError(manifests.none_usable(self.run, faults))
-        self._clear_away()
+        if self.world.is_main:
+            clear_away(self.run)
         return 0, notes
 
     def take_before(self, strategy: ShardedState, most: int) -> tuple[int, list[str]]:
@@ -323,30 +297,28 @@ class Checkpoints:
         """Load the best evaluated checkpoint, if one is better than the state after `step`, whose score is `last`.
         Returns the step of what is loaded now (`step`: nothing was, the last is as good) and what the user should know.
         Collective."""
-        notes = list[str]()
-        here = newest_first(self.run) if self.world.is_main else ()
-        found = self.world.broadcast({m.step: m for _, m in here if m.step <= step})
-        for best in best_first(self.run, {s: m.scores for s, m in found.items()}):
+        every, notes = self.kept.found()
+        places: dict[int, list[tuple[Manifest, bool]]] = {}  # step -> in OUTPUT, in the mirror
+        for _, manifest, away in every:
+            if isinstance(manifest, Manifest) and manifest.step <= step:
+                places.setdefault(manifest.step, []).append((manifest, away))
+        for best in best_first(self.run, {s: there[0][0].scores for s, there in places.items()}):
             if best.step == step or (last is not None and best.score < last):
                 break
-            name, manifest = name_of(best.step), found[best.step]
-            if (fault := self._loaded(strategy, name, manifest)) is None:
-                return best.step, notes
-            notes.append(f"{name}, the best one, is damaged ({fault}) and is not used")
+            name = name_of(best.step)
+            for manifest, away in places[best.step]:
+                if (fault := self._loaded(strategy, name, manifest, away)) is None:
+                    return best.step, notes
+                notes.append(f"{name}, the best one, is damaged ({fault}) and is not used")
         return step, notes
 
-    def _loaded(self, strategy: ShardedState, name: str, manifest: Manifest) -> str | None:
-        """Take up a checkpoint. Returns why it was not, or None. Collective."""
-        if (fault := self._fault(self.folder / name, manifest)) is None:
+    def _loaded(self, strategy: ShardedState, name: str, manifest: Manifest | str, away: bool = False) -> str | None:
+        """Take up a checkpoint, of the mirror if it is `away`. Returns why it was not, or None. Collective. Errors:
+        `RunError`."""
+        if (fault := self.kept.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
+            assert isinstance(manifest, Manifest)
             strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
         return fault
-
-    def _clear_away(self) -> None:
-        """What processes that were killed have left half done."""
-        if self.world.is_main:
-            for pattern in (".step-*.partial", ".step-*.removed"):
-                for path in self.folder.glob(pattern):
-                    shutil.rmtree(path, ignore_errors=True)
 
     def _open(self, path: Path, manifest: Manifest) -> Saved:
         from lockstep.checkpoint.storage import Files, FromMain
@@ -355,9 +327,10 @@ class Checkpoints:
             return Files(path, manifest.hashes)
         return FromMain(Files(path, manifest.hashes) if self.world.is_main else None, self.world)
 
-    def _fault(self, path: Path, manifest: Manifest | str) -> str | None:
+    def _fault(self, name: str, manifest: Manifest | str) -> str | None:
         """Why a checkpoint is not used, or None. Ranks share the reading; all come to the same conclusion.
         Collective."""
+        path = self.folder / name
         if isinstance(manifest, str):
             return manifest
         fault = None
@@ -390,10 +363,3 @@ class Checkpoints:
             for key, value in {"device": now["device"], "threads": now["threads"], **now["versions"]}.items()
             if then.get(key) != value
         ]
-
-
-def _reason(error: BaseException | None) -> str | None:
-    """What went wrong, on one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    return f"{type(error).__name__}: {' '.join(str(error).split())}" if error is not None else None

@@ -82,9 +82,15 @@ def read_manifest(folder: Path) -> Manifest | str:
     """The manifest of a checkpoint's folder, or what is wrong with it."""
     try:
         content = (folder / FILE).read_bytes()
-        values = json.loads(content)
     except OSError as error:
         return f"{FILE}: {error.strerror}"
+    return parsed(content, folder.name)
+
+
+def parsed(content: bytes, name: str) -> Manifest | str:
+    """The manifest of the checkpoint of this name, or what is wrong with it."""
+    try:
+        values = json.loads(content)
     except (ValueError, RecursionError):
         return f"{FILE} is not JSON"
     if not isinstance(values, dict) or "format" not in values:
@@ -98,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest | str:
         return f"{FILE} is not a checkpoint's"
     if found.dump() != content:
         return f"{FILE} does not match its own hash"
-    return found if name_of(found.step) == folder.name else f"{FILE} is that of step {found.step}"
+    return found if name_of(found.step) == name else f"{FILE} is that of step {found.step}"
 
 
 def add(folder: Path, scores: Mapping[str, float], meter: dict[str, Any], progress: dict[str, Any]) -> None:
@@ -152,9 +158,14 @@ def misfit(path: Path, manifest: Manifest) -> str | None:
 def superfluous(run: Run, newest: Path) -> list[Path]:
     """All checkpoints but the `keep` newest and the best; of equally good ones the earliest is kept."""
     found = list(newest_first(run))
-    best = best_first(run, {manifest.step: manifest.scores for _, manifest in found})[:1]
-    kept = {newest.name, *(path.name for path, _ in found[: run.checkpoint.keep]), *(name_of(b.step) for b in best)}
-    return [path for path, _ in found if path.name not in kept]
+    kept = to_keep(run, {manifest.step: manifest.scores for _, manifest in found})
+    return [path for path, manifest in found if manifest.step not in kept and path.name != newest.name]
+
+
+def to_keep(run: Run, scores: Mapping[int, Mapping[str, float]]) -> set[int]:
+    """Of these steps, with the scores of each: the `keep` newest and the best."""
+    best = best_first(run, scores)[:1]
+    return {*sorted(scores, reverse=True)[: run.checkpoint.keep], *(each.step for each in best)}
 
 
 def newest_whole(run: Run) -> int | None:
@@ -180,9 +191,10 @@ def broken(path: Path, manifest: Manifest) -> str | None:
     return misfit(path, manifest) or mismatch(path, manifest, sorted(manifest.hashes))
 
 
-def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
-    """Why a run must not go on from a checkpoint whose files are as they should be, or None."""
-    now = run.arithmetic()
+def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") -> str | None:
+    """Why a run must not go on from a checkpoint whose files are as they should be, or None. `mirror`: where it is, if
+    not in OUTPUT."""
+    now, where, other = run.arithmetic(), mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
     # a checkpoint that is older than a key was trained with the key's default
     then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
     differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
@@ -191,22 +203,21 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest) -> str | None:
     rows = "\n".join(f"  {k}: {then.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in differing)
     if not set(differing) <= _READ_FROM:
         return (
-            f"{run.folder} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
-            "Go on with the old values, or give another output=FOLDER, or remove the folder"
+            f"{where} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
+            f"Go on with the old values, or give {other}, or remove the folder"
         )
     if run.checkpoint.changed_code == "refuse" and (files := changed_code(run, manifest)):
         return (
-            f"{run.folder} holds a checkpoint (step {manifest.step}) that was trained with other code of yours: "
-            f"{', '.join(files)} changed since. Restore it, or give another output=FOLDER. "
+            f"{where} holds a checkpoint (step {manifest.step}) that was trained with other code of yours: "
+            f"{', '.join(files)} changed since. Restore it, or give {other}. "
             "Where the changes decide no weight (how the model is scored, for example), checkpoint.changed_code=allow "
             "goes on"
         )
     if manifest.data != prepared.key:
         return (
-            f"{run.folder} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
+            f"{where} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
             f"tokenizer: "
-            "the contents have changed since. Restore them, or give another output=FOLDER"
-            + (f"\n{rows}" if rows else "")
+            f"the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
         )
     return None
 
@@ -261,10 +272,11 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
 def none_usable(run: Run, reasons: Iterable[str]) -> str:
     """The message where there are checkpoints and not one can be gone on from: beginning anew would delete them."""
     rows = "\n".join(f"  {reason}" for reason in reasons)
+    also, then = (f" or {run.mirror}", ", and give another mirror") if run.mirror else ("", "")
     return (
-        f"{folder_of(run)} holds checkpoints, and none of them can be used:\n{rows}\nNone of them was touched. Make "
-        "one readable (permissions, a disk that is not mounted, the version of lockstep that wrote it), or "
-        f"give another output=FOLDER; to begin from the start, move {run.folder} away"
+        f"{folder_of(run)}{also} holds checkpoints, and none of them can be used:\n{rows}\nNone of them was touched. "
+        "Make one readable (permissions, a disk that is not mounted, the version of lockstep that wrote it), or "
+        f"give another output=FOLDER; to begin from the start, move {run.folder} away{then}"
     )
 
 

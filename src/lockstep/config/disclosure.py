@@ -44,6 +44,7 @@ _QUERY = re.compile(
 )
 _WORDS = (
     "API[_-]?KEY|SECRET|SECRET[_-]?KEY|PASSWORD|PASSWD|PASSPHRASE|ACCESS[_-]?KEY|ACCESS[_-]?KEY[_-]?ID|PRIVATE[_-]?KEY"
+    "|ACCOUNT[_-]?KEY|STORAGE[_-]?KEY|CONNECTION[_-]?STRING"  # Azure's
 )
 # NAME=value of a variable or an argument, and 'name': 'value' of a mapping
 _ASSIGNED = re.compile(

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config import disclosure, foreign_names, origins, places, plugins
 from lockstep.config import errors as messages
+from lockstep.config.addresses import Mirror, is_address
 from lockstep.config.fingerprint import FingerprintSection
 from lockstep.config.sections import (
     BEFORE,
@@ -44,7 +45,7 @@ from lockstep.config.sections import (
 )
 
 _FREE = (
-    *("name", "output", "stop_after", "launch", "evaluate", "checkpoint", "fingerprint"),
+    *("name", "output", "mirror", "stop_after", "launch", "evaluate", "checkpoint", "fingerprint"),
     *("track", "profile", "export", "hub"),
 )
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
@@ -59,6 +60,11 @@ class Run(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder")
     output: str | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
+    mirror: Mirror | None = Field(
+        None,
+        description="address in an object store (s3://, gs:// or az://, BUCKET/FOLDER) that checkpoints and the export "
+        "are copied to; a start whose OUTPUT has none as new goes on from the newest whole one there",
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
     task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
     data: DataSection = Field(default_factory=DataSection)  # type: ignore[arg-type]
@@ -110,6 +116,10 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Run:
+        if is_address(self.output):
+            raise ValueError(
+                f"output is a folder of this machine; to keep its results elsewhere, too: mirror={self.output}"
+            )
         if self.checkpoint.best and not self.evaluate.every:
             raise ValueError("the best model is chosen from evaluations: set evaluate.every to steps, or to epoch")
         if self.epochs is not None and self.steps is not None:

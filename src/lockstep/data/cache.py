@@ -28,7 +28,7 @@ from lockstep.data import cache_lock
 from lockstep.distributed.processor import available_cores
 
 BLOCK = 4 * 2**20  # bytes that are hashed together
-PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding")
+PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding", "remote")
 SAMPLED = 4  # blocks of a file that are looked at when the whole has been since the machine started
 MACHINES = 256  # that a seal remembers to have read the whole
 SAMPLED_FILES = 8  # of a folder that are looked into then; of the others, the size

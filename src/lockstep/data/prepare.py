@@ -15,7 +15,7 @@ from typing import Protocol
 from lockstep import __version__
 from lockstep.config import user_code
 from lockstep.config.run import Run
-from lockstep.data import source
+from lockstep.data import remote, source
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.origin import model_folder
 from lockstep.data.tokenizer import TARGET
@@ -42,7 +42,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
     `tell` hears where the tokens came from. Errors: `RunError`. Safe to call from every process of a machine at once;
     one works, the others wait.
     """
-    code = _code_of(run, task)
+    code, elsewhere = _code_of(run, task), source.elsewhere(run.data)
     key = digest(
         VERSION,
         __version__,
@@ -51,6 +51,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         *(_dump(run, part) for part in ("task", "data", "model", "tokenizer")),
         _files(run),
         task.fingerprint(run),
+        *elsewhere,
     )
     path = cache_folder() / "prepared" / f"{key}.json"
     PLACE.at("waiting for another process that prepares the same data")
@@ -66,7 +67,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
             tell(f"from the cache in {cache_folder()}")
         if found is None:
             PLACE.at("reading the data")
-            with made_by(digest(code)):
+            with made_by(digest(code)), remote.as_found(elsewhere):
                 found = task.prepare(run)
             if user_code.is_own(run.task.name):  # the key that such a task gives may follow its code, or its paths
                 found = replace(found, key=_content_of(found))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import nested, row_files, selected, text_files
+from lockstep.data import nested, remote, row_files, selected, text_files
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 
@@ -47,11 +47,11 @@ class Source:
 
 
 def files_of(data: DataSection) -> list[Path]:
-    """The local files a source is read from, in order; empty for a Hub id, for the built-in set, and for a task that
-    makes its data by itself."""
+    """The local files a source is read from, in order; empty for a Hub id, for what is elsewhere, for the built-in set,
+    and for a task that makes its data by itself."""
     if data.sources is not None:
         return [file for section in sections(data) for file in files_of(section)]
-    if not given(data):
+    if not given(data) or remote.given(data):
         return []
     return [file for files in (local_splits(data) or {}).values() for file in files]
 
@@ -70,7 +70,13 @@ def sections(data: DataSection) -> list[DataSection]:
 
 def is_local(data: DataSection) -> bool:
     """Whether nothing of it is on the Hub. Errors: `RunError` for local files that are not there."""
-    return all(each.source in (BUILTIN, None) or bool(files_of(each)) for each in sections(data))
+    return all(each.source in (BUILTIN, None) or remote.given(each) or bool(files_of(each)) for each in sections(data))
+
+
+def elsewhere(data: DataSection) -> list[list[remote.Fact]]:
+    """Address, size and tag of every file that each source reads from an object store or another server. Asks them.
+    Errors: `RunError`."""
+    return [remote.facts(section, local_splits) for section in sections(data) if remote.given(section)]
 
 
 def load(data: DataSection, seed: int, plain: str | None = None, columns: Mapping[str, str] | None = None) -> Source:
@@ -82,6 +88,9 @@ def load(data: DataSection, seed: int, plain: str | None = None, columns: Mappin
         from lockstep.data import mixed
 
         return mixed.load(data, seed, plain, columns or {})
+    if remote.given(data):
+        with remote.here(data, local_splits) as local:
+            return replace(load(local, seed, plain, columns), name=data.source or "files elsewhere")
     _quiet()
     if (data.source == BUILTIN or local_splits(data) is None) and (data.layout != "rows" or data.columns is not None):
         key = "columns" if data.columns is not None else "layout"
@@ -122,6 +131,8 @@ def _looks_local(text: str) -> bool:
 
 def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     """Split -> files, or None when the source is not local. Errors: `RunError`, naming what is not there."""
+    if remote.given(data):
+        return None
     given = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
     if data.source is None:
         if not given:

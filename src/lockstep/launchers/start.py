@@ -72,15 +72,16 @@ def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | N
         return None
     PLACE.at("importing torch and transformers")
     from lockstep.checkpoint import export as hub
-    from lockstep.checkpoint import exported
+    from lockstep.checkpoint import exported, mirror
     from lockstep.checkpoint.manifest import check_resumable, ended, finished
 
-    for note in hub.check(run):
+    for note in (*hub.check(run), *mirror.check(run)):
         console.note(note)
     check_output(run)
     task: Any = plugins.find("tasks", run.task.name)
     prepared = checked(run, plan, lambda text: console.facts({"checks" if task.own_model else "tokens": text}))
     manifest = check_resumable(run, prepared)
+    mirror.check(run, prepared)
     if manifest is not None and finished(run, manifest) and not launcher.joins:
         if not history.told_whole(run.folder):  # the start before was killed after its export
             from lockstep.training.rank import conclude
@@ -95,11 +96,11 @@ def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | N
 
 def concluded(run: Run, processes: int, steps: int) -> int:
     """A run that is finished: say so, and push what is to be pushed. Returns the exit status."""
-    from lockstep.checkpoint import export as hub
+    from lockstep.training.delivery import owed
 
     console = Console(True, voice=run.track.console)
     console.say(f"{run.folder} is finished ({steps} steps); the model is in {run.folder}/export")
-    status = hub.push_pending(run, console.say)
+    status = owed(run, console.say)
     record = launched.read(run.folder)
     if record is None:  # it was torn, or deleted
         launched.write(run.folder, launched.here(run.launch.name, processes))
@@ -251,10 +252,12 @@ def examined(run: Run, launcher: Launcher, plan: Plan) -> Prepared | str:
         return "data and model are looked at where the job runs"
     if not launcher.submits:
         launcher.check(run, plan)
+    from lockstep.checkpoint import mirror
     from lockstep.checkpoint.manifest import check_resumable
     from lockstep.data.hub_errors import unreached
 
     check_output(run)
+    mirror.check(run)
     try:
         prepared = checked(run, plan)
     except RunError as error:
@@ -262,6 +265,7 @@ def examined(run: Run, launcher: Launcher, plan: Plan) -> Prepared | str:
             return str(error)
         raise
     check_resumable(run, prepared)
+    mirror.check(run, prepared)
     return prepared
 
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import transformers
 
+from lockstep.checkpoint import mirror
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
-from lockstep.checkpoint.export import pending, push_pending, require, write_export
+from lockstep.checkpoint.export import require, write_export
 from lockstep.checkpoint.progress import score_of
 from lockstep.config import plugins
 from lockstep.config.disclosure import said, struck_all
@@ -38,7 +39,7 @@ from lockstep.distributed.launched import TRAIN
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.randomness import UNCOVERED, own_generators
 from lockstep.distributed.rendezvous import Unreached
-from lockstep.distributed.stops import Stopped, end_by_signal
+from lockstep.distributed.stops import end_by_signal
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
@@ -50,6 +51,7 @@ from lockstep.track.report.history import lines_of, told_whole
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
+from lockstep.training.delivery import at_a_stop, delivered
 from lockstep.training.dry_run import try_a_step, try_the_end
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.loop import Counts, Interrupted, TrainingFailed, samples, scored, train
@@ -150,7 +152,7 @@ def work(run: Run, world: World) -> int:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
-        return pushed(run, world, console) if world.is_main else DONE
+        return delivered(run, world, console) if world.is_main else DONE
     PLACE.at("building the model")
     with console.busy(lambda: PLACE.name):
         session = replace(build_session(run, world, prepared, console.note), journal=Journal(world, run.folder))
@@ -210,6 +212,7 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
         final = final_scores(session, console, sinks, step) if ended else None
         if final is None:
             console.say(stopped_at(session, step))
+            at_a_stop(session, console)
             strategy.close()
             session.journal.event("stop", step)
             end = "stopped"
@@ -321,7 +324,7 @@ def deliver(session: Session, console: Console, found: Trained, weights: Mapping
         ) from caught
     sha256 = concluded(run, task, session.journal, console, steps, weights)
     closing(console, run, task, found.scores, found.counts, session.world, sha256)
-    return pushed(run, session.world, console)
+    return delivered(run, session.world, console, session.checkpoints.mirror)
 
 
 def concluded(
@@ -353,21 +356,6 @@ def conclude(run: Run, prepared: Prepared, steps: int) -> None:
     concluded(run, task, Journal(World(run), run.folder), console, steps)
 
 
-def pushed(run: Run, world: World, console: Console) -> int:
-    """Push what is to be pushed, which a stop signal ends. Rank 0 only. Returns the exit status."""
-    if not pending(run):
-        return DONE
-    try:
-        with world.stop.interrupts():
-            return push_pending(run, console.say)
-    except Stopped:
-        console.say(
-            f"stopped on request before {run.hub.push_to} had the model, which is in {run.folder}/export; the same "
-            "command pushes it"
-        )
-        return STOPPED
-
-
 def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
     """Whether OUTPUT holds this run's end; rank 0 looks, and writes run.yaml. Collective. Errors: `RunError` on every
     rank, when OUTPUT holds another run or cannot be written."""
@@ -380,6 +368,8 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
             found = finished(run, manifest)
             keep(run)
             require(run)
+            mirror.check(run)
+            mirror.check(run, prepared)
             if found and manifest is not None and not told_whole(run.folder):
                 conclude(run, prepared, manifest.step)
         except RunError as caught:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.checkpoint import mirror
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config import plugins
 from lockstep.config.run import Run
@@ -72,6 +73,7 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
     run.check_shared(world.size, f"launch: {world.size} processes")
     strategies.checked_strategy(run, world.size)
     blocks.check(run, here=True)
+    mirror.require_extra(run)
     fetch(run)
     task: Any = plugins.find("tasks", run.task.name)
     prepared = prepare(data or run, task)

@@ -101,7 +101,7 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
         )
         return FAILED
     except RendezvousClosedError:
-        return agent.follow(rendezvous.ended())
+        return agent.left_out()
     except RendezvousConnectionError as caught:
         error(
             f"{socket.gethostname()} lost the machine at {rendezvous.at}:{rendezvous.port}, where the machines of this "
@@ -113,7 +113,7 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
         error(f"the machines cannot meet at {rendezvous.at}:{rendezvous.port}: {caught}")
         return FAILED
     if result is None:  # the job ended while this machine was one too many
-        return agent.follow(rendezvous.ended())
+        return agent.left_out()
     if agent.verdict is not None:
         return agent.verdict
     if result.is_failed():
@@ -184,6 +184,12 @@ class Agent(LocalElasticAgent):
         else:
             self.say(f"the job has ended on {end.host} ({end.text or 'done'})")
         return end.status
+
+    def left_out(self) -> int:
+        """The same where the job has ended while this machine waited to join it."""
+        status = self.follow(self.rendezvous.ended())
+        self.rendezvous.told()
+        return status
 
     # -- what torch elastic calls ------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -140,7 +141,7 @@ class ElasticRendezvous:
         """Meet the other machines; then decide, with all of them, which one comes first."""
         found = self._call(self._inner.next_rendezvous)
         while found.rank >= found.world_size or not self._wait_for(
-            keys := self._introduce(found), 2 * self.limits.lost
+            keys := self._introduce(found), 2 * self.limits.lost, self._round
         ):
             found = self._call(self._inner.next_rendezvous)  # one was lost just now
         told = self._call(lambda: self._round.multi_get(keys))
@@ -167,13 +168,19 @@ class ElasticRendezvous:
         try:
             if self._store.add(f"lockstep-over-{self._number}", 1) == 1:
                 self._store.add("lockstep-job", 1)
-            state = self._state()
-            watched = self._node.holds and bool(state.wait_list or state.redundancy_list)
             closed = self._inner.shutdown()
-            time.sleep(3 if watched else 0)  # so that those who wait to join see that it is over
+            if self._node.holds and (outside := self._state().wait_list | self._state().redundancy_list):
+                self._wait_for([_told(node.addr, node.pid) for node in outside], self.limits.lost, self._job)
             return closed
-        except RuntimeError:  # whoever held the store has left already
+        except (RuntimeError, RendezvousConnectionError):  # whoever held the store has left already
             return False
+
+    def told(self) -> None:
+        """This machine, which waited to join, knows how the job ended: whoever holds the store need not wait for it."""
+        try:
+            self._job.set(_told(self._node.address, os.getpid()), "1")
+        except RuntimeError:
+            self.gone = True
 
     # -- what it leaves out ------------------------------------------------------------------------------------------
 
@@ -301,10 +308,10 @@ class ElasticRendezvous:
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as caught:
             raise RendezvousStateError(f"what another machine wrote makes no sense: {caught!r:.200}") from caught
 
-    def _wait_for(self, keys: list[str], limit_s: float) -> bool:
+    def _wait_for(self, keys: list[str], limit_s: float, store: Sealed) -> bool:
         """Without holding the store's connection, which signs of life need. Returns whether they came."""
         until = time.monotonic() + limit_s
-        while not self._call(lambda: self._round.check(keys)):
+        while not self._call(lambda: store.check(keys)):
             if time.monotonic() > until:
                 return False
             time.sleep(0.05)
@@ -335,6 +342,10 @@ def _parsed(kind: Callable[..., Any], text: bytes) -> Any:
 
 def _facts(host: str, facts: dict[str, str]) -> tuple[str, dict[str, str]]:
     return str(host), {str(name): str(value) for name, value in dict(facts).items()}
+
+
+def _told(address: str, process: int) -> str:
+    return f"told/{address}/{process}"
 
 
 def _seconds(seconds: float) -> Any:

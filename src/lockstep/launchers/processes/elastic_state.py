@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from lockstep.distributed.stores import Sealed
 
 _KEY = "state"
+_COMES_IN = timedelta(seconds=3)  # looked at once a second
 _EMPTY = "null"  # a key must be there to be asked for: what it holds before there is a state
 
 
@@ -53,7 +54,16 @@ class Backend(RendezvousBackend):
 
 
 def _answer(found: bytes) -> tuple[bytes, Token] | None:
-    return None if found == _EMPTY.encode() else (pickle.dumps(_state(found)), found)
+    return None if found == _EMPTY.encode() else (pickle.dumps(_held_open(_state(found))), found)
+
+
+def _held_open(state: _RendezvousState) -> _RendezvousState:
+    """A formation is not complete while a machine that was seen waiting for it has not come in. torch elastic forms
+    without one that is slow to, and a job that has saved for a machine's sake would end without it. One that gives no
+    sign of life is taken off the list by whoever reads it."""
+    if state.wait_list and not state.complete and state.deadline is not None:
+        state.deadline = max(state.deadline, datetime.now(UTC) + _COMES_IN)
+    return state
 
 
 def _text(state: _RendezvousState) -> str:

@@ -183,7 +183,8 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
     run = sweep.load(keys)
     folder = sweep.folder / name
     hub = run.hub.model_copy(update={"push_to": None})  # not every trial: `lockstep push` sends the best
-    run = run.model_copy(update={"name": f"{run.name}-{name}", "output": str(folder), "hub": hub})
+    own = {"name": f"{run.name}-{name}", "output": str(folder), "hub": hub}
+    run = run.model_copy(update=own | {"mirror": run.mirror and f"{run.mirror}/{folder.name}"})
     try:
         launcher = start.launcher_of(run)
         plan = launcher.plan(run)

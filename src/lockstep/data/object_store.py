@@ -1,0 +1,291 @@
+"""Object stores, as far as lockstep needs them: what is there, its bytes, and writing that is verified.
+
+In: an address (s3://, gs://, az://), credentials from the environment. Out: objects, bytes, or a `StoreError` of one
+line. obstore does the requests, and tries again by itself what a store answers with 5xx or not at all. Of all libraries
+that speak to the three it is one wheel without dependencies that would pin others' versions (s3fs holds botocore to
+single releases), it keeps no listing, and works without Python's lock, beside training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from lockstep.config.addresses import Address
+from lockstep.config.disclosure import one_line
+from lockstep.config.run import RunError
+
+PART = 16 * 2**20  # bytes that are asked for, or sent, together
+EXTRA = "pip install 'lockstep-train[stores]'"
+# Where credentials come from, for messages.
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the machine's role; AWS_REGION, AWS_ENDPOINT_URL",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or another of Azure's variables",
+}
+
+
+class StoreError(Exception):
+    """What a store did not do, in one line without a secret."""
+
+    def __init__(self, text: str, again: bool = False, absent: bool = False) -> None:
+        """`again`: the same may succeed later. `absent`: what was asked for is not there."""
+        super().__init__(text)
+        self.again, self.absent = again, absent
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a store is waited for."""
+
+    retry_s: float = 120.0  # that a request is tried again for, after the first failure
+    tries: int = 8  # of one request; and of a download that does not get on
+    request_s: float = 600.0  # that one request, a part of a file, may take
+    silent_s: float = 60.0  # that a store may say nothing in an answer
+
+
+BRIEF = Patience(retry_s=15.0, tries=3, request_s=30.0, silent_s=15.0)  # before a run, while a person waits
+
+
+@dataclass(frozen=True)
+class Object:
+    """One that is there."""
+
+    address: Address
+    size: int  # bytes
+    tag: str  # changes whenever the content does, as far as the store tells: ETag, or the time
+
+
+class Readable(Protocol):
+    """What can be read from: a bucket, a web server, a data set of the Hub."""
+
+    patience: Patience
+
+    def find(self, address: Address) -> Object | None:
+        """The object of this name, if there is one. Errors: `StoreError`."""
+
+    def inside(self, address: Address) -> list[Object]:
+        """All objects under `address/`, in order of their names. Errors: `StoreError`."""
+
+    def blocks(self, found: Object, start: int) -> Iterator[Any]:
+        """Its bytes from `start` on. Errors: `StoreError`, also where it has changed since it was found."""
+
+
+def require(address: Address, key: str) -> None:
+    """Errors: `RunError` when what reads the store is not installed."""
+    if importlib.util.find_spec("obstore") is None:
+        raise RunError(f"{key}: {address} needs obstore, which is not installed: {EXTRA}")
+
+
+class Bucket:
+    """A bucket or container."""
+
+    def __init__(self, address: Address, patience: Patience | None = None) -> None:
+        """Asks nothing yet. Errors: `StoreError` for credentials that cannot be used."""
+        import obstore
+
+        self.address, self.patience = address, patience or Patience()
+        self._calls = obstore
+        try:
+            self._store: Any = self._opened()
+        except Exception as error:  # whatever obstore and boto3 say of configuration
+            raise self._told(error, address) from None
+
+    def _opened(self) -> Any:
+        from obstore import store
+
+        patience = self.patience
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        plain = self.address.scheme == "s3" and endpoint.startswith("http://")
+        options: Any = {
+            "client_options": {
+                "timeout": timedelta(seconds=patience.request_s),
+                "read_timeout": timedelta(seconds=patience.silent_s),
+                "connect_timeout": timedelta(seconds=min(10.0, patience.silent_s)),
+                **({"allow_http": True} if plain else {}),  # whoever sets such an endpoint wants it
+            },
+            "retry_config": {
+                "max_retries": patience.tries,
+                "retry_timeout": timedelta(seconds=patience.retry_s),
+            },
+        }
+        if self.address.scheme == "gs":
+            return store.GCSStore(self.address.place, **options)
+        if self.address.scheme == "az":
+            return store.AzureStore(self.address.place, **options)
+        return store.S3Store(self.address.place, **options, **_aws())
+
+    def find(self, address: Address) -> Object | None:
+        """See `Readable`."""
+        try:
+            found = self._calls.head(self._store, address.path)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._told(error, address) from None
+        return self._object(found)
+
+    def inside(self, address: Address) -> list[Object]:
+        """See `Readable`."""
+        try:
+            listed = self._calls.list(self._store, prefix=f"{address.path}/" if address.path else None)
+            found = [self._object(each) for chunk in listed for each in chunk]
+        except Exception as error:
+            raise self._told(error, address) from None
+        return sorted(found, key=lambda each: each.address.path)
+
+    def blocks(self, found: Object, start: int) -> Iterator[Any]:
+        """See `Readable`."""
+        tagged = found.tag.startswith(('"', "W/"))
+        while start < found.size:
+            stop = min(start + PART, found.size)
+            options: Any = {"range": (start, stop), **({"if_match": found.tag} if tagged else {})}
+            try:
+                block = self._calls.get(self._store, found.address.path, options=options).bytes()
+            except Exception as error:
+                raise self._told(error, found.address) from None
+            yield block
+            start += len(block)
+            if not len(block):
+                return
+
+    def read(self, address: Address) -> bytes:
+        """All of a small object. Errors: `StoreError`."""
+        try:
+            return bytes(self._calls.get(self._store, address.path).bytes())
+        except Exception as error:
+            raise self._told(error, address) from None
+
+    def write(self, address: Address, content: bytes) -> None:
+        """A small object, at once, and read again. Errors: `StoreError`."""
+        try:
+            self._calls.put(self._store, address.path, content, use_multipart=False)
+        except Exception as error:
+            raise self._told(error, address) from None
+        if self.read(address) != content:
+            raise StoreError(f"{address} does not hold what was written to it", again=True)
+
+    def remove(self, address: Address) -> None:
+        """An object, if it is there. Errors: `StoreError`."""
+        try:
+            self._calls.delete(self._store, address.path)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._told(error, address) from None
+
+    def upload(self, file: Path, address: Address, sha256: str) -> None:
+        """A file whose hash is known. What is stored is compared with it: its size, and the checksum that the store has
+        made of it, where that is S3's of the parts; else it is read again and hashed.
+
+        Errors: `StoreError`; `OSError` for a file that cannot be read."""
+        whole, parts = hashlib.sha256(), []
+        with open(file, "rb") as opened:
+            while block := opened.read(PART):
+                whole.update(block)
+                parts.append(hashlib.md5(block, usedforsecurity=False))
+        if whole.hexdigest() != sha256:
+            raise StoreError(f"{file} does not match its hash any more, and is not copied")
+        size = file.stat().st_size
+        try:
+            self._calls.put(self._store, address.path, file, chunk_size=PART, max_concurrency=4)
+        except Exception as error:
+            raise self._told(error, address) from None
+        found = self.find(address)
+        if found is None or found.size != size:
+            there = "is not there" if found is None else f"has {found.size:,} bytes, and not {size:,}"
+            raise StoreError(f"{address} {there} after it was sent", again=True)
+        joined = hashlib.md5(b"".join(part.digest() for part in parts), usedforsecurity=False).hexdigest()
+        known = {f"{joined}-{len(parts)}", *(part.hexdigest() for part in parts[:1] if len(parts) == 1)}
+        if found.tag.strip('"') in known:
+            return
+        stored = hashlib.sha256()
+        for block in self.blocks(found, 0):
+            stored.update(block)
+        if stored.hexdigest() != sha256:
+            raise StoreError(f"{address} does not hold what was sent: its hash is another one", again=True)
+
+    def _object(self, found: Any) -> Object:
+        tag = found["e_tag"] or found["last_modified"].isoformat()
+        return Object(Address(self.address.scheme, self.address.place, found["path"]), int(found["size"]), str(tag))
+
+    def _told(self, error: Exception, address: Address) -> StoreError:
+        """What a request came to, for a person."""
+        said = str(error).split("Debug source")[0]
+        kind, where = type(error).__name__, _CREDENTIALS[address.scheme]
+        status = re.search(r"status code: (\d{3})|Client error with status (\d{3})", said)
+        number = int(status[1] or status[2]) if status else 0
+        if re.search(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", said):
+            return StoreError(f"there is no bucket {address.place}: make it, or correct the address", absent=True)
+        if isinstance(error, FileNotFoundError):
+            return StoreError(f"there is nothing at {address}", absent=True)
+        if "redential" in said and number == 0:
+            return StoreError(f"no credentials for {address.root} were found ({where}): {one_line(said, 200)}")
+        if kind in ("PermissionDeniedError", "UnauthenticatedError") or number in (401, 403):
+            return StoreError(f"{address.root} refuses access ({number or 403}): check the credentials ({where})")
+        if kind == "PreconditionError" or number == 412:
+            return StoreError(f"{address} was changed while it was read; start again")
+        if number in (301, 307, 400) and address.scheme == "s3":
+            return StoreError(f"{address.root} answered {number}: is AWS_REGION that of the bucket? {_cause(said)}")
+        if number:
+            return StoreError(f"{address} cannot be used now: the store answered {number}", again=True)
+        again = "error sending request" in said or "timed out" in said.lower() or "connect" in said.lower()
+        return StoreError(f"{address}: {_cause(said)}", again=again or "body" in said)
+
+
+def _cause(said: str) -> str:
+    return one_line(said, 300)
+
+
+def _aws() -> dict[str, Any]:
+    """What obstore does not look for by itself: profiles and single sign-on in ~/.aws, by boto3."""
+    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
+        return {}
+    if importlib.util.find_spec("boto3") is None:
+        return {}
+    import boto3
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        raise ValueError("no Credentials in the environment, in ~/.aws, or by a role of this machine")
+    return {"credential_provider": Boto3CredentialProvider(session)}
+
+
+def download(store: Readable, found: Object, to: Path, tell: Callable[[int], None] = lambda count: None) -> str:
+    """All of an object into a file that has its name only when it is whole. What came before a kill is gone on with,
+    and a connection that ends is made anew. `tell` hears of bytes that came. Returns the file's SHA-256.
+
+    Errors: `StoreError`; `OSError` when the file cannot be written."""
+    told = hashlib.sha256(f"{found.address} {found.size} {found.tag}".encode()).hexdigest()[:12]
+    aside, tries = to.with_name(f".{to.name}.{told}.tmp"), 0
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with open(aside, "ab") as file:
+        while (start := file.tell()) < found.size:
+            try:
+                for block in store.blocks(found, start):
+                    file.write(block)
+                    tell(len(block))
+                if file.tell() == start:
+                    raise StoreError(f"{found.address} ends after {start:,} of {found.size:,} bytes", again=True)
+            except StoreError as error:
+                tries = tries + 1 if file.tell() == start else 1
+                if not error.again or tries >= store.patience.tries:
+                    raise
+                time.sleep(min(0.1 * 2**tries, 5.0))
+        if file.tell() > found.size:
+            raise StoreError(f"{found.address} holds more than the {found.size:,} bytes that it says; start again")
+        file.flush()
+        os.fsync(file.fileno())
+    with open(aside, "rb") as whole:
+        sha256 = hashlib.file_digest(whole, "sha256").hexdigest()
+    os.replace(aside, to)
+    return sha256

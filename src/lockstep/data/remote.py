@@ -1,0 +1,236 @@
+"""Data in object stores, on web servers and under hf://: which files a run reads, and copies of them in the cache.
+
+In: a `data` section with addresses where paths may stand. Out: the same section with paths of the cache; what a start
+compares to see whether the files are still the same. A folder is chosen from as a local one is: its names are laid out
+as empty files, and those that are asked for are downloaded.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.addresses import STORES, Address, address_of, is_address
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data.cache import cache_folder, kept
+from lockstep.data.object_store import Bucket, Object, Patience, Readable, StoreError, download, require
+from lockstep.data.tokens import digest
+from lockstep.data.web import HubFiles, Web
+from lockstep.distributed.place import PLACE
+
+KEYS = ("source", "train", "validation", "test")
+MOST = 200_000  # names of a folder that are looked at
+AT_ONCE = 8  # files that are downloaded at a time
+Splits = Callable[[DataSection], dict[str, list[Path]] | None]
+Fact = tuple[str, int, str]  # address, bytes, tag
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The files that a section reads, by where they are in the folder that stands for the stores."""
+
+    objects: dict[str, tuple[Object, Readable]]
+    given: dict[str, str]  # address in the run file -> path in that folder
+
+    @property
+    def facts(self) -> list[Fact]:
+        return [(str(o.address), o.size, o.tag) for o, _ in self.objects.values()]
+
+
+_known: ContextVar[list[list[Fact]] | None] = ContextVar("known", default=None)
+
+
+@contextmanager
+def as_found(sections: list[list[Fact]]) -> Iterator[None]:
+    """What is read in here is refused where it is not what was found of a section before: a store may list its newest
+    files or not, and what is kept is called by what was found."""
+    before = _known.set(sections)
+    try:
+        yield
+    finally:
+        _known.reset(before)
+
+
+def given(data: DataSection) -> bool:
+    """Whether a path of it is an address."""
+    return bool(_addresses(data))
+
+
+def facts(data: DataSection, splits: Splits) -> list[Fact]:
+    """Address, size and tag of every file elsewhere that is read. `splits`: of a section without addresses, the files.
+    Asks the stores. Errors: `RunError`, naming the key and the address."""
+    return _find(data, splits).facts if given(data) else []
+
+
+@contextmanager
+def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
+    """The section as one of local files, which are downloaded where the cache does not hold them. Errors: `RunError`;
+    in one that is raised meanwhile files have the names that they have in the run file."""
+    found = _find(data, splits)
+    if (known := _known.get()) is not None and found.facts not in known:
+        raise RunError(
+            f"{_key_of(data)}: what is at {_addresses(data)[0][1]} was changed, or is not listed whole, while the data "
+            "are prepared; start again"
+        )
+    folder = cache_folder() / "remote" / digest(*found.facts)
+    place = PLACE.name
+    try:
+        kept(folder, lambda aside: _fetch(found, aside, data), folder.with_name(f"{folder.name}.parts"))
+    except StoreError as error:
+        raise RunError(f"{_key_of(data)}: {error}") from error
+    finally:
+        PLACE.at(place)
+    try:
+        yield _local(data, found.given, folder)
+    except RunError as error:
+        raise RunError(_named(str(error), folder)) from error
+
+
+# -- what there is ---------------------------------------------------------------------------------------------------
+
+
+def _addresses(data: DataSection) -> list[tuple[str, str]]:
+    """(key, address) of each."""
+    values = {key: getattr(data, key) for key in KEYS}
+    several = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
+    return [(f"data.{key}", text) for key, texts in several.items() for text in texts if is_address(text)]
+
+
+def _key_of(data: DataSection) -> str:
+    return _addresses(data)[0][0]
+
+
+def _find(data: DataSection, splits: Splits) -> _Found:
+    """Errors: `RunError`."""
+    readers: dict[str, Readable] = {}
+    objects: dict[str, tuple[Object, Readable]] = {}
+    paths: dict[str, str] = {}
+    for key, text in _addresses(data):
+        PLACE.at(f"looking at {text}")
+        try:
+            address = address_of(text)
+        except ValueError as error:
+            raise RunError(f"{key}: {error}") from None
+        try:
+            if address.root not in readers:
+                readers[address.root] = _reader(address, key)
+            reader = readers[address.root]
+            found = _objects(reader, address, text.endswith("/"))
+        except StoreError as error:
+            raise RunError(f"{key}: {error}") from error
+        if not found:
+            raise RunError(f"{key}: there is nothing at {text}")
+        if len(found) > MOST:
+            raise RunError(
+                f"{key}: {text} holds {len(found):,} files; name those that are meant, by a pattern (*.jsonl)"
+            )
+        for each in found:
+            objects[_path(each.address)] = (each, reader)
+        paths[text] = _path(address)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        root = Path(folder)
+        for path in objects:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).touch()
+        try:
+            chosen = splits(_local(data, paths, root)) or {}
+        except RunError as error:
+            raise RunError(_named(str(error), root)) from None
+    used = {path for files in chosen.values() for file in files if (path := _below(file, root)) is not None}
+    return _Found({path: objects[path] for path in sorted(used)}, paths)
+
+
+def _reader(address: Address, key: str) -> Readable:
+    """Errors: `RunError`, `StoreError`."""
+    if address.scheme in STORES:
+        require(address, key)
+        return Bucket(address)
+    patience = Patience(tries=5, silent_s=60.0)
+    return HubFiles(address, patience) if address.scheme == "hf" else Web(patience)
+
+
+def _objects(reader: Readable, address: Address, folder: bool) -> list[Object]:
+    """What an address stands for: a file, all that a pattern fits, or all that is in a folder. Errors: `StoreError`."""
+    if any(mark in address.path for mark in "*?["):
+        start = re.split(r"[*?\[]", address.path)[0].rpartition("/")[0]
+        listed = reader.inside(Address(address.scheme, address.place, start))
+        depth = address.path.count("/")
+        named = [each for each in listed if each.address.path.count("/") == depth]
+        return [each for each in named if fnmatchcase(each.address.path, address.path)]
+    if not folder and address.path and (found := reader.find(address)) is not None:
+        return [found]
+    if address.scheme in ("https", "http") and not folder:  # where there is nothing to list
+        return []
+    listed = reader.inside(address)
+    folders = {str(address)}  # stores let an object be called as a folder is: the empty ones that consoles make
+    for each in listed:
+        parts = each.address.path.split("/")
+        folders |= {f"{address.root}/{'/'.join(parts[:depth])}" for depth in range(1, len(parts))}
+    return [each for each in listed if str(each.address) not in folders and _is_name(each.address.path)]
+
+
+def _is_name(path: str) -> bool:
+    """Whether it is a name on a disk, too."""
+    return all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+def _path(address: Address) -> str:
+    """Where it is in the folder that stands for all stores."""
+    return "/".join(filter(None, (address.scheme, address.place, address.path)))
+
+
+def _below(file: Path, root: Path) -> str | None:
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else None
+
+
+def _local(data: DataSection, paths: Mapping[str, str], root: Path) -> DataSection:
+    """The section with paths instead of addresses."""
+
+    def at(value: Any) -> Any:
+        if isinstance(value, list):
+            return [at(each) for each in value]
+        return str(root / paths[value]) if value in paths else value
+
+    return data.model_copy(update={key: at(getattr(data, key)) for key in KEYS})
+
+
+def _named(text: str, root: Path) -> str:
+    """A message with addresses instead of paths."""
+    return re.sub(re.escape(str(root)) + r"/(s3|gs|az|https|http|hf)/", r"\1://", text)
+
+
+# -- a copy ----------------------------------------------------------------------------------------------------------
+
+
+def _fetch(found: _Found, folder: Path, data: DataSection) -> None:
+    """All files, some at a time; those that are there whole are left. Errors: `StoreError`, `OSError`."""
+    total, come = sum(each.size for each, _ in found.objects.values()), [0]
+    what = _addresses(data)[0][1]
+
+    def tell(count: int) -> None:
+        come[0] += count
+        PLACE.at(f"downloading {what}, {come[0] / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+
+    def one(path: str) -> None:
+        each, reader = found.objects[path]
+        if (to := folder / path).is_file() and to.stat().st_size == each.size:
+            return tell(each.size)
+        sha256 = download(reader, each, to, tell)
+        if each.address.scheme == "hf" and len(each.tag) == 64 and sha256 != each.tag:
+            to.unlink()
+            raise StoreError(f"{each.address} does not match the hash that the Hub has of it", again=True)
+        return None
+
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in [pool.submit(one, path) for path in found.objects]:
+            done.result()

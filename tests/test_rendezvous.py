@@ -1,0 +1,86 @@
+"""Machines that are slow when a job forms again, and when it ends: two of them in this process, one of which the
+processor is taken away from."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from command import until
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End, Limits, Node
+
+LONG = 60.0  # until a machine counts as lost, where none shall be
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the launcher does
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def machine(host: str, port: int = 0, lost: float = LONG) -> ElasticRendezvous:
+    """One of one to two; a port: of the other, which holds the store. A job forms at once when the fewest are there."""
+    node = Node(host, "127.0.0.1", 1, holds=not port)
+    return ElasticRendezvous("127.0.0.1", port, 1, 2, node, Limits(join=100, more=0.1, lost=lost), key="")
+
+
+def waiting(lost: float, pool: ThreadPoolExecutor) -> tuple[ElasticRendezvous, ElasticRendezvous, Future[Any], Any]:
+    """A job of one machine; one that waits to join it, with what it is going to see, and an event without which it
+    does nothing from now on."""
+    first = machine("a", lost=lost)
+    assert first.next_rendezvous().world_size == 1
+    second = machine("b", first.port, lost)
+    joined = pool.submit(second.next_rendezvous)
+    go = threading.Event()
+    until(lambda: first.num_nodes_waiting() == 1, "the other machine to wait")
+    backend: Any = second._inner._state_holder._backend
+    ask = backend._ask
+
+    def later(*words: str) -> bytes:
+        assert go.wait(LONG)
+        return bytes(ask(*words))
+
+    backend._ask = later
+    return first, second, joined, go
+
+
+def test_a_machine_that_was_seen_waiting_is_waited_for(threads: ThreadPoolExecutor) -> None:
+    """It was for its sake that the job was stopped."""
+    first, _, joined, go = waiting(LONG, threads)
+    formed = threads.submit(first.next_rendezvous)
+    with pytest.raises(TimeoutError):
+        formed.result(4)
+    go.set()
+    assert [formed.result(LONG).world_size, joined.result(LONG).world_size] == [2, 2]
+
+
+@pytest.mark.slow
+def test_one_that_gives_no_sign_of_life_is_not(threads: ThreadPoolExecutor) -> None:
+    first, second, joined, go = waiting(3, threads)
+    formed = threads.submit(first.next_rendezvous)
+    assert formed.result(LONG).world_size == 1
+    first.end(0)
+    go.set()
+    first.shutdown()
+    with pytest.raises(RendezvousClosedError):
+        joined.result(LONG)
+    assert second.ended() == End(0, "a")
+
+
+def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecutor) -> None:
+    first, second, joined, go = waiting(LONG, threads)
+    first.end(0)
+    over = threads.submit(first.shutdown)
+    with pytest.raises(TimeoutError):
+        over.result(4)
+    go.set()
+    with pytest.raises(RendezvousClosedError):
+        joined.result(LONG)
+    assert second.ended() == End(0, "a")
+    assert not over.done()
+    second.told()
+    assert over.result(LONG)
