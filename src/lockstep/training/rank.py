@@ -157,7 +157,7 @@ def work(run: Run, world: World) -> int:
     found = through(session, console, step)
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
-    weights = session.strategy.export()
+    weights = session.strategy.exported()
     session.strategy.close()
     return DONE if weights is None else deliver(session, console, found, weights)
 

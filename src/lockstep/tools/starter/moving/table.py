@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config import plugins
+
 # Why there is no counterpart, where several systems have the key.
 AGAIN = "a layer is computed again from its inputs, in one way"
 CACHED = "tokens are cached by their content"
@@ -129,6 +131,14 @@ def length(moved: Moved, epochs: Any, steps: Any, names: tuple[str, str]) -> Non
         moved.set("epochs", int(passes) if passes == int(passes) else passes, names[0])
 
 
+def only_its_own(moved: Moved) -> None:
+    """Leave out what is said of moments that the optimizer does not have."""
+    options: Any = plugins.find("optimizers", moved.keys.get("optim.name", "adamw"))
+    for key in ("betas", "eps", "momentum"):
+        if key not in options.Options.model_fields:
+            moved.keys.pop(f"optim.{key}", None)
+
+
 SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -137,6 +147,9 @@ SCHEDULES = {
     "schedulertype.linear": "linear",
     "schedulertype.cosine": "cosine",
     "schedulertype.constant": "constant",
+    "inverse_sqrt": "inverse_sqrt",
+    "polynomial": "polynomial",
+    "warmup_stable_decay": "wsd",
 }
 OPTIMIZERS = {
     "adamw_torch": "adamw",
@@ -144,6 +157,12 @@ OPTIMIZERS = {
     "adamw_hf": "adamw",
     "adamw": "adamw",
     "sgd": "sgd",
+    "lion_32bit": "lion",
+    "schedule_free_adamw": "schedule_free",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "muon": "muon",
     "optimizernames.adamw_torch": "adamw",
     "optimizernames.adamw_torch_fused": "adamw",
 }
