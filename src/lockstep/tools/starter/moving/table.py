@@ -149,8 +149,27 @@ SCHEDULES = {
     "schedulertype.constant": "constant",
     "inverse_sqrt": "inverse_sqrt",
     "polynomial": "polynomial",
+    "cosine_with_min_lr": "cosine",
     "warmup_stable_decay": "wsd",
 }
+_ENDS = {"min_lr_rate": "minimum", "min_lr_ratio": "minimum", "num_decay_steps": "decay_steps", "power": "power"}
+
+
+def schedule_ends(moved: Moved, kind: str, given: Mapping[str, Any], rate: float, name: str) -> None:
+    """How a schedule of transformers ends: what `lr_scheduler_kwargs` says, and its own defaults."""
+    kind, given = kind.rpartition(".")[2], dict(given)
+    if kind == "warmup_stable_decay":
+        shape = str(given.pop("decay_type", "cosine"))
+        moved.set("optim.decay_shape", {"1-sqrt": "sqrt"}.get(shape, shape), f"{name}: decay_type {shape}")
+    for key, value in given.items():
+        if key in _ENDS:
+            moved.set(f"optim.{_ENDS[key]}", value, f"{name}: {key}")
+        elif key in ("min_lr", "lr_end") and (least := number(value)) is not None:
+            moved.set("optim.minimum", least / rate, f"{name}: {key} {least:g} of {rate:g}")
+        else:
+            moved.drop(f"{name}: {key}", value, "optim has no such key")
+
+
 OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
