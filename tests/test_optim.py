@@ -1,13 +1,16 @@
 """Groups, layer-wise rates, freezing, and each optimizer against the library that it is of."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from contributed import example
 from harness import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
 
+from lockstep.checkpoint.manifest import code_of
 from lockstep.config.optim import OptimSection
 from lockstep.config.run import Run, RunError, load
 from lockstep.strategies.exact import optim, treatment
@@ -341,3 +344,19 @@ def test_a_resolved_file_of_before_is_read() -> None:
     assert load(None, [], TINY | {"optim": {"name": "sgd", "betas": [0.9, 0.999], "eps": 1e-8}}).optim.options == {
         "momentum": 0.9
     }
+
+
+def test_the_optimizer_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a module of a user's own: its keys are typed, its state is complete, its source is compared."""
+    (tmp_path / "my_nadam.py").write_text(example("strategies/optimizers/nadam.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RunError, match=r"unknown key 'optim.momentum_dekay': did you mean 'momentum_decay'"):
+        run_of("optim=my_nadam.NAdam", "optim.momentum_dekay=1")
+    ours, weight, other = pair("my_nadam.NAdam", "optim.momentum_decay=0.01")
+    theirs = torch.optim.NAdam([other], weight_decay=0.1, momentum_decay=0.01, decoupled_weight_decay=True)
+    begun = set(ours.saved())
+    stepped(ours, weight, theirs, other, RATES)
+    assert torch.equal(weight, other)
+    assert begun == set(ours.saved()) == {f"optimizer.{k}.w" for k in ("step", "mu_product", "exp_avg", "exp_avg_sq")}
+    assert "my_nadam.py" in code_of(run_of("optim=my_nadam.NAdam"))

@@ -184,7 +184,10 @@ def resumed(session: Session, console: Console) -> int:
         console.say(f"resuming after step {step} of {session.feed.total}")
     PLACE.at("starting")
     session.journal.event(
-        "start", step, **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside)
+        "start",
+        step,
+        steps=session.feed.total,
+        **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
     )
     return step
 
