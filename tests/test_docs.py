@@ -27,6 +27,15 @@ def test_every_key_of_every_task_is_documented(task: str) -> None:
     assert [row for row in rows if row not in page] == []
 
 
+def test_every_optimizer_and_every_key_of_it_is_documented() -> None:
+    page = (ROOT / "docs/optimizers.md").read_text()
+    for name in plugins.names("optimizers"):
+        assert f"| `{name}` |" in page
+        for key, field in plugins.find("optimizers", name).Options.model_fields.items():  # type: ignore[attr-defined]
+            assert f"| `optim.{key}` |" in page
+            assert str(field.description) in page, f"{name}: {key}"
+
+
 def test_every_strategy_is_explained() -> None:
     text = (ROOT / "docs/strategies.md").read_text()
     assert [name for name in plugins.names("strategies") if f"{name}.py" not in text] == []

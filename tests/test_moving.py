@@ -28,7 +28,7 @@ OURS = {
 }
 # Keys that a run file may have.
 KEYS = {key for key, section in messages._fields(Run).items() if section is None or key in ("optim", "strategy")}
-for kind, section in (("tasks", "task"), ("launchers", "launch")):
+for kind, section in (("tasks", "task"), ("launchers", "launch"), ("optimizers", "optim")):
     for name in plugins.names(kind):
         KEYS |= {f"{section}.{key}" for key in plugins.find(kind, name).Options.model_fields}  # type: ignore[attr-defined]
 
@@ -121,6 +121,36 @@ def test_every_field_of_training_arguments_is_in_the_table() -> None:
     assert [f.name for f in dataclasses.fields(Seq2SeqTrainingArguments) if f.name not in trainer.TABLE] == []
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0, "lr_end": 1e-5}},
+            {"schedule": "polynomial", "power": 2.0, "minimum": 0.1},
+        ),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 7}},
+            {"schedule": "wsd", "decay_steps": 7, "decay_shape": "cosine"},
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}},
+            {"schedule": "cosine", "minimum": 0.2},
+        ),
+        (
+            {"optim": "lion_32bit", "adam_beta1": 0.95, "adam_beta2": 0.98, "adam_epsilon": 1e-6},
+            {"name": "lion", "betas": (0.95, 0.98)},
+        ),
+        ({"optim": "sgd", "adam_beta1": 0.95, "adam_epsilon": 1e-6}, {"name": "sgd", "momentum": 0.9}),
+        ({"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}, {"name": "schedule_free"}),
+    ],
+)
+def test_optimizers_and_schedules_of_trainer(theirs: dict, ours: dict, here: Path) -> None:
+    given = {"output_dir": "o", "learning_rate": 1e-4, **theirs}
+    (here / "args.json").write_text(json.dumps(given))
+    optim = moved(here / "args.json").optim.model_dump()
+    assert {key: optim[key] for key in ours} == ours
+
+
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +174,7 @@ def test_arguments_as_trainer_writes_them(here: Path, capsys: pytest.CaptureFixt
 def test_what_has_no_counterpart_is_listed_with_why(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = {
         "tpu_num_cores": 8,
-        "lr_scheduler_type": "polynomial",
+        "lr_scheduler_type": "cosine_with_restarts",
         "dataloader_num_workers": 4,
         "my_key": 1,
         "do_train": True,
@@ -154,7 +184,7 @@ def test_what_has_no_counterpart_is_listed_with_why(here: Path, capsys: pytest.C
     said, text = capsys.readouterr().out, (here / "moved.yaml").read_text()
     for wanted in (
         "tpu_num_cores: 8 (",
-        "lr_scheduler_type: polynomial (optim.schedule is one of linear, cosine, constant",
+        "lr_scheduler_type: cosine_with_restarts (optim.schedule is one of linear, cosine, constant",
         "dataloader_num_workers: 4 (",
         "my_key: 1 (not a key that is known here)",
     ):

@@ -74,6 +74,10 @@ def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixtu
     assert rows["model"] == f"gpt2 from scratch, {count / 1e6:.2f}M parameters"
     assert rows["data"].startswith("builtin/emotion: 100 train, 100 validation, 100 test examples; mean ")
     assert rows["length"] == "12 steps of 22 examples; an epoch has 5: 2.4 epochs; 2 evaluations on the way"
+    assert rows["rate"] == "▁▁▅▅▅▅███████▇▇▇▆▆▆▆▅▅▅▅▅▅▅▄▄▄▄▃▃▃▂▂▂▂▁▁ " + (
+        "linear: 0 at first, 0.005 at step 2, 0.0005 at the last"
+    )
+    assert rows["optimizer"] == "adamw: 11 weights at 0.005, decay 0.01; 18 weights at 0.005, decay 0"
     mean = task.splits["train"].lengths.sum() / 5  # over the five steps of an epoch
     assert float(rows["tokens"].split()[1].replace(",", "")) == pytest.approx(mean, rel=0.05)
     held = (24, 4, 4, 8, 8)  # bytes a parameter; of four micro-batches two sums wait, with DDP's buckets
@@ -89,6 +93,9 @@ def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixtu
         (["strategy=ddp"], (4, 4, 8)),
         (["strategy=single", "optim=sgd"], (4, 4, 4)),
         (["strategy=single", "optim=sgd", "optim.momentum=0"], (4, 4, 0)),
+        (["strategy=single", "optim=lion"], (4, 4, 4)),
+        (["strategy=fsdp2", "optim=adafactor"], (1, 1, 0)),
+        (["strategy=zero1", "optim=lion"], (4, 4, 2)),
         (["strategy=zero1"], (4, 4, 3)),
         (["strategy=zero2"], (4, 1, 3)),
         (["strategy=zero3"], (1, 1, 3)),
@@ -124,6 +131,8 @@ def test_plan_says_how_fsdp2_gathers_here(here: Path, capsys: pytest.CaptureFixt
         (["model.config.n_lyer=2"], "has no entry 'n_lyer'"),
         (["task.label=nothing"], "nothing"),
         (["strategy.options={bucket_cap: 3}"], "bucket_cap"),
+        (["optim.groups=[{match: 'clasifier.*', learning_rate: 1e-3}]"], "optim.groups: no weight that is trained"),
+        (["model.freeze=['*.h.7.*']"], "model.freeze: no weight that is trained is called '*.h.7.*'"),
         (["data.max_length=4000"], "data.max_length"),
         (["output=run.yaml/out"], "output"),
     ],
@@ -161,6 +170,7 @@ def test_list_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n  {name} " in said
     for name, bits in (("single", "same bits"), ("ddp", "same bits"), ("zero1", "rounding")):
         assert re.search(rf"^  {name} +{bits} +(ready|lacking) +\S", said, re.MULTILINE)
+    assert re.search(r"^  muon +ready +Muon", said, re.MULTILINE)
     assert main(["schema"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"data", "model", "optim"} <= found["properties"].keys()

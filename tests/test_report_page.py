@@ -237,3 +237,28 @@ def test_in_a_browser(tmp_path: Path) -> None:
             time.sleep(0.2)
         assert shown.value("document.querySelector('.state').innerText") == "finished, step 40", "it loaded itself"
         assert shown.complaints == []
+
+
+# -- the schedule ----------------------------------------------------------------------------------------------------
+
+
+def test_rates_are_drawn_beside_those_that_are_planned(tmp_path: Path) -> None:
+    """Of a run that has done 40 of 100 steps."""
+    folder = folder_of(tmp_path / "run")
+    (folder / "run.yaml").write_text(
+        json.dumps({"name": "x", "optim": {"learning_rate": 1e-3, "schedule": "wsd", "warmup_steps": 10}})
+    )
+    events = (folder / "events.jsonl").read_text().replace('"processes": 3', '"steps": 100, "processes": 3')
+    (folder / "events.jsonl").write_text(events)
+    for step in range(10, 41, 10):
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, "split": "train", "loss": 1.0, "learning_rate": 1e-3}) + "\n")
+    history = read(folder)
+    assert len(history.planned_rates) == 100
+    assert dict(history.planned_rates)[11.0] == 1e-3
+    assert dict(history.planned_rates)[96.0] == pytest.approx(5e-4)
+    chart = next(chart for chart in panels.curves(history) if "learning rate" in chart)
+    assert "as planned" in chart
+    assert below(chart)[-1] == "100"
+    (folder / "run.yaml").write_text(json.dumps({"name": "x", "optim": {"schedule": "of another version"}}))
+    assert read(folder).planned_rates == []

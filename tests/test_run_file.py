@@ -162,7 +162,7 @@ def test_what_is_wrong_is_blamed_on_where_it_came_from(
         ("seed: x", "seed: 'x' will not do: wanted is an integer (FILE, line 8)"),
         ("optim: {betas: [0.9]}", "optim.betas: [0.9] will not do: values are missing"),
         ("optim: {betas: [1, 2, 3]}", "optim.betas: [1, 2, 3] will not do: wanted are 2 values"),
-        ("optim: {momentum: 1}", "optim.momentum: 1 will not do: wanted is a number less than 1 ("),
+        ("optim: {name: sgd, momentum: 1}", "optim.momentum: 1 will not do: wanted is a number less than 1 ("),
         ("data: {source: x, train: [5]}", "data.train: [5] will not do: wanted is a text or a list of texts ("),
         ("stop_after: 3 hours", "time after which to stop as if asked to"),
         ("launch: {processes: 1.5}", "launch.processes: 1.5 will not do: wanted is an integer or 'auto' ("),

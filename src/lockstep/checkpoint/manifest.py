@@ -197,6 +197,8 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     now, where, other = run.arithmetic(), mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
     # a checkpoint that is older than a key was trained with the key's default
     then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
+    # once every optimizer's keys stood there, whichever was used
+    then = {key: value for key, value in then.items() if key in now or not key.startswith("optim.")}
     differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
     if manifest.data == prepared.key:  # the same tokens: where they were read from is no reason
         differing = [key for key in differing if key not in _READ_FROM]

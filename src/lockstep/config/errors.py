@@ -180,12 +180,12 @@ def _fields(model: type[BaseModel], prefix: str = "") -> dict[str, type[BaseMode
     return found
 
 
-_SECTIONS = {"tasks": "task", "launchers": "launch"}
+_SECTIONS = {"tasks": "task", "launchers": "launch", "optimizers": "optim"}
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, str]:
-    """Every dotted key of a run file, those of plug-ins among them -> when it is one: "" for always. Imports tasks and
-    launchers, which need no torch for it."""
+    """Every dotted key of a run file, those of plug-ins among them -> when it is one: "" for always. Imports tasks,
+    launchers and optimizers, which need no torch for it."""
     found = dict.fromkeys(_described(model), "")
     for kind, section in _SECTIONS.items():
         for name in plugins.names(kind):

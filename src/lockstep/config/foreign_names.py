@@ -26,6 +26,7 @@ _MODEL = "a Hub id or a folder; model.type instead trains from scratch"
 _DATA = "a Hub id, a folder or files; splits are data.train, data.validation and data.test"
 _ADAPTER = "a mapping with the names of peft, such as {type: lora, r: 8, lora_alpha: 16}"
 _PROCESSES = "processes a machine"
+_SCHEDULE = "constant, linear, cosine, inverse_sqrt, polynomial, wsd, one_cycle or points [[step, rate], ...]"
 _WORKERS = "for the task module; of the other tasks texts are tokenised once, and batches are made ahead by themselves"
 _RESUMED = "the same command goes on from the newest checkpoint of OUTPUT by itself"
 
@@ -47,10 +48,13 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "per_device_eval_batch_size": ("evaluate.batch_size", "examples of an evaluation batch on each process"),
     # the optimizer
     "lr": ("optim.learning_rate", "the highest rate of the schedule"),
-    "optimizer": ("optim", "its keys are name (adamw or sgd), learning_rate, schedule and more"),
-    "lr_scheduler_type": ("optim.schedule", "constant, linear or cosine, after the warm-up"),
-    "lr_scheduler": ("optim.schedule", "constant, linear or cosine, after the warm-up"),
-    "scheduler": ("optim.schedule", "constant, linear or cosine, after the warm-up"),
+    "optimizer": (
+        "optim",
+        "its keys are name (adamw, muon, lion, ...: `lockstep list`), learning_rate, schedule and more",
+    ),
+    "lr_scheduler_type": ("optim.schedule", _SCHEDULE),
+    "lr_scheduler": ("optim.schedule", _SCHEDULE),
+    "scheduler": ("optim.schedule", _SCHEDULE),
     "warmup": ("optim.warmup_steps", "or optim.warmup_fraction, a share of all steps"),
     "warmup_ratio": ("optim.warmup_fraction", "a share of all steps"),
     "max_grad_norm": ("optim.clip", "of the whole gradient's norm, once a step; 0: no clipping"),
@@ -59,6 +63,12 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "adam_beta1": ("optim.betas", "both in one list, [0.9, 0.999]"),
     "adam_beta2": ("optim.betas", "both in one list, [0.9, 0.999]"),
     "adam_epsilon": ("optim.eps", "1e-8 unless it is given"),
+    "min_lr_rate": ("optim.minimum", "a share of learning_rate that the schedule ends at"),
+    "min_lr_ratio": ("optim.minimum", "a share of learning_rate that the schedule ends at"),
+    "num_decay_steps": ("optim.decay_steps", "the last steps of wsd, in which the rate falls"),
+    "layerwise_lr_decay": ("optim.layer_decay", "factor of the rate from each layer to the one below it"),
+    "param_groups": ("optim.groups", "as [{match: 'classifier.*', learning_rate: 1e-3}]"),
+    "freeze_layers": ("model.freeze", "names of weights, with * for any part of a name"),
     "label_smoothing_factor": ("task.label_smoothing", "a key of the task translation"),
     # model and data
     "model_name_or_path": ("model.source", _MODEL),

@@ -1,6 +1,6 @@
 """A name in the run file -> the one class in that file.
 
-In: a kind (`tasks`, `strategies`, `launchers`, `track`) and a name, or a dotted path to a class of your own.
+In: a kind (`tasks`, `strategies`, `optimizers`, `launchers`, `track`) and a name, or a dotted path to a class of yours.
 Out: the class. A new plug-in is one new file in the kind's folder; nothing is registered anywhere. Beside them lies the
 interface (`tasks/task.py`, ...); other files of the folder are named in its `SHARED`.
 """
@@ -23,6 +23,8 @@ from typing import Any
 
 _FILES = {"ray": "ray_train"}  # a name whose file is called otherwise: no file has the name of the package it imports
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
+_SINGULAR |= {"optimizers": "optimizer"}
+_FOLDERS = {"optimizers": "strategies.optimizers"}  # kinds whose folder is inside of another one
 
 
 @contextmanager
@@ -44,7 +46,7 @@ class PluginError(ValueError):
 
 def names(kind: str) -> list[str]:
     """All names of a kind that a run file can use, in alphabetical order."""
-    package = importlib.import_module(f"lockstep.{kind}")
+    package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
     names_of = {file: name for name, file in _FILES.items()}
     found = (m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and m.name not in package.SHARED)
     return sorted(names_of.get(file, file) for file in found)
@@ -57,14 +59,17 @@ def find(kind: str, name: str) -> type:
     Errors: `PluginError`, naming the nearest known name. The module is imported, and with it the engine it needs.
     """
     if "." in name:
-        return attribute(name)
+        found = attribute(name)
+        if kind == "optimizers" and getattr(found, "plugin", "") != kind:
+            raise PluginError(f"{name} is no optimizer of lockstep's; CONTRIBUTING.md has how torch's are made one")
+        return found
     known = names(kind)
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise PluginError(f"unknown {_SINGULAR[kind]} {name!r}: {hint}known are {', '.join(known)}")
     with importing():
-        module = importlib.import_module(f"lockstep.{kind}.{_FILES.get(name, name)}")
+        module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{_FILES.get(name, name)}")
     classes = [
         c
         for _, c in inspect.getmembers(module, inspect.isclass)

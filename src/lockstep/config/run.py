@@ -21,6 +21,7 @@ from lockstep.config import disclosure, foreign_names, origins, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.addresses import Mirror, is_address
 from lockstep.config.fingerprint import FingerprintSection
+from lockstep.config.optim import OptimSection
 from lockstep.config.sections import (
     BEFORE,
     SHORT,
@@ -30,7 +31,6 @@ from lockstep.config.sections import (
     HubSection,
     LaunchSection,
     ModelSection,
-    OptimSection,
     PluginSection,
     Positive,
     Precision,
@@ -189,8 +189,10 @@ class Run(Section):
         """What a key of `arithmetic` was before there was one, as JSON has it; None where it must be given."""
         name, _, inner = key.partition(".")
         section: Any = getattr(self, name) if inner else self
-        model = plugins.find("tasks", section.name).Options if name == "task" else type(section)  # type: ignore[attr-defined]
-        field = model.model_fields.get(inner or name)
+        kind, fields = {"task": "tasks", "optim": "optimizers"}.get(name), dict(type(section).model_fields)
+        if kind is not None:
+            fields |= plugins.find(kind, section.name).Options.model_fields  # type: ignore[attr-defined]
+        field = fields.get(inner or name)
         found = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
         return BEFORE.get(key, list(found) if isinstance(found, tuple) else found)
 
@@ -270,6 +272,7 @@ def check_plugins(
     own = {
         "task": source.typed("task", "tasks", run.task),
         "launch": source.typed("launch", "launchers", run.launch),
+        "optim": source.typed("optim", "optimizers", run.optim),
         "track": source.trackers(run.track),
     }
     if imports or "." not in run.task.name:

@@ -235,6 +235,9 @@ class ModelSection(Section):
         description="what weights are kept in; bfloat16: and computed in. With an adapter, whose default is bfloat16: "
         "what its frozen matrices are kept in; they are computed with as precision says",
     )
+    freeze: list[str] = Field(
+        default_factory=list, description="names of weights that are not trained, with * for any part of a name"
+    )
     quantization: Literal["nf4", "fp4"] | None = Field(
         None, description="keep the frozen linear layers of an adapter's base in 4 bits (QLoRA)"
     )
@@ -270,32 +273,6 @@ class TokenizerSection(Section):
     def _one_origin(self) -> TokenizerSection:
         if self.source is not None and self.train is not None:
             raise ValueError("give either source or train, and not both")
-        return self
-
-
-class OptimSection(Section):
-    name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW or SGD with momentum, both fused")
-    learning_rate: float = Field(5e-5, gt=0, description="the highest rate of the schedule")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "linear", description="after warm-up: to 0 at the last step"
-    )
-    warmup_steps: Steps = Field(0, description="steps of linear warm-up from 0")
-    warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
-    weight_decay: float = Field(0.01, ge=0, description="not applied to biases and norms")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
-    master_weights: bool = Field(
-        True,
-        description="with model.dtype bfloat16: a float32 copy of the weights, which is updated and rounded into them; "
-        "false: none, and updates below a weight's last bit are lost",
-    )
-    clip: float | None = Field(1.0, ge=0, description="largest gradient norm; 0 or null: no clipping")
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> OptimSection:
-        if self.warmup_steps and self.warmup_fraction:
-            raise ValueError("give warmup_steps or warmup_fraction, and not both")
         return self
 
 

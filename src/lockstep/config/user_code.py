@@ -30,7 +30,8 @@ _LIBRARIES = ("lockstep", "torch", "transformers", "datasets", "tokenizers", "nu
 def named(run: Run, strategy: bool = True) -> dict[str, str]:
     """Keys of the run file that name a class or a function of the user's, among those that decide what is computed:
     key -> name."""
-    found = {"task.name": run.task.name} | ({"strategy.name": run.strategy.name} if strategy else {})
+    found = {"task.name": run.task.name, "optim.name": run.optim.name}
+    found |= {"strategy.name": run.strategy.name} if strategy else {}
     if not is_own(run.task.name):
         task: Any = plugins.find("tasks", run.task.name)
         found |= {f"task.{key}": str(run.task.options.get(key)) for key in task.functions}

@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 
-OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD; all but step are moments
-
 
 class Saved(ABC):
     """A whole state that ranks take their parts from."""
@@ -86,17 +84,6 @@ def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
                 elif world.rank == rank:
                     dist.send(found[name].detach().cpu().contiguous(), 0)
     return dict(sorted(found.items()))
-
-
-def moments(saved: Saved, name: str, parameter: Tensor) -> dict[str, Tensor]:
-    """Room for what a saved state has of a parameter's optimizer state, by key; sharded as the parameter is."""
-    return {
-        key: torch.zeros((), device=parameter.device)
-        if key == "step"
-        else torch.zeros_like(parameter.detach(), dtype=torch.float32)
-        for key in OPTIMIZER_KEYS
-        if f"optimizer.{key}.{name}" in saved
-    }
 
 
 def local(tensor: Tensor | None) -> Tensor:

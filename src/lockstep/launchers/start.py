@@ -274,10 +274,13 @@ def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> 
     `RunError`."""
     from lockstep.data.prepare import prepare
     from lockstep.training.checkpoint_model import fetch
+    from lockstep.training.sizes import check_names
 
     check(run, plan)
     fetch(run)
-    return prepare(run, plugins.find("tasks", run.task.name), fresh=True, tell=tell)
+    prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True, tell=tell)
+    check_names(run, prepared)
+    return prepared
 
 
 def check(run: Run, plan: Plan) -> None:

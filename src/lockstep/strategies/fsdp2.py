@@ -37,6 +37,7 @@ from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, most_held, share
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.treatment import Treated
 from lockstep.strategies.fsdp2_step import FSDP2Step
 from lockstep.strategies.strategy import DataParallel, Strategy, make_model, summing
 from lockstep.tasks.models import decoding
@@ -152,7 +153,7 @@ class FSDP2(Strategy):
             self.blocks = layers.named_blocks(self.model, named)
         shown = [Shown(module) for module in [*self.blocks, self.model]]
         blocks.prepare(self.run, self.model)
-        self.apply_shards(exempt=optim.undecayed(self.model))
+        self.apply_shards(optim.assigned(self.run.optim, self.model))
         if skips is not None:
             leaves_layers_out(self.model)
         for outputs in shown:
@@ -191,9 +192,9 @@ class FSDP2(Strategy):
             )
         return mesh
 
-    def apply_shards(self, exempt: set[str]) -> None:
+    def apply_shards(self, treated: Mapping[str, Treated]) -> None:
         """`fully_shard` on every block, then on what is left; the blocks are those transformers keeps together. Then
-        the optimizer; weight decay leaves the parameters `exempt` alone."""
+        the optimizer."""
         options = self.run.strategy.options
         if self.tensor > 1:
             from torch.distributed.tensor.parallel import parallelize_module
@@ -212,11 +213,12 @@ class FSDP2(Strategy):
         for block in self.blocks:
             fully_shard(block, mp_policy=of_block, **arguments)
         fully_shard(self.model, mp_policy=of_root, **arguments)
-        self.optimizer = self.make_optimizer(exempt)
+        self.optimizer = self.make_stepper(treated)
 
-    def make_optimizer(self, exempt: set[str]) -> torch.optim.Optimizer:
-        groups = optim.groups(self.model.named_parameters(), exempt, self.run.optim.weight_decay)
-        return optim.of_groups(self.run.optim, groups)
+    def make_stepper(self, treated: Mapping[str, Treated]) -> optim.Stepper:
+        groups = optim.groups(self.run.optim, self.model.named_parameters(), treated)
+        self.stepper = optim.of_groups(self.run.optim, groups)
+        return self.stepper
 
     def receive(self, source: nn.Module | None) -> None:
         """Weights and buffers from rank 0's model, one at a time; each rank keeps its part. Collective."""
@@ -229,7 +231,7 @@ class FSDP2(Strategy):
                 whole = (
                     given[name].detach().to(self.world.device, own.dtype)
                     if given
-                    else whole_like(own, self.world.device)
+                    else torch.empty(own.shape, dtype=own.dtype, device=self.world.device)
                 )
                 if self.world.size > 1:
                     dist.broadcast(whole := whole.contiguous(), src=0)
@@ -338,7 +340,7 @@ class FSDP2(Strategy):
 
     def close(self) -> None:
         self.scatters.clear()
-        del self.model, self.optimizer, self.named
+        del self.model, self.optimizer, self.stepper, self.named
 
 
 class _TreeScatter(ReduceScatter):
@@ -389,10 +391,6 @@ class _TreeScatter(ReduceScatter):
 
 
 # -- parts of tensors ------------------------------------------------------------------------------------------------
-
-
-def whole_like(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def tensor_ranks(run: Run) -> int:

@@ -151,6 +151,11 @@ class FSDP2Step(Native):
             self.gather()
         return norm, used
 
+    def weights_changed(self) -> None:
+        super().weights_changed()
+        if not self.alone:
+            self.gather()
+
     @torch.no_grad()
     def gather(self) -> None:
         """Every rank's new rows, to every rank. Collective."""

@@ -70,8 +70,8 @@ class Native(Strategy):
         if narrow:
             masters.sums_in_float32([*self.parameters, *self.stepped.values()])
         self.rows = {i: DenseRows(p) for i, (n, p) in enumerate(self.stepped.items()) if n in sparse}
-        groups = optim.groups(self.stepped.items(), optim.undecayed(self.model), self.run.optim.weight_decay)
-        self.optimizer = optim.of_groups(self.run.optim, groups)
+        groups = optim.groups(self.run.optim, self.stepped.items(), optim.assigned(self.run.optim, self.model))
+        self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups, self.spread)
         # A weight that is used three times and more gets its gradient's terms in an order that depends on when autograd
         # saw its low copy being made: then it is made anew for every micro-batch, and the order is the same for all.
         self.fresh_casts = exact and self.run.precision != "fp32" and max(uses.values(), default=0) > 2
@@ -224,17 +224,26 @@ class Native(Strategy):
         return held_state.tensors_of(self.model) | {name: self.spread(name, t.detach()) for name, t in own.items()}
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        return held_state.sharded(self.to_save(), self.stepped, self.optimizer, self.spread, self.scaling)
+        return held_state.sharded(self.to_save(), self.stepper, self.scaling)
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        held_state.load(saved, self.to_save(), self.stepped, self.optimizer, self.spread, self.scaling)
+        held_state.load(saved, self.to_save(), self.stepper, self.scaling)
         self.round_masters()
 
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
 
     def close(self) -> None:
-        del self.model, self.wrapped, self.optimizer, self.parameters, self.named, self.stepped, self.places
+        del (
+            self.model,
+            self.wrapped,
+            self.optimizer,
+            self.stepper,
+            self.parameters,
+            self.named,
+            self.stepped,
+            self.places,
+        )
 
 
 def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:

@@ -137,7 +137,10 @@ class Pipeline(Strategy):
         self.order = [n for n, p in self.cut.whole.named_parameters() if p.requires_grad]
         self.links = Links(self.cut, self.ranks, self.pipelines, self.pipeline, self.side)
         self.held = [Held(part, self.order, self.links) for part in self.cut_parts]
-        self.optimizer = optim.build(self.run.optim, self.model)
+        stepped = {id(p): (n, p) for held in self.held for n, p in held.parameters.items()}  # each once
+        treated = optim.assigned(self.run.optim, self.cut.whole)
+        groups = optim.groups(self.run.optim, stepped.values(), treated)
+        self.optimizer = self.stepper = optim.of_groups(self.run.optim, groups)
         bytes_of_state = random_state(self.world.device).numel()
         self.engine = [
             Stage(StageModule(held.part, self.loss, self.begin), held, bytes_of_state, self.world.device, self.pipe)
@@ -281,8 +284,8 @@ class Pipeline(Strategy):
         return logits
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        owned = {name: parameter for held in self.held for name, parameter in held.owned.items()}
-        return held_state.sharded(self.weights(), owned, self.optimizer, scaling=self.scaling)
+        owned = {name for held in self.held for name in held.owned}
+        return held_state.sharded(self.weights(), self.stepper, self.scaling, owned)
 
     def weights(self) -> dict[str, Tensor]:
         """The parameters and buffers that this rank answers for."""
@@ -296,7 +299,7 @@ class Pipeline(Strategy):
     def load_sharded_state_dict(self, saved: Saved) -> None:
         for part, held in zip(self.cut_parts, self.held, strict=True):
             tensors = {name: part.tensor(name).detach() for name in part.names}
-            held_state.load(saved, tensors, held.parameters, self.optimizer, scaling=self.scaling)
+            held_state.load(saved, tensors, self.stepper, self.scaling, held.parameters)
 
     def export(self) -> dict[str, Tensor] | None:
         found = gather(self.weights(), self.world)
@@ -305,7 +308,7 @@ class Pipeline(Strategy):
         return {key: found[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
 
     def close(self) -> None:
-        del self.model, self.optimizer, self.schedule, self.engine, self.held, self.cut_parts
+        del self.model, self.optimizer, self.stepper, self.schedule, self.engine, self.held, self.cut_parts
         for group in (self.pipe, self.side, self.across):
             dist.destroy_process_group(group)
 

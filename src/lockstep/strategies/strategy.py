@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +30,8 @@ from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
 from lockstep.strategies.exact.statistics import Statistics, buffers_kept
+from lockstep.strategies.exact.treatment import freeze
+from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
@@ -75,13 +77,15 @@ class Strategy(ABC):
 
     trains_bfloat16: ClassVar[bool] = False  # whether weights may be trained in bfloat16
     without_masters: ClassVar[bool] = False  # also without float32 ones beside them
+    flat_parts: ClassVar[bool] = False  # whether an engine hands the optimizer parts of tensors laid end to end
     takes_4_bits: ClassVar[bool] = False  # whether an adapter's base may be kept in 4 bits
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
     model: nn.Module  # what this rank holds of the model, under the task's own parameter names
     named: dict[str, nn.Parameter]  # those of them that are trained
-    optimizer: Any  # a torch optimizer, or an engine's around one
+    optimizer: Any  # the stepper, or an engine's around it
+    stepper: optim.Stepper
     data_parallel: DataParallel
     statistics: Statistics | None = None  # the model's running statistics, where the strategy brings them together
     observe: Callable[[dict[str, Tensor]], None] | None = None
@@ -93,7 +97,8 @@ class Strategy(ABC):
         self.run, self.world = run, world
         self.phases = Phases(world.device)
         self.data_parallel = DataParallel(world.rank, world.size, world.sum)
-        self.asks_late = world.device.type == "cuda"  # whether a step was usable: while the next one is computed
+        # whether a step was usable: while the next one is computed
+        self.asks_late = world.device.type == "cuda" and optimizers.rule(run.optim).heeds_skipped
         self.scaling = LossScale(world.device) if run.precision == "fp16" else None
         # step, losses, norm and loss scale that nobody has looked at
         self._doubt: tuple[int, Tensor, Tensor, Tensor | None] | None = None
@@ -137,7 +142,7 @@ class Strategy(ABC):
         """Bytes that a process holds for each parameter of the model between two micro-batches: `weights`, and of those
         that are trained `gradients` and `optimizer`. On average over processes, where the model is cut up: the sums of
         docs/strategies.md."""
-        moments = 8.0 if run.optim.name == "adamw" else 4.0 if run.optim.momentum else 0.0
+        moments = optimizers.rule(run.optim).bytes_held()
         if run.model.trained_in_bfloat16:
             return {"weights": 2.0, "gradients": 4.0, "optimizer": moments + 4.0 * masters.wanted(run)}
         return {"weights": 4.0, "gradients": 4.0, "optimizer": moments}
@@ -218,6 +223,20 @@ class Strategy(ABC):
 
     def round_masters(self) -> None:  # noqa: B027 - most have none
         """After an update: master weights into the weights of the model, where there are any."""
+
+    def weights_changed(self) -> None:
+        """What the optimizer updates holds other numbers: into the model with them. Collective."""
+        self.round_masters()
+
+    def averaged(self) -> AbstractContextManager[bool]:
+        """In here the model is what is evaluated and exported, where that is something else than what is trained."""
+        return self.stepper.averaged(self.weights_changed)
+
+    def exported(self) -> dict[str, Tensor] | None:
+        """`export`, of what was evaluated. Collective."""
+        with self.averaged() as other:
+            weights = self.export()
+            return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
 
     def usable(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> bool:
         """Whether an update may be made of a gradient with this norm and these losses of the step's micro-batches
@@ -308,12 +327,12 @@ class Strategy(ABC):
         every rank where the strategy keeps copies (the same bits on each), on one where only that one holds or has
         gathered it. All ranks together hold everything, and the same names and shapes at every call after a step.
         """
-        return held_state.sharded(held_state.tensors_of(self.model), self.named, self.optimizer, scaling=self.scaling)
+        return held_state.sharded(held_state.tensors_of(self.model), self.stepper, self.scaling)
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Take over what all ranks' `sharded_state_dict` gave together, on this or another strategy at this or another
         number of processes. Each rank reads what it will hold; none is given all of it."""
-        held_state.load(saved, held_state.tensors_of(self.model), self.named, self.optimizer, scaling=self.scaling)
+        held_state.load(saved, held_state.tensors_of(self.model), self.stepper, self.scaling)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The same, whole on rank 0; on other ranks what is there without gathering it."""
@@ -339,7 +358,7 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     others.
     """
     wanted = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
-    model = task.model(empty=True) if empty else task.model()
+    model = freeze(task.run, task.model(empty=True) if empty else task.model())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != wanted:
             raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be {wanted}")
@@ -363,6 +382,7 @@ def strategy_class(run: Run) -> type[Strategy]:
 def checked_strategy(run: Run, processes: int) -> type[Strategy]:
     """The same, after it refused what cannot work. Errors: `RunError`."""
     found = strategy_class(run)
+    optimizers.check(run, found.flat_parts)
     masters.check(run, found.trains_bfloat16, found.without_masters)
     quantized.check(run, found.takes_4_bits)
     found.check(run, processes)

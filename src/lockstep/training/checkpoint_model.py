@@ -20,6 +20,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data import origin
 from lockstep.data.cache import kept
 from lockstep.data.prepare import prepare
+from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.task import Task
 
 
@@ -55,11 +56,22 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         files = Files(checkpoint, manifest.hashes)
         task: Task = task_class(run, prepared)
         saved = [name.removeprefix("model.") for name in files.names if name.startswith("model.")]
-        names = _under_all_names(task.model(empty=True), {name: files.whole(f"model.{name}") for name in saved})
+        weights = {name: files.whole(f"model.{name}") for name in saved}
+        names = _under_all_names(task.model(empty=True), evaluated(run, files, weights))
         aside.mkdir(parents=True)
         task.write(aside, names)
 
     return kept(origin.of_checkpoint(checkpoint), make)
+
+
+def evaluated(run: Run, files: Files, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is evaluated in place of the weights that are trained, where the optimizer keeps an average."""
+    rule = optimizers.rule(run.optim)
+    state: dict[str, dict[str, Tensor]] = {}
+    for whole in (each for each in files.names if rule.averages and each.startswith("optimizer.")):
+        _, key, name = whole.split(".", 2)
+        state.setdefault(name, {})[key] = files.whole(whole)
+    return {n: rule.evaluated(weight, state[n]) if n in state else weight for n, weight in weights.items()}
 
 
 def _under_all_names(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

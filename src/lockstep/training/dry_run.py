@@ -84,7 +84,7 @@ def _tried(session: Session) -> None:
         PLACE.at("trying samples")
         samples(task, strategy, world, briefly)
         PLACE.at("trying the export")
-        weights = strategy.export() if strategy.parameter_count <= EXPORTED_TWICE else None
+        weights = strategy.exported() if strategy.parameter_count <= EXPORTED_TWICE else None
         if weights is not None:
             try:
                 try_export(run, task, weights, scores)

@@ -292,10 +292,11 @@ def samples(
         return {name: tensor.to(world.device) for name, tensor in inputs.items()}
 
     seed_everything(task.run.seed, -2)
-    return task.samples(
-        lambda inputs, how: (generate or strategy.generate)(here(inputs), how),
-        lambda inputs: strategy.forward(here(inputs)),
-    )
+    with strategy.averaged():
+        return task.samples(
+            lambda inputs, how: (generate or strategy.generate)(here(inputs), how),
+            lambda inputs: strategy.forward(here(inputs)),
+        )
 
 
 def due(step: int, every: int, last: bool) -> bool:
@@ -337,9 +338,15 @@ def scored(
     """
     rows = np.arange(len(columns)) if rows is None else rows
     parts = {name: rows[(rows >= r.start) & (rows < r.stop)] for name, r in task.sources(columns).items()} or {"": rows}
-    of_each = {
-        n: _summed(run, world, task, strategy, columns, part, texts, stop, generate) for n, part in parts.items()
-    }
+    of_each, interrupted = {}, None
+    with strategy.averaged():
+        try:
+            for name, part in parts.items():
+                of_each[name] = _summed(run, world, task, strategy, columns, part, texts, stop, generate)
+        except Interrupted as caught:  # on every rank
+            interrupted = caught
+    if interrupted is not None:
+        raise interrupted
     found = [of for of in of_each.values() if of]
     sums = {name: functools.reduce(operator.add, (of[name] for of in found)) for name in found[0]}
     assert int(sums["examples"]) == len(rows), f"{int(sums['examples'])} of {len(rows)} examples were evaluated"

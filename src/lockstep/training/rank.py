@@ -160,7 +160,7 @@ def work(run: Run, world: World) -> int:
     found = through(session, console, step)
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
-    weights = session.strategy.export()
+    weights = session.strategy.exported()
     session.strategy.close()
     return DONE if weights is None else deliver(session, console, found, weights)
 
@@ -187,7 +187,10 @@ def resumed(session: Session, console: Console) -> int:
         console.say(f"resuming after step {step} of {session.feed.total}")
     PLACE.at("starting")
     session.journal.event(
-        "start", step, **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside)
+        "start",
+        step,
+        steps=session.feed.total,
+        **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
     )
     return step
 

@@ -14,10 +14,12 @@ from torch import nn
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
+from lockstep.config.schedules import drawn
 from lockstep.data.apart import left_out
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.memory import capacity
 from lockstep.distributed.world import World, pick_device
+from lockstep.strategies.exact.treatment import Treated, assigned, freeze
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks.models import quantized
 from lockstep.tasks.task import Task
@@ -31,7 +33,7 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
     feed = Feed(run, task, [], torch.device("cpu"))
-    model = task.model(empty=True)
+    model = freeze(run, task.model(empty=True))
     every, trained = counts(model)
     of_them = f", of which {trained / 1e6:.2f}M are trained" if trained < every else ""
     return {
@@ -39,6 +41,8 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
         "data": data(task),
         **feed.mixture,
         "length": length(run, feed),
+        "rate": drawn(run.optim, feed.total),
+        "optimizer": treatment(run, model),
         **({task.unit: units(feed)} if task.unit else {}),
         **padding(run, task),
         "memory": memory(run, processes, every, trained, quantized.count(model)),
@@ -56,7 +60,27 @@ def decided(run: Run, task: Task, world: World) -> Run:
     if not found.undecided(run):
         return run
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
-    return found.decided(run, world.size, *counts(task.model(empty=True)), memory)
+    return found.decided(run, world.size, *counts(freeze(run, task.model(empty=True))), memory)
+
+
+def check_names(run: Run, prepared: Prepared) -> None:
+    """Refuse patterns of weights' names that match none, before any process starts. Errors: `RunError`."""
+    if run.model.freeze or run.optim.groups or run.optim.layer_decay < 1:
+        task_class: Any = plugins.find("tasks", run.task.name)
+        assigned(run.optim, freeze(run, task_class(run, prepared).model(empty=True)))
+
+
+def treatment(run: Run, model: nn.Module) -> str:
+    """The optimizer, and what of its weights has a rate, a decay or a rule of its own."""
+    found: dict[Treated, int] = {}
+    for how in assigned(run.optim, model).values():
+        found[how] = found.get(how, 0) + 1
+    rows = [
+        f"{count} {how.kind or 'weight'}{'' if count == 1 else 'es' if how.kind == 'matrix' else 's'} at "
+        f"{how.scale * run.optim.learning_rate:.3g}, decay {how.decay:g}"
+        for how, count in found.items()
+    ]
+    return f"{run.optim.name}: {'; '.join(rows[:6])}{f'; and {len(rows) - 6} groups more' if len(rows) > 6 else ''}"
 
 
 def data(task: Task) -> str:

@@ -7,10 +7,12 @@ optimizer.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.accelerated import accelerator, only, prepared, release
+from lockstep.strategies.exact.treatment import Treated
 from lockstep.strategies.fsdp2 import FSDP2
 
 
@@ -56,7 +58,7 @@ class AcceleratedFSDP2(FSDP2):
     def rounding(cls, run: Run) -> float:
         return 0.1 if run.precision == "bf16" else 1e-4
 
-    def apply_shards(self, exempt: set[str]) -> None:
+    def apply_shards(self, treated: Mapping[str, Treated]) -> None:
         from accelerate import FullyShardedDataParallelPlugin
         from accelerate.utils import DistributedType
 
@@ -70,7 +72,7 @@ class AcceleratedFSDP2(FSDP2):
         )
         self.accelerator = accelerator(self.run, self.world, [], fsdp_plugin=plugin)
         assert self.accelerator.distributed_type == DistributedType.FSDP, self.accelerator.distributed_type
-        self.model, self.optimizer = prepared(self.accelerator, self.model, self.make_optimizer(exempt))
+        self.model, self.optimizer = prepared(self.accelerator, self.model, self.make_stepper(treated))
 
     def close(self) -> None:
         super().close()

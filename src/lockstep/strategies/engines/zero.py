@@ -27,13 +27,12 @@ from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.strategy import Strategy, make_model
 from lockstep.tasks.task import Task
 
-_STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of AdamW and SGD, each shaped as its parameter
-
 
 class Sharded(Strategy):
     """A DeepSpeed engine, whoever made it."""
 
     needs = ("deepspeed",)
+    flat_parts = True
     stage: int  # of ZeRO
     statistics: Statistics
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
@@ -88,7 +87,7 @@ class Sharded(Strategy):
         self.uses = {n: 0 for n, _ in self._trained()}  # how many of this rank's micro-batches gave each a gradient
         for name, parameter in self._trained():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._count(name))
-        self.optimizer = optim.build(self.run.optim, self.model)
+        self.optimizer = self.stepper = optim.build(self.run.optim, self.model)
         self.engine = self.start_engine()
         assert self.engine.zero_optimization_stage() == self.stage, self.engine.zero_optimization_stage()
         assert dist.get_world_size() == self.world.size
@@ -248,7 +247,7 @@ class Sharded(Strategy):
     def _moments(self) -> list[str]:
         """The names of the optimizer's moments, once there are some."""
         held = self.optimizer.state.get(self._flat()[0], {})
-        return [key for key in _STATE_KEYS if isinstance(held.get(key), Tensor)]
+        return [key for key in held if key not in self.stepper.rule.counters]
 
     def _whole_state(self, parameter: nn.Parameter, key: str | None) -> Tensor:
         """A copy of a weight (`key` None) or of a moment, whole. Collective."""
@@ -299,7 +298,8 @@ class Sharded(Strategy):
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Rank 0 reads every tensor by itself and sends it; each rank keeps its shard of it."""
         names = [n for n, _ in self._trained()]
-        found = [k for k in _STATE_KEYS if f"optimizer.{k}.{names[0]}" in saved]
+        fresh = self.stepper.rule.begin(self.optimizer.param_groups[0], self._flat()[0])
+        found = [k for k in fresh if k not in self.stepper.rule.counters and f"optimizer.{k}.{names[0]}" in saved]
         key = f"optimizer.step.{names[0]}"
         step = float(self._from_main(saved, key, torch.Size())) if key in saved else None
         self._make_optimizer_state(found, step)

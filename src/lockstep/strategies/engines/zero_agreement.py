@@ -111,19 +111,14 @@ def _off(value: Any) -> bool:
 
 def _optimizer(run: Run, value: Any) -> Iterator[str]:
     """Entries of DeepSpeed's optimizer that differ from `optim`, as what follows its key; empty: the whole."""
-    names = {"adamw": "AdamW", "sgd": "SGD"}
+    names = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
     if value == AUTO:
         return
-    if not isinstance(value, Mapping) or value.get("type", AUTO) not in (AUTO, names[run.optim.name]):
+    if not isinstance(value, Mapping) or value.get("type", AUTO) not in (AUTO, names.get(run.optim.name)):
         yield ""
         return
-    same = {
-        "lr": run.optim.learning_rate,
-        "betas": list(run.optim.betas),
-        "eps": run.optim.eps,
-        "weight_decay": run.optim.weight_decay,
-        "momentum": run.optim.momentum,
-    }
+    own = {key: list(each) if isinstance(each, tuple) else each for key, each in run.optim.options.items()}
+    same = own | {"lr": run.optim.learning_rate, "weight_decay": run.optim.weight_decay}
     yield from _parameters(value, same)
 
 
@@ -145,6 +140,7 @@ def _scheduler(run: Run, value: Any) -> Iterator[str]:
         "warmup_num_steps": run.optim.warmup_steps,
         "total_num_steps": run.steps,
         "warmup_type": "linear",
+        "cos_min_ratio": run.optim.minimum,
     }
     yield from _parameters(value, same)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.distributed.sharded import gather, local
 from lockstep.distributed.torch_internals import values_of
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.held_state import as_it_is
+from lockstep.strategies.exact.optim import as_it_is
 from lockstep.strategies.exact.reduction import clip_
 from lockstep.strategies.exact.sparse_rows import DenseRows
 

@@ -1,164 +1,245 @@
-"""Parameter groups, optimizers, and learning_rate(step): a pure function.
+"""Which weight is updated how, and the one stepper that does it on whatever each rank holds.
 
-In: the `optim` section and named parameters. Out: a torch optimizer, and the rate of each step.
+In: the `optim` section, named parameters. Out: a torch optimizer around the rule that the section names
+(`strategies/optimizers/`), whose updates have the same bits however the parameters are cut.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
+from torch.distributed.tensor import DTensor
 
-from lockstep.config.sections import OptimSection
-from lockstep.distributed.sharded import local
-
-
-def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
-    """The rate of the update numbered `step` (from 0) of `steps`.
-
-    Linear warm-up reaches the full rate with the update after the last warm-up step; then constant, linear to 0,
-    or half a cosine to 0 (Loshchilov and Hutter, "SGDR", ICLR 2017) - the schedules of transformers'
-    `get_*_schedule_with_warmup`.
-    """
-    warmup = optim.warmup_steps or math.ceil(optim.warmup_fraction * steps)
-    if step < warmup:
-        return optim.learning_rate * step / warmup
-    if optim.schedule == "constant":
-        return optim.learning_rate
-    progress = (step - warmup) / max(1, steps - warmup)
-    if optim.schedule == "linear":
-        return optim.learning_rate * max(0.0, 1.0 - progress)
-    return optim.learning_rate * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+from lockstep.config.optim import OptimSection
+from lockstep.config.schedules import learning_rate as learning_rate  # the rate of a step belongs here, too
+from lockstep.distributed.sharded import Saved, fill, local, whole
+from lockstep.strategies.exact.treatment import Treated, assigned
+from lockstep.strategies.optimizers.optimizer import Optimizer, State, rule
 
 
-def undecayed(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay leaves alone: biases, and the weights of normalisation layers."""
-    names = set()
-    for prefix, module in model.named_modules():
-        norm = "norm" in type(module).__name__.lower()
-        for name, _ in module.named_parameters(recurse=False):
-            if norm or name.endswith("bias"):
-                names.add(f"{prefix}.{name}" if prefix else name)
-    return names
-
-
-def groups(named: Iterable[tuple[str, nn.Parameter]], exempt: set[str], weight_decay: float) -> list[dict]:
-    """Two parameter groups, decayed and not; frozen parameters are in neither."""
-    named = [(n, p) for n, p in named if p.requires_grad]
+def groups(
+    optim: OptimSection, named: Iterable[tuple[str, nn.Parameter]], treated: Mapping[str, Treated]
+) -> list[dict[str, Any]]:
+    """Parameter groups, those first that are treated as the section says of all, decayed and not; frozen parameters are
+    in none."""
+    found: dict[Treated, list[tuple[str, nn.Parameter]]] = {Treated(1.0, optim.weight_decay, ""): []}
+    found.setdefault(Treated(1.0, 0.0, ""), [])
+    for name, parameter in named:
+        if parameter.requires_grad:
+            found.setdefault(treated[name], []).append((name, parameter))
     return [
-        {"params": [p for n, p in named if n not in exempt], "weight_decay": weight_decay},
-        {"params": [p for n, p in named if n in exempt], "weight_decay": 0.0},
+        {
+            "params": [parameter for _, parameter in held],
+            "names": [name for name, _ in held],
+            "lr": optim.learning_rate,
+            "scale": how.scale,
+            "weight_decay": how.decay,
+            "kind": how.kind,
+        }
+        for i, (how, held) in enumerate(found.items())
+        if held or (i == 0 and not any(found.values()))  # torch wants one
     ]
 
 
-def build(optim: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a model; its rate is set anew at every step. AdamW and SGD in their fused form."""
-    return of_groups(optim, groups(model.named_parameters(), undecayed(model), optim.weight_decay))
+def build(optim: OptimSection, model: nn.Module) -> Stepper:
+    """The stepper of a model; its rate is set anew at every step."""
+    return of_groups(optim, groups(optim, model.named_parameters(), assigned(optim, model)))
 
 
-def of_groups(optim: OptimSection, parts: list[dict]) -> torch.optim.Optimizer:
-    """The same for parameter groups that are there already (of sharded parameters)."""
-    if optim.name == "sgd":
-        return SGD(parts, lr=optim.learning_rate, momentum=optim.momentum, fused=True)
-    return AdamW(parts, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=True)
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    """How a parameter is spread over ranks: not at all, or as its DTensor says."""
+    return tensor
 
 
-def complete(optimizer: torch.optim.Optimizer) -> None:
-    """Give the parameters that no update has touched yet the state that they begin with, so that what is saved has the
-    same names after every step."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            _started(optimizer.state[p], group, p)
+def of_groups(
+    optim: OptimSection, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
+) -> Stepper:
+    """The same for groups that are there already. `spread`: a parameter's name and this rank's plain part of it, of its
+    gradient or of a moment -> the DTensor that it is a part of."""
+    return Stepper(rule(optim), parts, spread)
 
 
-def _started(state: dict[str, Any], group: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    """The state of a parameter of AdamW or SGD, made where there is none."""
-    if not state and "betas" in group:
-        state["step"] = torch.zeros((), device=p.device)
-        state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p, dtype=torch.float32) for _ in range(2))
-    elif not state and group["momentum"]:
-        state["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32)
-    return state
+class Stepper(torch.optim.Optimizer):
+    """A rule, on whole tensors or on this rank's parts of them."""
 
-
-class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW, on whatever part of a tensor this rank holds.
-
-    What a number becomes depends on nothing but its own past, not on where in its tensor it lies: see `aligned`.
-    """
+    def __init__(
+        self, found: Optimizer, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
+    ) -> None:
+        super().__init__(parts, {})
+        self.rule, self.spread = found, spread
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group, held in _portions(self.param_groups):
-            states = [_started(self.state[p], group, p) for p in held]
-            first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
-            with aligned(held, [p.grad for p in held], first, second) as (params, gradients, means, squares):
-                adamw(
-                    params,
-                    gradients,
-                    means,
-                    squares,
-                    [],
-                    [state["step"] for state in states],
-                    fused=True,
-                    found_inf=group.get("skipped"),
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
+        """One update of all parameters that have a gradient. Collective where whole tensors are cut."""
+        for group in self.param_groups:
+            if self.rule.whole(group) and self._cut(group):
+                self._bring_together(group)
+                continue
+            for held in _portions(group["params"]):
+                states = [self.begun(group, p) for p in held]
+                self._update(group, held, [p.grad for p in held], states)
+
+    def begun(self, group: Mapping[str, Any], p: Tensor) -> State:
+        """The state of a parameter that this rank updates by itself, made where there is none."""
+        state: State = self.state[p]
+        if not state:
+            state.update(self.rule.begin(group, p.detach()))
+        return state
+
+    def _update(
+        self,
+        group: Mapping[str, Any],
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        states: Sequence[State],
+    ) -> None:
+        if self.rule.whole(group):
+            wide = [weight.float().contiguous() for weight in weights]
+            self.rule.update(group, wide, [local(g).float().contiguous() for g in gradients], states)
+            for weight, updated in zip(weights, wide, strict=True):
+                if updated is not weight:
+                    weight.copy_(updated)
+            return
+        keys = list(states[0])
+        numbers = {key: [state[key] for state in states] for key in keys if key in self.rule.counters}
+        moments = {key: [state[key] for state in states] for key in keys if key not in numbers}
+        with aligned(weights, gradients, *moments.values()) as (parts, slopes, *columns):
+            lists = numbers | dict(zip(moments, columns, strict=True))
+            own: list[State] = [{key: lists[key][i] for key in keys} for i in range(len(parts))]
+            self.rule.update(group, parts, slopes, own)
+
+    # -- whole tensors of which each rank has a part -----------------------------------------------------------------
+
+    def _cut(self, group: Mapping[str, Any]) -> bool:
+        """Whether ranks hold parts of this group's parameters (single numbers are never cut)."""
+        named = zip(group["names"], group["params"], strict=True)
+        return any(isinstance(self.spread(name, p.detach()), DTensor) for name, p in named)
+
+    def _rounds(self, group: Mapping[str, Any]) -> Iterator[list[tuple[str, Tensor]]]:
+        """The group's parameters, as many at a time as there are ranks: the first is rank 0's to update, and so on.
+        Large ones come first, so that those of a round are of like size."""
+        named = list(zip(group["names"], group["params"], strict=True))
+        size = {name: self.spread(name, p.detach()).numel() for name, p in named}
+        named.sort(key=lambda each: -size[each[0]])
+        ranks = dist.get_world_size()
+        return (named[i : i + ranks] for i in range(0, len(named), ranks))
+
+    def _bring_together(self, group: Mapping[str, Any]) -> None:
+        """Each whole tensor and its gradient to the rank that updates it, and what comes of it to all. Collective."""
+        rank = dist.get_rank()
+        for turn in self._rounds(group):
+            weight = None
+            for owner, (name, p) in enumerate(turn):
+                if p.grad is None:  # on every rank
+                    continue
+                brought = whole(self.spread(name, p.detach())), whole(self.spread(name, p.grad))
+                if owner == rank:
+                    weight, gradient = brought
+            if weight is not None:
+                own = turn[rank][1]
+                if not self.state[own]:
+                    self.state[own].update(self.rule.begin(group, weight))
+                self._update(group, [weight], [gradient], [self.state[own]])
+            for owner, (name, p) in enumerate(turn):
+                if p.grad is None:
+                    continue
+                place = self.spread(name, p.detach())
+                updated = (
+                    weight
+                    if owner == rank and weight is not None
+                    else torch.empty(place.shape, dtype=p.dtype, device=p.device)
                 )
+                dist.broadcast(updated, owner)
+                fill(place, updated)
 
+    def _held(self) -> Iterator[tuple[str, Tensor, Mapping[str, Any], Tensor | None]]:
+        """Name, parameter and group of all that this rank keeps a state of; of a whole tensor that is cut over ranks
+        something shaped as it is."""
+        for group in self.param_groups:
+            if self.rule.whole(group) and self._cut(group):
+                for turn in self._rounds(group):
+                    if (rank := dist.get_rank()) < len(turn):
+                        name, p = turn[rank]
+                        yield name, p, group, torch.zeros(self.spread(name, p.detach()).shape, device=p.device)
+            else:
+                for name, p in zip(group["names"], group["params"], strict=True):
+                    yield name, p, group, None
 
-class SGD(torch.optim.SGD):
-    """torch's fused SGD in the same way."""
+    # -- state -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group, held in _portions(self.param_groups):
-            momentum = group["momentum"]
-            states = [_started(self.state[p], group, p) for p in held]
-            buffers = [state["momentum_buffer"] for state in states] if momentum else []
-            with aligned(held, [p.grad for p in held], buffers) as (params, gradients, velocities):
-                sgd(
-                    params,
-                    gradients,
-                    [*velocities] if momentum else [None for _ in params],
-                    fused=True,
-                    found_inf=group.get("skipped"),
-                    weight_decay=group["weight_decay"],
-                    momentum=momentum,
-                    lr=group["lr"],
-                    dampening=0.0,
-                    nesterov=False,
-                    maximize=False,
-                )
+    def saved(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """`optimizer.KEY.NAME` of these parameters (default: of all) as this rank has to save it: a tensor that only it
+        holds, one that all hold, or its part of a DTensor. Parameters that no update has touched get the state that
+        they begin with, so that what is saved has the same names after every step."""
+        found = {}
+        for name, p, group, like in self._held():
+            if names is None or name in names:
+                state: State = self.state[p]
+                if not state:
+                    state.update(self.rule.begin(group, p.detach() if like is None else like))
+                found |= self._under_names(name, state, like is None)
+        return found
+
+    def places(self, saved: Saved, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """The same with room for what there is in `saved`, which is the parameters' state from here on."""
+        found = {}
+        for name, p, group, like in self._held():
+            if names is None or name in names:
+                state = self.rule.begin(group, p.detach() if like is None else like)
+                state = {key: value for key, value in state.items() if f"optimizer.{key}.{name}" in saved}
+                if state:
+                    self.state[p] = state
+                    found |= self._under_names(name, state, like is None)
+        return found
+
+    def _under_names(self, name: str, state: State, cut: bool) -> dict[str, Tensor]:
+        return {
+            f"optimizer.{key}.{name}": self.spread(name, value) if cut and key not in self.rule.counters else value
+            for key, value in state.items()
+        }
+
+    @contextmanager
+    def averaged(self, changed: Callable[[], None]) -> Iterator[bool]:
+        """In here the parameters are what is evaluated and exported in their place, where the rule averages; says
+        whether they are. `changed` is called when they hold other numbers; collective. An error that passes through
+        leaves them so: it is one rank's, and the others wait for nobody."""
+        if not self.rule.averages or not self.state:
+            yield False
+            return
+        kept: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"] if self.state[p]):
+                part = local(p.detach())
+                kept.append((part, part.clone()))
+                part.copy_(self.rule.evaluated(part.float(), {key: local(v) for key, v in self.state[p].items()}))
+        changed()
+        yield True
+        with torch.no_grad():
+            for part, trained in kept:
+                part.copy_(trained)
+        changed()
 
 
 WIDENED = 2**24  # numbers of bfloat16 weights without masters that are float32 at a time, while they are updated
 
 
-def _portions(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-    """Each group with the parameters of it that have a gradient, as many as are updated together: all, or fewer where
-    they have to be widened."""
-    for group in groups:
-        held = [p for p in group["params"] if p.grad is not None]
-        while held and held[0].dtype != torch.float32:
-            numbers = itertools.accumulate(local(p).numel() for p in held)
-            count = max(1, sum(number <= WIDENED for number in numbers))
-            yield group, held[:count]
-            held = held[count:]
-        if held:
-            yield group, held
+def _portions(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters that have a gradient, as many as are updated together: all, or fewer where they have to be
+    widened."""
+    held = [p for p in parameters if p.grad is not None]
+    while held and held[0].dtype != torch.float32:
+        numbers = itertools.accumulate(local(p).numel() for p in held)
+        count = max(1, sum(number <= WIDENED for number in numbers))
+        yield held[:count]
+        held = held[count:]
+    if held:
+        yield held
 
 
 LINE = 16  # float32 numbers that the fused kernels take at a time on a CPU
@@ -189,9 +270,9 @@ def _padded(part: Tensor) -> Tensor:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float, used: Tensor | None = None) -> None:
-    """Set the rate of every group. `used`: a bool scalar on the device; where it is false the next step leaves weights
-    and state as they are, without the host having to know."""
+    """Set the rate of every group, `rate` times its own scale. `used`: a bool scalar on the device; where it is false
+    the next step leaves weights and state as they are, without the host having to know."""
     skipped = None if used is None else (~used).float()
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["scale"]
         group["skipped"] = skipped

@@ -11,9 +11,10 @@ from lockstep.config.disclosure import one_line
 from lockstep.config.run import RunError
 from lockstep.track.console import Console
 
-HELP = "tasks, strategies, launchers and trackers a run file can name"
+HELP = "tasks, strategies, optimizers, launchers and trackers a run file can name"
 # kind of plug-in -> the key of the run file that names one
-_KEYS = {"tasks": "task.name", "strategies": "strategy.name", "launchers": "launch.name", "track": "track.to"}
+_KEYS = {"tasks": "task.name", "strategies": "strategy.name", "optimizers": "optim.name"}
+_KEYS |= {"launchers": "launch.name", "track": "track.to"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,19 +30,19 @@ def main(known: argparse.Namespace) -> int:
 
 def rows_of(kind: str) -> list[list[str]]:
     """A row for each plug-in: its name and what it is; of a strategy also what it is beside one process (the same bits,
-    or equal to rounding), of a strategy and a tracker whether what it needs is installed."""
+    or equal to rounding), of these, trackers and optimizers whether what it needs is installed."""
     rows = []
     for name in plugins.names(kind):
         try:
             plugin: Any = plugins.find(kind, name)
             lacking = _lacking(kind, plugin)
         except Exception as caught:  # an engine that lacks what this package knows of it takes no other down
-            unknown = {"strategies": ["", "broken"], "track": ["broken"]}.get(kind, [])
+            unknown = {"strategies": ["", "broken"], "optimizers": ["broken"], "track": ["broken"]}.get(kind, [])
             rows.append([name, *unknown, f"cannot be loaded: {one_line(caught, 200)}"])
             continue
         summary = (sys.modules[plugin.__module__].__doc__ or "").strip().partition("\n")[0]
         told = ["same bits" if plugin.exact else "rounding"] if kind == "strategies" else []
-        told += ["lacking" if lacking else "ready"] if kind in ("strategies", "track") else []
+        told += ["lacking" if lacking else "ready"] if kind in ("strategies", "optimizers", "track") else []
         rows.append([name, *told, f"{lacking}; {summary}" if lacking else summary])
     return rows
 
@@ -50,9 +51,9 @@ def _lacking(kind: str, plugin: Any) -> str:
     """The command that installs what is missing; empty where nothing is, or for kinds that import nothing further."""
     if kind == "strategies" and (missing := plugin.lacking()):
         return f"pip install 'lockstep-train[{missing[0]}]'"
-    if kind == "track":
+    if kind in ("optimizers", "track"):
         try:
-            plugin.check()
+            plugin.require() if kind == "optimizers" else plugin.check()
         except RunError as caught:
             return str(caught).rpartition(": ")[2]
     return ""

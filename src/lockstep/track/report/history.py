@@ -16,7 +16,10 @@ from statistics import median
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
+from lockstep.config.optim import OptimSection
+from lockstep.config.schedules import planned
 from lockstep.track.best import Best
 
 SCORES = "scores.json"  # in OUTPUT: what the exported model scores
@@ -130,6 +133,18 @@ class History:
     def facts_of(self, event: str) -> dict[str, Any]:
         """What the newest event of a name told."""
         return next((e for e in reversed(self.events) if e["event"] == event), {})
+
+    @property
+    def planned_rates(self) -> list[tuple[float, float]]:
+        """(step, rate) of the whole run, also of steps that are to come; empty where its length or its schedule is not
+        known here."""
+        total = self.facts.get("steps")
+        try:
+            optim = OptimSection.model_validate(self.run.get("optim") or {})
+        except ValidationError:  # of another version
+            return []
+        points = planned(optim, total, 200) if isinstance(total, int) and total > 0 else []
+        return [(float(step + 1), rate) for step, rate in points]  # as metrics count: updates that are done
 
     @property
     def steps(self) -> int:

@@ -72,6 +72,8 @@ def curves(history: History) -> list[str]:
     }
     loss = found.pop("loss")
     metrics = {key.replace("_", " "): {"validation": history.series("validation", key)} for key in _metrics(history)}
+    if found["learning rate"]["rate"]:
+        found["learning rate"]["as planned"] = history.planned_rates
     drawn = {"loss": loss} | metrics | found
     charted = []
     for title, lines in drawn.items():
@@ -79,7 +81,9 @@ def curves(history: History) -> list[str]:
             ("validation", float(best.step)) if best.step is not None and title == best.name.replace("_", " ") else None
         )
         smooth = () if title == "learning rate" else tuple(name for name in lines if name != "validation")
-        look = charts.Look(linear=title in _FROM_ZERO, span=span(history), colours=COLOUR_OF, smooth=smooth, ring=ring)
+        last = max((x for points in lines.values() for x, _ in points), default=0.0)
+        ends = (0.0, max(last, span(history)[1]))  # further than what was done, where more is planned
+        look = charts.Look(linear=title in _FROM_ZERO, span=ends, colours=COLOUR_OF, smooth=smooth, ring=ring)
         charted.append(charts.lines(title, lines, look))
     return [chart for chart in charted if chart]
 

@@ -49,7 +49,7 @@ DEEPSPEED: Table = {
     "train_micro_batch_size_per_gpu": Row("micro_batches", "batch_size / this many examples", joined=True),
     "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
     "gradient_clipping": Row("optim.clip", joined=True),
-    "optimizer": Row("optim", "AdamW, Adam and SGD with lr, betas, eps, weight_decay, momentum", joined=True),
+    "optimizer": Row("optim", "AdamW, Adam, SGD and Lion with lr, betas, eps, weight_decay, momentum", joined=True),
     "scheduler": Row(
         "optim.schedule", "WarmupLR: constant; WarmupDecayLR: linear; WarmupCosineLR: cosine", joined=True
     ),
@@ -59,7 +59,7 @@ DEEPSPEED: Table = {
     "steps_per_print": Row("track.every", joined=True),
 }
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_OPTIMIZERS = {"AdamW": "adamw", "SGD": "sgd"}
+_OPTIMIZERS = {"AdamW": "adamw", "SGD": "sgd", "Lion": "lion"}
 
 
 def move_accelerate(theirs: Mapping[str, Any], moved: Moved, processes: int | None) -> None:
@@ -155,7 +155,7 @@ def _optimizer(given: Any, moved: Moved) -> None:
     kind, values = str(given.get("type")), given.get("params") or {}
     adam = "AdamW" if kind.lower() == "adam" and values.get("adam_w_mode", True) else kind
     if adam not in _OPTIMIZERS:
-        moved.drop("optimizer", kind, "optim.name is adamw or sgd")
+        moved.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion")
         return
     moved.set("optim.name", _OPTIMIZERS[adam], f"optimizer {kind}")
     ours = {
@@ -177,7 +177,7 @@ def _scheduler(given: Any, moved: Moved) -> None:
         return
     kind, values = str(given.get("type")), given.get("params") or {}
     if kind not in _SCHEDULES:
-        moved.drop("scheduler", kind, "optim.schedule is constant, linear or cosine, after a warm-up")
+        moved.drop("scheduler", kind, "WarmupLR, WarmupDecayLR and WarmupCosineLR have a counterpart")
         return
     moved.set("optim.schedule", _SCHEDULES[kind], f"scheduler {kind}")
     for name, value in values.items():

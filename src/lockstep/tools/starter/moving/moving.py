@@ -16,7 +16,7 @@ from lockstep.config.sections import DataSection
 from lockstep.tools.starter import columns, fit, guesses, shapes, sheet, starter
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.moving import reading
-from lockstep.tools.starter.moving.table import Moved
+from lockstep.tools.starter.moving.table import Moved, only_its_own
 from lockstep.tools.starter.talk import Ask, Talk
 from lockstep.track.console import Console
 
@@ -37,6 +37,7 @@ def move(
     moved.left += found.left
     asked = given.get("launch.processes")
     found.source.move(found.keys, moved, asked if isinstance(asked, int) else None)
+    only_its_own(moved)
     talk.console.say(f"{origin}: {found.source.called}, {len(found.keys)} key(s)")
     names = {"data": "data.source", "task": "task.name", "model": "model.source"}
     for key, value in {**{names[flag]: text for flag, text in flags.items() if text is not None}, **given}.items():

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config import plugins
+
 # Why there is no counterpart, where several systems have the key.
 AGAIN = "a layer is computed again from its inputs, in one way"
 CACHED = "tokens are cached by their content"
@@ -129,6 +131,14 @@ def length(moved: Moved, epochs: Any, steps: Any, names: tuple[str, str]) -> Non
         moved.set("epochs", int(passes) if passes == int(passes) else passes, names[0])
 
 
+def only_its_own(moved: Moved) -> None:
+    """Leave out what is said of moments that the optimizer does not have."""
+    options: Any = plugins.find("optimizers", moved.keys.get("optim.name", "adamw"))
+    for key in ("betas", "eps", "momentum"):
+        if key not in options.Options.model_fields:
+            moved.keys.pop(f"optim.{key}", None)
+
+
 SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -137,13 +147,41 @@ SCHEDULES = {
     "schedulertype.linear": "linear",
     "schedulertype.cosine": "cosine",
     "schedulertype.constant": "constant",
+    "inverse_sqrt": "inverse_sqrt",
+    "polynomial": "polynomial",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
 }
+_ENDS = {"min_lr_rate": "minimum", "min_lr_ratio": "minimum", "num_decay_steps": "decay_steps", "power": "power"}
+
+
+def schedule_ends(moved: Moved, kind: str, given: Mapping[str, Any], rate: float, name: str) -> None:
+    """How a schedule of transformers ends: what `lr_scheduler_kwargs` says, and its own defaults."""
+    kind, given = kind.rpartition(".")[2], dict(given)
+    if kind == "warmup_stable_decay":
+        shape = str(given.pop("decay_type", "cosine"))
+        moved.set("optim.decay_shape", {"1-sqrt": "sqrt"}.get(shape, shape), f"{name}: decay_type {shape}")
+    for key, value in given.items():
+        if key in _ENDS:
+            moved.set(f"optim.{_ENDS[key]}", value, f"{name}: {key}")
+        elif key in ("min_lr", "lr_end") and (least := number(value)) is not None:
+            moved.set("optim.minimum", least / rate, f"{name}: {key} {least:g} of {rate:g}")
+        else:
+            moved.drop(f"{name}: {key}", value, "optim has no such key")
+
+
 OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_hf": "adamw",
     "adamw": "adamw",
     "sgd": "sgd",
+    "lion_32bit": "lion",
+    "schedule_free_adamw": "schedule_free",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "muon": "muon",
     "optimizernames.adamw_torch": "adamw",
     "optimizernames.adamw_torch_fused": "adamw",
 }

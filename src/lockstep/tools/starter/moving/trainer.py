@@ -20,6 +20,7 @@ from lockstep.tools.starter.moving.table import (
     length,
     number,
     schedule,
+    schedule_ends,
     trackers,
     whole,
 )
@@ -51,10 +52,11 @@ TABLE: Table = {
     "per_device_train_batch_size": Row("batch_size", "times gradient_accumulation_steps and processes", joined=True),
     "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
     "learning_rate": Row("optim.learning_rate"),
-    "lr_scheduler_type": Row("optim.schedule", "linear, cosine, constant, constant_with_warmup", values=SCHEDULES),
+    "lr_scheduler_type": Row("optim.schedule", "all but restarts and those that follow the scores", values=SCHEDULES),
+    "lr_scheduler_kwargs": Row("optim", "minimum, power, decay_steps, decay_shape", joined=True),
     "warmup_steps": Row("optim.warmup_steps", "below 1: optim.warmup_fraction", joined=True),
     "warmup_ratio": Row("optim.warmup_fraction", joined=True),
-    "optim": Row("optim.name", "AdamW and SGD", values=OPTIMIZERS),
+    "optim": Row("optim.name", "AdamW (also in 8 bits), SGD, Lion, Muon, schedule-free AdamW", values=OPTIMIZERS),
     "weight_decay": Row("optim.weight_decay"),
     "adam_beta1": Row("optim.betas", "with adam_beta2", joined=True),
     "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
@@ -113,9 +115,8 @@ TABLE: Table = {
     "fp16_full_eval": Row("", "an evaluation computes as training does (precision)"),
     "bf16_full_eval": Row("", "an evaluation computes as training does (precision)"),
     "tf32": Row("", _KERNELS, default=True),
-    "lr_scheduler_kwargs": Row("", "a schedule has a warm-up and an end, and no more"),
-    "optim_args": Row("", "optim.betas, optim.eps and optim.momentum are all there is"),
-    "optim_target_modules": Row("", "all weights that are trained have the same optimizer"),
+    "optim_args": Row("", "each optimizer has keys of its own: docs/optimizers.md"),
+    "optim_target_modules": Row("", "optim.matrices of muon; optim.groups has rates"),
     "average_tokens_across_devices": Row("", _SUMS, default=True),
     "activation_checkpointing": Row("model.checkpoint_activations"),
     "activation_checkpointing_kwargs": Row("", AGAIN),
@@ -218,6 +219,11 @@ def move(theirs: Mapping[str, Any], moved: Moved, processes: int | None, table: 
     )
     length(moved, full["num_train_epochs"], full.get("max_steps"), ("num_train_epochs", "max_steps"))
     schedule(moved, full, "warmup_steps", "warmup_ratio")
+    kind, ends = str(full.get("lr_scheduler_type", "linear")).lower(), full.get("lr_scheduler_kwargs") or {}
+    if isinstance(ends, Mapping):
+        schedule_ends(moved, kind, ends, number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
+    else:
+        moved.drop("lr_scheduler_kwargs", ends, "wanted is a mapping")
     if (first := number(full.get("adam_beta1"))) is not None or "adam_beta2" in full:
         second = number(full.get("adam_beta2", 0.999))
         moved.set("optim.betas", [0.9 if first is None else first, second], "adam_beta1 and adam_beta2")

@@ -1,0 +1,118 @@
+"""How each weight is treated: its rate beside the run's, its decay, its rule, and whether it is trained at all.
+
+In: the `optim` section, `model.freeze`, and a model, which may be on the meta device. Out: one `Treated` for each
+trained weight, by name: the same for every strategy, whatever part of the model a rank holds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lockstep.config.optim import OptimSection
+from lockstep.config.run import Run, RunError
+from lockstep.strategies.optimizers.optimizer import Weight, rule
+
+_LAYER = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # the list that a layer is in, and its place there
+
+
+@dataclass(frozen=True)
+class Treated:
+    """Weights that are treated alike are one parameter group."""
+
+    scale: float  # of the run's rate
+    decay: float
+    kind: str  # which of the optimizer's rules
+
+
+def assigned(optim: OptimSection, model: nn.Module) -> dict[str, Treated]:
+    """Of every weight that is trained, in the model's order. Errors: `RunError` for patterns that match none."""
+    exempt, found = undecayed(model), rule(optim)
+    embeddings = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters(recurse=False)
+    }
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    factors = layer_factors(list(named), {n for n, p in named.items() if id(p) in embeddings}, optim.layer_decay)
+    treated, matched = {}, set()
+    for name, p in named.items():
+        group = next((group for group in optim.groups if fnmatchcase(name, group.match)), None)
+        scale, decay = factors[name], optim.weight_decay
+        if group is not None:
+            matched.add(group.match)
+            if group.learning_rate is not None:
+                scale = group.learning_rate / optim.learning_rate
+            decay = decay if group.weight_decay is None else group.weight_decay
+        weight = Weight(name, tuple(p.shape), id(p) in embeddings, _LAYER.match(f"model.{name}") is not None)
+        treated[name] = Treated(scale, 0.0 if name in exempt else decay, found.kind(weight))
+    for group in optim.groups:
+        if group.match not in matched:
+            first = any(fnmatchcase(name, group.match) for name in named)
+            raise RunError(
+                f"optim.groups: {_unmatched(group.match, named)}"
+                if not first
+                else f"optim.groups: all weights of {group.match!r} are in a group before it; put it first"
+            )
+    return treated
+
+
+def undecayed(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay leaves alone: biases, and the weights of normalisation layers."""
+    names = set()
+    for prefix, module in model.named_modules():
+        norm = "norm" in type(module).__name__.lower()
+        for name, _ in module.named_parameters(recurse=False):
+            if norm or name.endswith("bias"):
+                names.add(f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: float) -> dict[str, float]:
+    """Of the rate: 1 for what comes after the layers, `decay` for the topmost layer, `decay`**2 for the one below it,
+    and so on; embeddings, and what comes before the first layer, as one layer more. A stack of layers (an encoder's, a
+    decoder's) counts from its own top. Errors: `RunError` where there are no layers."""
+    if decay == 1.0:
+        return dict.fromkeys(names, 1.0)
+    places = {name: (found[1], int(found[2])) for name in names if (found := _LAYER.match(f"model.{name}"))}
+    if not places:
+        raise RunError("optim.layer_decay: the model has no list of layers; use optim.groups")
+    sizes: dict[str, int] = {}
+    for stack, place in places.values():
+        sizes[stack] = max(sizes.get(stack, 0), place + 1)
+    deepest, factors, seen = max(sizes.values()), {}, False
+    for name in names:
+        if name in places:
+            stack, place = places[name]
+            factors[name], seen = decay ** (sizes[stack] - place), True
+        else:
+            factors[name] = decay ** (deepest + 1) if name in embeddings or not seen else 1.0
+    return factors
+
+
+def freeze(run: Run, model: nn.Module) -> nn.Module:
+    """The model, with the weights that `model.freeze` names taken out of training. Errors: `RunError` for a pattern
+    that matches none, and where nothing is left."""
+    named = dict(model.named_parameters())
+    for pattern in run.model.freeze:
+        found = [name for name in named if fnmatchcase(name, pattern)]
+        if not found:
+            raise RunError(f"model.freeze: {_unmatched(pattern, named)}")
+        for name in found:
+            named[name].requires_grad_(False)
+    if run.model.freeze and not any(p.requires_grad for p in named.values()):
+        raise RunError("model.freeze: no weight is left to train")
+    return model
+
+
+def _unmatched(pattern: str, named: Mapping[str, object]) -> str:
+    core = pattern.strip("*.")
+    near = [name for name in named if core in name] or difflib.get_close_matches(core, list(named), cutoff=0.4)
+    told = ", ".join((near or list(named))[:2])
+    return f"no weight that is trained is called {pattern!r}; there are {told}, ... (* stands for any part of a name)"

@@ -1,0 +1,49 @@
+"""Adafactor (Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost", 2018): torch's.
+
+In: gradients. Out: each matrix moved as by AdamW without a mean, its mean squares kept as one number a row and one a
+column, and its step relative to the size of its weights. So the rate is a share (1e-2 is torch's own), and not above
+1 / sqrt(step). Few bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from lockstep.config.sections import Section
+from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, by_torch, zeros
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Adafactor(Optimizer):
+    """`torch.optim.Adafactor`, on whole tensors: their norms are of all their numbers."""
+
+    class Options(Section):
+        beta2_decay: float = Field(-0.8, le=0, description="exponent of the step in the decay of mean squares")
+        eps: tuple[float | None, float] = Field(
+            (None, 1e-3), description="least mean square (null: the dtype's own), and least size of a tensor's weights"
+        )
+        d: float = Field(1.0, ge=1, description="size of an update from which on it is clipped")
+
+    def bytes_held(self) -> float:
+        return 0.0  # a row's and a column's
+
+    def begin(self, group: GroupOf, like: Tensor) -> State:
+        import torch
+
+        state = {"step": torch.zeros(())}
+        if like.dim() > 1:
+            return state | {"row_var": zeros(like[..., :1]), "col_var": zeros(like[..., :1, :])}
+        return state | {"variance": zeros(like)}
+
+    def update(
+        self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        import torch
+
+        own = self.options.model_dump() | {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        by_torch(torch.optim.Adafactor, weights, gradients, states, foreach=False, **own)

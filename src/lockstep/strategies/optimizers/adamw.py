@@ -1,0 +1,72 @@
+"""AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019): torch's fused kernel.
+
+In: gradients. Out: each number moved by its mean gradient over the root of its mean square. 8 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from lockstep.config.sections import Section
+from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Resolved run files once held these for every optimizer: what is not this one's, and says nothing, is passed over.
+_ONCE: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8, "momentum": 0.9}
+
+
+class Former(Section):
+    """Keys of an optimizer that is older than plug-ins."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_they_were(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        return {k: v for k, v in plain.items() if k in cls.model_fields or k not in _ONCE or v != _ONCE[k]}
+
+
+class AdamW(Optimizer):
+    """torch's fused AdamW."""
+
+    any_part = True
+    heeds_skipped = True
+
+    class Options(Former):
+        betas: tuple[float, float] = Field((0.9, 0.999), description="decays of the two moments")
+        eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+
+    def begin(self, group: GroupOf, like: Tensor) -> State:
+        import torch
+
+        return {"step": torch.zeros((), device=like.device), "exp_avg": zeros(like), "exp_avg_sq": zeros(like)}
+
+    def update(
+        self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        from torch.optim.adamw import adamw
+
+        first, second, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        adamw(
+            list(weights),
+            list(gradients),
+            first,
+            second,
+            [],
+            steps,
+            fused=True,
+            found_inf=group.get("skipped"),
+            amsgrad=False,
+            beta1=self.options.betas[0],
+            beta2=self.options.betas[1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=self.options.eps,
+            maximize=False,
+        )

@@ -1,0 +1,96 @@
+"""AdamW with moments in 8 bits (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022).
+
+In: gradients. Out: what AdamW makes of them and of its moments, which bitsandbytes packs into 8 bits each, with a
+float32 scale for every `BLOCK` of them. Small tensors and embeddings keep theirs in float32, as
+with Trainer. 2 bytes a parameter. Needs the extra `lockstep-train[quantization]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from lockstep.config.sections import Section
+from lockstep.strategies.optimizers.adamw import AdamW
+from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 256  # numbers that share a scale, as in bitsandbytes
+EIGHT = "8 bits"
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether there are negative ones among them
+
+
+class AdamW8bit(Optimizer):
+    """The fused AdamW on moments that are unpacked for the update, tensor by tensor. bitsandbytes' own update runs on
+    GPUs only, and adds in an order of its own."""
+
+    packages = ("bitsandbytes",)
+    extra = "quantization"
+
+    class Options(Section):
+        betas: tuple[float, float] = Field((0.9, 0.999), description="decays of the two moments")
+        eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+        least: int = Field(4096, ge=0, description="numbers of a tensor from which on its moments are in 8 bits")
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.plain = AdamW(AdamW.Options(betas=options.betas, eps=options.eps))
+        self._maps: dict[tuple[bool, Any], Tensor] = {}
+
+    def bytes_held(self) -> float:
+        return 2.0
+
+    def kind(self, weight: Weight) -> str:
+        count = 1
+        for size in weight.shape:
+            count *= size
+        return EIGHT if count >= self.options.least and not weight.embedding else ""
+
+    def whole(self, group: GroupOf) -> bool:
+        return bool(group["kind"] == EIGHT)  # blocks are counted from the first number
+
+    def begin(self, group: GroupOf, like: Tensor) -> State:
+        import torch
+
+        if not self.whole(group):
+            return self.plain.begin(group, like)
+        blocks = -(-like.numel() // BLOCK)
+        state = {"step": torch.zeros((), device=like.device)}
+        for key in _MOMENTS:
+            state[key] = torch.zeros_like(like, dtype=torch.uint8)
+            state[f"{key}_scale"] = torch.zeros(blocks, device=like.device)
+        return state
+
+    def update(
+        self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        if not self.whole(group):
+            self.plain.update(group, weights, gradients, states)
+            return
+        from bitsandbytes import functional
+
+        for weight, gradient, state in zip(weights, gradients, states, strict=True):
+            moments = {}
+            for key, signed in _MOMENTS.items():
+                code = self._code(signed, weight.device)
+                moments[key] = functional.dequantize_blockwise(
+                    state[key], absmax=state[f"{key}_scale"], code=code, blocksize=BLOCK
+                )
+            self.plain.update(group, [weight], [gradient], [{"step": state["step"], **moments}])
+            for key, signed in _MOMENTS.items():
+                code = self._code(signed, weight.device)
+                packed, found = functional.quantize_blockwise(moments[key], code=code, blocksize=BLOCK)
+                state[key].copy_(packed)
+                state[f"{key}_scale"].copy_(found.absmax)
+
+    def _code(self, signed: bool, device: Any) -> Tensor:
+        """The 256 numbers that a block's largest is multiplied with."""
+        from bitsandbytes import functional
+
+        if (signed, device) not in self._maps:
+            self._maps[signed, device] = functional.create_dynamic_map(signed=signed).to(device)
+        return self._maps[signed, device]

@@ -1,0 +1,45 @@
+"""Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023): every number moves by the rate.
+
+In: gradients. Out: each number moved up or down by the rate, as the sign of its mean gradient says. 4 bytes a
+parameter. The paper's advice: a third to a tenth of AdamW's rate, and as many times its weight decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from lockstep.config.sections import Section
+from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Lion(Optimizer):
+    """Algorithm 2 of the paper."""
+
+    any_part = True
+
+    class Options(Section):
+        betas: tuple[float, float] = Field(
+            (0.9, 0.99), description="share of the mean in the sign, and of the mean in the next mean"
+        )
+
+    def bytes_held(self) -> float:
+        return 4.0
+
+    def begin(self, group: GroupOf, like: Tensor) -> State:
+        return {"exp_avg": zeros(like)}
+
+    def update(
+        self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        (now, later), rate = self.options.betas, group["lr"]
+        for weight, gradient, state in zip(weights, gradients, states, strict=True):
+            mean = state["exp_avg"]
+            direction = (mean * now).add_(gradient * (1 - now)).sign_()
+            weight.mul_(1 - rate * group["weight_decay"]).sub_(direction.mul_(rate))
+            mean.mul_(later).add_(gradient * (1 - later))

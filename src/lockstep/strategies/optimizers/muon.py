@@ -1,0 +1,70 @@
+"""Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024): torch's; the rest by AdamW.
+
+In: gradients. Out: each matrix of the layers moved by its mean gradient, made orthogonal. That takes the whole matrix.
+Embeddings, heads, biases and norms are updated by AdamW. 4 bytes for each number of a matrix, 8 for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from lockstep.config.sections import Section
+from lockstep.strategies.optimizers.adamw import AdamW
+from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, Weight, by_torch, zeros
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MATRIX = "matrix"
+
+
+class Muon(Optimizer):
+    """`torch.optim.Muon`, and the fused AdamW."""
+
+    class Options(Section):
+        momentum: float = Field(0.95, ge=0, lt=1, description="share of the mean gradient that the next one keeps")
+        nesterov: bool = Field(True, description="look ahead by the gradient")
+        ns_steps: int = Field(5, ge=1, lt=100, description="Newton-Schulz steps that make a matrix orthogonal")
+        adjust: Literal["match_rms_adamw", "original"] = Field(
+            "match_rms_adamw",
+            description="match_rms_adamw: updates of AdamW's size, so that one learning_rate suits both (Liu et al., "
+            "2025); original: longer for tall matrices",
+        )
+        matrices: list[str] | None = Field(
+            None, description="names of the matrices, with * for any part of a name; default: those of the layers"
+        )
+        betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decays of the two moments")
+        eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.others = AdamW(AdamW.Options(betas=options.betas, eps=options.eps))
+
+    def kind(self, weight: Weight) -> str:
+        if len(weight.shape) != 2:
+            return ""
+        if self.options.matrices is not None:
+            return MATRIX if any(fnmatchcase(weight.name, each) for each in self.options.matrices) else ""
+        return MATRIX if weight.in_layer and not weight.embedding else ""
+
+    def whole(self, group: GroupOf) -> bool:
+        return bool(group["kind"] == MATRIX)
+
+    def begin(self, group: GroupOf, like: Tensor) -> State:
+        return {"momentum_buffer": zeros(like)} if self.whole(group) else self.others.begin(group, like)
+
+    def update(
+        self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        import torch
+
+        if not self.whole(group):
+            self.others.update(group, weights, gradients, states)
+            return
+        own = self.options.model_dump(include={"momentum", "nesterov", "ns_steps"})
+        own |= {"lr": group["lr"], "weight_decay": group["weight_decay"], "adjust_lr_fn": self.options.adjust}
+        by_torch(torch.optim.Muon, weights, gradients, states, **own)

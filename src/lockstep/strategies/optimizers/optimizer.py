@@ -1,0 +1,156 @@
+"""The interface of an optimizer: the rule by which a weight and its state become the next ones.
+
+In: the optimizer's own keys of the run file; then plain float32 tensors and their gradients. Out: the same tensors,
+updated in place. A rule knows nothing of ranks: `exact/optim.py` hands it whole tensors, or parts where the rule says
+that any part will do. Nothing here imports torch at the top, so that a run file can be checked without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lockstep.config import plugins
+from lockstep.config.optim import OptimSection
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+State = dict[str, "Tensor"]
+GroupOf = Mapping[str, Any]  # what a group's weights have in common: lr, weight_decay, kind
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a rule may want to know of a weight before there is one."""
+
+    name: str
+    shape: tuple[int, ...]
+    embedding: bool  # of an `nn.Embedding`
+    in_layer: bool  # within a list of layers: embeddings, heads and poolers are not
+
+
+class Optimizer(ABC):
+    """One file an optimizer; `Options` types its keys in the run file, beside those that all have."""
+
+    plugin: ClassVar[str] = "optimizers"
+    packages: ClassVar[tuple[str, ...]] = ()  # what it imports beyond the core, and
+    extra: ClassVar[str] = ""  # the extra that installs them
+
+    any_part: ClassVar[bool] = False
+    """Whether what a number becomes follows from its own past alone. Then a rank updates the part of a tensor that it
+    holds, and `update` must give a number the same bits wherever in its tensor it lies: by torch's fused AdamW and SGD,
+    or by single additions, multiplications, divisions and roots, each of which IEEE 754 rounds in one way (`add_` with
+    `alpha`, `lerp_` and `addcmul_` may round once or twice, as the place in the tensor has it). Otherwise a rank that
+    the whole tensor is brought to updates it."""
+
+    averages: ClassVar[bool] = False  # whether other weights are evaluated and exported than are trained: `evaluated`
+    heeds_skipped: ClassVar[bool] = False
+    """Whether `update` leaves all as it is where the group's `skipped`, a float scalar on the device, is 1. Otherwise
+    the host waits for a GPU in every step, to know whether the step may be made."""
+    counters: ClassVar[tuple[str, ...]] = ("step",)  # keys of the state that are one number each
+
+    class Options(Section):
+        """None of its own."""
+
+    def __init__(self, options: Any) -> None:
+        """`options`: its own `Options`."""
+        self.options = options
+
+    @classmethod
+    def require(cls) -> None:
+        """Refuse, before any process starts, an optimizer that is not installed. Errors: `RunError`."""
+        for package in cls.packages:
+            if importlib.util.find_spec(package) is None:
+                raise RunError(
+                    f"optim.name: {cls.__module__.rpartition('.')[2]} needs {package}, which is not installed: "
+                    f"pip install 'lockstep-train[{cls.extra}]'"
+                )
+
+    def check(self, run: Run) -> None:  # noqa: B027 - most have nothing to refuse
+        """Refuse what does not go together. Errors: `RunError`."""
+
+    def bytes_held(self) -> float:
+        """Of state, for each parameter that is trained, about."""
+        return 8.0
+
+    def kind(self, weight: Weight) -> str:
+        """Which of its rules a weight is updated by, where there are several: the group's `kind`."""
+        return ""
+
+    def whole(self, group: GroupOf) -> bool:
+        """Whether weights of this group are updated as whole tensors."""
+        return not self.any_part
+
+    @abstractmethod
+    def begin(self, group: GroupOf, like: Tensor) -> State:
+        """The state before the first update. `like`: the weight, or this rank's part of it; for a group of whole
+        tensors something of the same shape and device, with other numbers. Tensors shaped as the weight, and `counters`
+        (of whole tensors any others), in a dtype that a checkpoint keeps."""
+
+    @abstractmethod
+    def update(
+        self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        """One update, in place. float32; flattened and padded with zeros where `any_part`. What becomes of one weight
+        must not depend on which others are in the list. The gradients may be written to."""
+
+    def evaluated(self, weight: Tensor, state: State) -> Tensor:
+        """What is evaluated and exported in place of a weight, where the rule `averages`."""
+        return weight
+
+
+def rule(section: OptimSection) -> Optimizer:
+    """The optimizer that a run file names, with its keys. Errors: `PluginError`."""
+    found: type[Optimizer] = plugins.find("optimizers", section.name)
+    return found(found.Options.model_validate(section.options))
+
+
+def check(run: Run, flat: bool) -> None:
+    """Refuse, before any process starts, what cannot be updated. `flat`: the strategy's engine hands over parts of
+    tensors that are laid end to end, and nothing else. Errors: `RunError`."""
+    found, name = rule(run.optim), run.optim.name
+    found.require()
+    found.check(run)
+    if flat and (not found.any_part or found.averages):
+        why = "exports an average of weights" if found.any_part else "updates whole tensors"
+        raise RunError(
+            f"optim.name: {name} {why}, and {run.strategy.name} has DeepSpeed hold parts of flat ones; use "
+            "strategy.name=fsdp2, or optim.name=adamw, lion or sgd"
+        )
+    if run.strategy.options.get("cpu_offload") and not found.any_part and run.launch.device != "cpu":
+        raise RunError(
+            f"strategy.options.cpu_offload: {name} updates whole tensors, which are brought together on the device; "
+            "leave it out, or use optim.name=adamw, lion or sgd"
+        )
+
+
+def zeros(like: Tensor) -> Tensor:
+    """float32, shaped and cut as a weight is."""
+    import torch
+
+    return torch.zeros_like(like, dtype=torch.float32)
+
+
+def by_torch(
+    kind: type[torch.optim.Optimizer],
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Sequence[State],
+    **options: Any,
+) -> None:
+    """One update by an optimizer of torch's, or of another library that is made and called as those are. The states are
+    what it keeps of each weight, under its own keys."""
+    optimizer = kind(list(weights), **options)  # type: ignore[call-arg]
+    for weight, gradient, state in zip(weights, gradients, states, strict=True):
+        weight.grad = gradient
+        optimizer.state[weight] = state
+    optimizer.step()
+    for weight in weights:
+        weight.grad = None

@@ -1,0 +1,72 @@
+"""Schedule-free AdamW (Defazio et al., "The road less scheduled", 2024): a constant rate, and an average of weights.
+
+In: gradients, taken at y, between where the steps go (z) and their average (x). Out: y and z; what is evaluated and
+exported is x. The updates are those of `AdamWScheduleFree` of the library schedulefree (1.4, Apache-2.0), with the
+run's own warm-up. 8 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import Section
+from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ScheduleFree(Optimizer):
+    """A weight holds y while it is trained."""
+
+    any_part = True
+    averages = True
+    counters = ("step", "weight_sum", "highest")
+
+    class Options(Section):
+        betas: tuple[float, float] = Field((0.9, 0.999), description="share of x in y, and decay of the second moment")
+        eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+        average_power: float = Field(
+            2.0, ge=0, description="of the highest rate so far, in the weight that a step has in the average"
+        )
+
+    def check(self, run: Run) -> None:
+        if run.optim.schedule != "constant":
+            raise RunError(
+                "optim.schedule: schedule_free has none, its average takes its place; set optim.schedule=constant (a "
+                "warm-up is of use)"
+            )
+        if self.options.betas[0] <= 0:
+            raise RunError("optim.betas: the first must be more than 0 with schedule_free")
+
+    def begin(self, group: GroupOf, like: Tensor) -> State:
+        import torch
+
+        # on the host, which reckons with them, and in float64, as the library does
+        numbers = {key: torch.zeros((), dtype=torch.float64) for key in self.counters}
+        return {**numbers, "z": like.detach().to(torch.float32, copy=True), "exp_avg_sq": zeros(like)}
+
+    def update(
+        self, group: GroupOf, weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[State]
+    ) -> None:
+        (between, decay), rate = self.options.betas, group["lr"]
+        for y, gradient, state in zip(weights, gradients, states, strict=True):
+            z, square = state["z"], state["exp_avg_sq"]
+            state["step"] += 1
+            state["highest"].clamp_(min=rate)
+            weight = float(state["highest"]) ** self.options.average_power
+            state["weight_sum"] += weight
+            share = weight / total if (total := float(state["weight_sum"])) else 0.0  # of this step in the average
+            square.mul_(decay).add_((gradient * gradient).mul_(1 - decay))
+            root = (square / (1 - decay ** float(state["step"]))).sqrt_().add_(self.options.eps)
+            change = (gradient / root).add_(y * group["weight_decay"])
+            y.add_((z - y).mul_(share)).add_(change * (rate * (between * (1 - share) - 1)))
+            z.sub_(change.mul_(rate))
+
+    def evaluated(self, weight: Tensor, state: State) -> Tensor:
+        """x, of which and z y is between."""
+        return weight + (state["z"] - weight).mul_(1 - 1 / self.options.betas[0])
