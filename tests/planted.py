@@ -8,6 +8,7 @@ from torch import Tensor
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.allreduce import AllReduce
+from lockstep.training.guard import drawn
 
 STEP, MICRO_BATCH = 6, 3  # as fingerprints count steps
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
@@ -67,3 +68,37 @@ class WrongRate(_Planted):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         return super().train_step(batch, learning_rate * (1.001 if batch.step + 1 == STEP else 1))
+
+
+class BitFlip(_Planted):
+    """The lowest bit of one number of a gradient changes in the micro-batch that `guard` draws, in one step."""
+
+    times = 1000
+    under_way = -1
+    planted = False
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
+        if not self.planted:
+            self.planted = True
+            self.named[WEIGHT].register_hook(self.flip)
+        return super().train_step(batch, learning_rate)
+
+    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
+        self.under_way = micro.index
+        loss = super().run_micro_batch(micro, divisor)
+        self.under_way = -1
+        return loss
+
+    def flip(self, gradient: Tensor) -> Tensor:
+        if self.at != STEP or self.under_way != drawn(self.run, self.at - 1) or self.times == 0:
+            return gradient
+        self.times -= 1
+        changed = gradient.clone()
+        changed.view(-1)[:1].view(torch.int32)[...] ^= 1
+        return changed
+
+
+class BitFlipOnce(BitFlip):
+    """And not again when the step is computed once more."""
+
+    times = 1

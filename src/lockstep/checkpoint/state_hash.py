@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -35,7 +36,6 @@ class StateHash:
         self._world = world
         self._items: list[WriteItem] | None = None
         self._names: list[str] = []
-        self._within = torch.from_numpy(_drawn(0, _ROW)).to(world.device)
 
     def of(self, parts: Mapping[str, Tensor]) -> dict[str, str]:
         """`weights` and `optimizer`, each of 16 hexadecimal digits. The parts have the same names and shapes at every
@@ -52,7 +52,7 @@ class StateHash:
                 assert item.tensor_data is not None
                 name, chunk = item.index.fqn, item.tensor_data.chunk
                 part = local(parts[name]).detach()
-                sums[places[name]] += self._sum(part, tuple(parts[name].shape), tuple(chunk.offsets))
+                sums[places[name]] += summed(part, tuple(parts[name].shape), tuple(chunk.offsets))
         if self._world.size > 1:
             self._world.sum(sums)
         return self._hashed(sums.tolist())
@@ -64,51 +64,59 @@ class StateHash:
             found[kind].update(f"{name} {self._told[name]} {value}\n".encode())
         return {kind: each.hexdigest() for kind, each in found.items()}
 
-    def _sum(self, part: Tensor, whole: tuple[int, ...], offsets: tuple[int, ...]) -> Tensor:
-        """Of a part that begins at `offsets` of a tensor of the shape `whole`: int64 scalar."""
-        bits = (
-            part.contiguous().view(_BITS[part.element_size()])
-            if part.dim()
-            else part.reshape(1).view(_BITS[part.element_size()])
-        )
-        sizes, flat = tuple(part.shape), bits.reshape(-1)
-        # rows of elements that follow each other in the whole tensor, and where each begins
-        inner = len(whole)
-        while inner > 0 and (inner == len(whole) or sizes[inner] == whole[inner]):
-            inner -= 1
-        run = int(np.prod(sizes[inner:], dtype=np.int64)) if sizes else 1
-        strides = [int(np.prod(whole[d + 1 :], dtype=np.int64)) for d in range(len(whole))]
-        first = sum(o * s for o, s in zip(offsets, strides, strict=True))
-        starts = np.zeros(1, dtype=np.int64)
-        for size, stride in zip(sizes[:inner], strides[:inner], strict=True):
-            starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-        total = torch.zeros((), dtype=torch.int64, device=part.device)
-        for place, start in enumerate(starts.tolist()):
-            total += self._of_run(flat[place * run : (place + 1) * run], first + start)
-        return total
 
-    def _of_run(self, bits: Tensor, first: int) -> Tensor:
-        """Of elements that follow each other, of which the first has this place in its tensor."""
-        total = torch.zeros((), dtype=torch.int64, device=bits.device)
-        head = min(-first % _ROW, len(bits))
-        if head:
-            inside = first % _ROW
-            total += (bits[:head].long() * self._within[inside : inside + head]).sum() * self._factors(first, 1)[0]
-        rows = (len(bits) - head) // _ROW
-        each = _AT_ONCE // _ROW
-        for row in range(0, rows, each):
-            count = min(each, rows - row)
-            begin = head + row * _ROW
-            block = bits[begin : begin + count * _ROW].long().view(count, _ROW)
-            total += ((block * self._within).sum(1) * self._factors(first + begin, count)).sum()
-        if tail := len(bits) - head - rows * _ROW:
-            begin = head + rows * _ROW
-            total += (bits[begin:].long() * self._within[:tail]).sum() * self._factors(first + begin, 1)[0]
-        return total
+def summed(part: Tensor, whole: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None) -> Tensor:
+    """The sum of a tensor, or of a part that begins at `offsets` of a tensor of the shape `whole`: int64 scalar, on the
+    same device."""
+    sizes = tuple(part.shape)
+    whole, offsets = whole or sizes, offsets or (0,) * len(sizes)
+    flat = part.contiguous().reshape(-1).view(_BITS[part.element_size()])
+    # rows of elements that follow each other in the whole tensor, and where each begins
+    inner = len(whole)
+    while inner > 0 and (inner == len(whole) or sizes[inner] == whole[inner]):
+        inner -= 1
+    run = int(np.prod(sizes[inner:], dtype=np.int64)) if sizes else 1
+    strides = [int(np.prod(whole[d + 1 :], dtype=np.int64)) for d in range(len(whole))]
+    first = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    starts = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(sizes[:inner], strides[:inner], strict=True):
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for place, start in enumerate(starts.tolist()):
+        total += _of_run(flat[place * run : (place + 1) * run], first + start)
+    return total
 
-    def _factors(self, place: int, count: int) -> Tensor:
-        """Of the rows from the one that a place is in."""
-        return torch.from_numpy(_drawn(2**40 + place // _ROW, count)).to(self._within.device)
+
+def _of_run(bits: Tensor, first: int) -> Tensor:
+    """Of elements that follow each other, of which the first has this place in its tensor."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    within = _within(bits.device)
+    head = min(-first % _ROW, len(bits))
+    if head:
+        inside = first % _ROW
+        total += (bits[:head].long() * within[inside : inside + head]).sum() * _factors(first, 1, bits.device)[0]
+    rows = (len(bits) - head) // _ROW
+    each = _AT_ONCE // _ROW
+    for row in range(0, rows, each):
+        count = min(each, rows - row)
+        begin = head + row * _ROW
+        block = bits[begin : begin + count * _ROW].long().view(count, _ROW)
+        total += ((block * within).sum(1) * _factors(first + begin, count, bits.device)).sum()
+    if tail := len(bits) - head - rows * _ROW:
+        begin = head + rows * _ROW
+        total += (bits[begin:].long() * within[:tail]).sum() * _factors(first + begin, 1, bits.device)[0]
+    return total
+
+
+@lru_cache
+def _within(device: torch.device) -> Tensor:
+    """The number of each place in a row: int64 [_ROW]."""
+    return torch.from_numpy(_drawn(0, _ROW)).to(device)
+
+
+def _factors(place: int, count: int, device: torch.device) -> Tensor:
+    """Of the rows from the one that a place is in: int64 [count]."""
+    return torch.from_numpy(_drawn(2**40 + place // _ROW, count)).to(device)
 
 
 def _drawn(first: int, count: int) -> np.ndarray:

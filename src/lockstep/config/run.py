@@ -21,6 +21,7 @@ from lockstep.config import disclosure, foreign_names, origins, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.addresses import Mirror, is_address
 from lockstep.config.fingerprint import FingerprintSection
+from lockstep.config.guard import GuardSection, refused
 from lockstep.config.optim import OptimSection
 from lockstep.config.sections import (
     BEFORE,
@@ -45,7 +46,7 @@ from lockstep.config.sections import (
 )
 
 _FREE = (
-    *("name", "output", "mirror", "stop_after", "launch", "evaluate", "checkpoint", "fingerprint"),
+    *("name", "output", "mirror", "stop_after", "launch", "evaluate", "checkpoint", "fingerprint", "guard"),
     *("track", "profile", "export", "hub"),
 )
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
@@ -92,6 +93,7 @@ class Run(Section):
     launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
+    guard: GuardSection = Field(default_factory=GuardSection)  # type: ignore[arg-type]
     fingerprint: FingerprintSection = Field(default_factory=FingerprintSection)  # type: ignore[arg-type]
     track: TrackSection = Field(default_factory=TrackSection)  # type: ignore[arg-type]
     profile: ProfileSection = Field(default_factory=ProfileSection)  # type: ignore[arg-type]
@@ -124,6 +126,8 @@ class Run(Section):
             raise ValueError("the best model is chosen from evaluations: set evaluate.every to steps, or to epoch")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
+        if (why := refused(self.guard, self.strategy)) is not None:
+            raise ValueError(why)
         if self.micro_batches > self.batch_size:
             raise ValueError(
                 f"micro_batches ({self.micro_batches}) must not be more than batch_size ({self.batch_size}): "

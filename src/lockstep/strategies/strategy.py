@@ -92,6 +92,8 @@ class Strategy(ABC):
     """`lockstep verify` listens here: called in every `train_step`, on every rank, with the whole gradient before
     clipping, by parameter name. Empty on ranks that the strategy does not gather to."""
 
+    before_update: Callable[[], None] | None = None  # called once a step's gradient is whole: `guard` looks here
+
     def __init__(self, run: Run, world: World) -> None:
         """Topology only, nothing is built and nothing communicated."""
         self.run, self.world = run, world
@@ -203,6 +205,8 @@ class Strategy(ABC):
         `uses` are what `agree` gave. Returns the norm before clipping, and whether the update was made: on CUDA that is
         still on the device, which then leaves the weights as they are by itself, and the host hears of it in the next
         update. Collective. Errors: `NotFinite`, also of the update before."""
+        if self.before_update is not None:
+            self.before_update()
         scale = None
         if self.scaling is not None:
             gradient.scale_(1 / (scale := self.scaling.value))

@@ -67,6 +67,11 @@ class Feed:
         have `made`."""
         return self._batch(step, self.order.step(step), made)
 
+    def one(self, step: int, index: int) -> MicroBatch:
+        """A micro-batch of a step, whoever's it is; on the host."""
+        rows = self.order.step(step)
+        return self._collated(step, rows[cut(self.columns.lengths[rows], self.micro_batches)[index]], index)
+
     def longest(self) -> StepBatch:
         """The longest examples of all, as a step that is none of the run's: no step needs more memory."""
         return self._batch(0, np.sort(self.columns.longest(self.order.batch_size)))

@@ -32,6 +32,7 @@ from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 from lockstep.training.feed import Feed
+from lockstep.training.guard import Corrupted, Guard
 from lockstep.training.session import Session
 from lockstep.training.sizes import evaluated_at_once
 
@@ -182,13 +183,10 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
     `evaluate.patience` has ended training; a checkpoint of them is written.
     """
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
-    checkpoints, journal, sinks, fingerprints = (
-        session.checkpoints,
-        session.journal,
-        session.sinks,
-        session.fingerprints,
-    )
+    checkpoints, journal, sinks = session.checkpoints, session.journal, session.sinks
+    fingerprints = session.fingerprints
     meter, profiler, phases = Meter(checkpoints.meter), Profiler(run, world), strategy.phases
+    guard = Guard(session)
     if checkpoints.meter.get("owed") and due(step, feed.interval(run.evaluate.every), False):
         with meter.paused():
             scores = evaluation(session, step)
@@ -203,7 +201,7 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
         for batch in phases.during("data", feed.steps(after=step)):
             PLACE.at(f"step {step}")
             rate = optim.learning_rate(run.optim, step, feed.total)
-            result = strategy.train_step(batch, rate)
+            result = guard.trained(batch, rate)
             step += 1
             last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
             meter.add(batch, result, strategy.scaling)
@@ -222,6 +220,9 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
                 break
     except NotFinite as caught:
         raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
+    except Corrupted as caught:
+        saved_before(session, step, caught)
+        raise TrainingFailed(str(caught)) from caught
     finally:
         fingerprints.close()
     PLACE.at("waiting for the last checkpoint")
@@ -232,6 +233,14 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
         profiler.close()
     journal.last_times(step, phases.take())
     return step, meter.total
+
+
+def saved_before(session: Session, step: int, caught: Corrupted) -> None:
+    """Save the state after `step` updates, if it is sound, where the next one went wrong. Collective."""
+    session.journal.event("guard", step, weights_agree=caught.sound)
+    if caught.sound:
+        session.checkpoints.save(step, session.strategy)
+        session.checkpoints.settle()
 
 
 def between_steps(session: Session, meter: Meter, profiler: Profiler, step: int, last: bool) -> bool:
