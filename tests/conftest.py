@@ -1,7 +1,9 @@
 """One token cache for all tests, thrown away afterwards; one thread, as each rank has."""
 
+import fcntl
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -32,6 +34,9 @@ from lockstep.distributed.stops import STOP_SIGNALS  # noqa: E402
 
 WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test with this mark takes, in those of one rank
 
+# what files take beyond that: code that is compiled, the whole quick start, a REPL, pods with interpreters of their own
+BEYOND = {"test_compiled.py": 150, "test_quick_start.py": 40, "test_python.py": 30, "test_kubernetes_pods.py": 15}
+
 _started: list[str] = []  # processes that the test at hand has started
 
 
@@ -56,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not any("::" in word for word in config.args):  # single tests may be asked for
         kernel.mark(items)
     yield  # what was not asked for is taken out here
-    jobs: Counter[Path] = Counter()
+    jobs = Counter({item.path: BEYOND.get(item.path.name, 0) for item in items})
     for item in items:
         jobs[item.path] += sum(weight for mark, weight in WEIGHTS.items() if mark in item.keywords)
     items.sort(key=lambda item: -jobs[item.path])
@@ -126,10 +131,17 @@ def nobody_is_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A job of two processes that nobody disturbed, in an interpreter of its own: what is compared with it is not."""
-    folder = tmp_path_factory.mktemp("untouched")
-    write(folder)
-    # however busy the machine is
-    status, _, err = ended(start_anew([*LOCKSTEP, "train", "run.yaml"], folder, cache), 1000)
-    assert status == 0, err
-    return folder
+    """A job of two processes that nobody disturbed, in an interpreter of its own: what is compared with it is not. One
+    of pytest's workers runs it for all, each has a copy."""
+    root = tmp_path_factory.getbasetemp()
+    made = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "untouched-once"
+    with open(f"{made}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        if not (made / "done").exists():
+            shutil.rmtree(made, ignore_errors=True)
+            write(made / "job")
+            # however busy the machine is
+            status, _, err = ended(start_anew([*LOCKSTEP, "train", "run.yaml"], made / "job", cache), 1000)
+            assert status == 0, err
+            (made / "done").touch()
+    return shutil.copytree(made / "job", tmp_path_factory.mktemp("untouched") / "job", symlinks=True)

@@ -8,7 +8,7 @@ import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 for engine in (
-    "accelerate",
+    "accelerate.commands.launch",
     "transformers.trainer",
     "torch.distributed.pipelining",
     "deepspeed",

@@ -4,8 +4,8 @@ In: words of a command line, a folder, a cache, variables. Out: what looks like 
 and the seed of hashes are not the command's own: working directory, session, environment, handlers of signals,
 descriptors, limits, and how it ends are those of a new process. The server that its ranks are forked from is forked
 from the command, where a new one would import everything again, and so are the processes of `MODULES` that it starts:
-trials of a sweep, ranks of torchrun. What an import reads cannot be given afterwards: `can_fork` says whether a command
-needs a new interpreter.
+trials of a sweep, ranks of torchrun and of accelerate. What an import reads cannot be given afterwards: `can_fork` says
+whether a command needs a new interpreter.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ READ_BY_IMPORTS = (
     "LD_",
 )
 LATER = (
+    *(f"ACCELERATE_{name}" for name in ("USE_CPU", "MIXED_PRECISION", "DEBUG_MODE", "CPU_AFFINITY")),
+    *(f"ACCELERATE_DYNAMO_{name}" for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC")),
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
     "PYTHONPATH",
     "TOKENIZERS_PARALLELISM",
     "TORCH_CPP_LOG_LEVEL",
@@ -60,7 +63,8 @@ LATER = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )  # seen to, or read when they are used
 SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
-MODULES = ("lockstep", "lockstep.tools.child", "torch.distributed.run")  # that are run as `python -m`
+# that are run as `python -m`
+MODULES = ("lockstep", "lockstep.tools.child", "torch.distributed.run", "accelerate.commands.launch")
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
 _SLAVE, _DETACH = 0x84000, 2  # of <sys/mount.h>
 _TESTS = str(Path(__file__).parent)

@@ -43,6 +43,7 @@ _context.set_forkserver_preload(
     ]
 )
 _HERE = str(Path(__file__).parent)
+LEAN = f"{_HERE}/lean"  # before all others in PYTHONPATH: a new interpreter without DeepSpeed
 AT_FIRST = dict(os.environ)  # before a test has changed anything
 
 TINY = {

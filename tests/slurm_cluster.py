@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harness import LEAN
+
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -71,7 +73,8 @@ class Cluster:
         ports = _free_ports()
         text = CONFIG.format(host=socket.gethostname().split(".")[0], folder=folder, ports=ports, grace_s=grace_s)
         self.config.write_text(text)
-        self.variables = {"SLURM_CONF": str(self.config)}
+        path = os.pathsep.join([LEAN, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.variables = {"SLURM_CONF": str(self.config), "PYTHONPATH": path}
         try:
             self.start("slurmctld", ["slurmctld", "-D", "-c"])
             for node in ("n1", "n2"):

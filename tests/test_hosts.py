@@ -16,6 +16,7 @@ from command import LOCKSTEP
 from host_jobs import (
     HELD,
     HERE,
+    LOST_S,
     PORT,
     QUICK,
     STEPS,
@@ -162,12 +163,12 @@ def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, n
     hold(12, shared)
     told = first.says("restarting from the last checkpoint", since=killed)
     again = torchrun(two, 1, *words, folder=shared, machines="1:2")
-    until(lambda: again.when("machines   2") or first.when("another machine has come", killed), again)
+    # whether it was there before the job formed again, or was let in later: the job has stopped and formed for it
+    until(lambda: again.when("machines   2"), again)
     release(shared)
     assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
     assert "lost contact with another rank" in first.err or "no sign of life from host-1" in first.err
     assert "resuming after step 6 of 24" in first.out  # the checkpoint that was there
-    assert again.when("machines   2")
     assert bits(shared) == alone
     note(fault="kill -9 of a host, back at once, 1:2, shared folder", told_s=round(told - killed, 1), same_bits=True)
 
@@ -219,7 +220,7 @@ def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Cal
     cut = time.monotonic()
     two.cut(1)
     release(shared)
-    told = first.says("no sign of life from host-1 for 6 s")
+    told = first.says(f"no sign of life from host-1 for {LOST_S} s")
     formed = first.says("machines   1 at", since=cut)
     other = second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
     assert second.ended() == 1
@@ -228,7 +229,7 @@ def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Cal
     assert bits(shared) == alone
     times = {"told_s": round(told - cut, 1), "other_side_told_s": round(other - cut, 1)}
     times["formed_again_s"] = round(formed - cut, 1)
-    note(fault="link cut in the middle of a step, lost_s=6", **times, same_bits=True)
+    note(fault="link cut in the middle of a step, lost_s=12", **times, same_bits=True)
 
 
 @pytest.mark.processes

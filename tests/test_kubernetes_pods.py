@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from command import finish, until, write
-from harness import TINY
+from harness import LEAN, TINY
 from hosts import Hosts, cluster, hosts
 from test_kubernetes import LAUNCH
 
@@ -24,6 +24,7 @@ RUN = TINY | {
     "name": "tiny",
     "output": "out",
     "steps": 40,
+    "micro_batches": 4,
     "checkpoint": {"every": 5, "keep": 2},
     "track": {"every": 1},
     "launch": LAUNCH | {"machines": 2, "device": "cpu", "stuck_minutes": 0},
@@ -58,7 +59,7 @@ class Pods:
 
     def start(self, host: int) -> Any:
         variables = {e["name"]: e["value"] for e in self.container["env"] if "value" in e}
-        variables |= {"LOCKSTEP_NODE_RANK": str(host), "PYTHONPATH": f"/mnt/etc:{sys.path[0]}", "HOME": "/mnt"}
+        variables |= {"LOCKSTEP_NODE_RANK": str(host), "PYTHONPATH": f"{LEAN}:/mnt/etc:{sys.path[0]}", "HOME": "/mnt"}
         variables |= {"LOCKSTEP_CACHE": str(self.made.cache), "HF_HOME": "/mnt/huggingface"}
         words = [word.replace("$(LOCKSTEP_NODE_RANK)", str(host)) for word in self.container["command"]]
         assert words[0] == "python"

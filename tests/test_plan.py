@@ -60,11 +60,11 @@ def test_overrides_in_every_spelling_and_order(
     assert main(["plan", *words]) == 0
     said = capsys.readouterr().out
     assert "7 steps" in said
-    assert "3, each with 2 or 3 of 8" in said
+    assert "3, each with 1 or 2 of 4" in said
 
 
 def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(here, epochs=2.5, steps=None, evaluate={"every": "epoch"})
+    write(here, epochs=2.5, steps=None, evaluate={"every": "epoch"}, micro_batches=8)
     assert main(["plan", "run.yaml"]) == 0
     rows = {line[:11].strip(): line[11:].strip() for line in capsys.readouterr().out.splitlines()}
     run = load("run.yaml", [])

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import shutil
 import sys
 import tarfile
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from command import finish, until, write
-from harness import TINY
+from harness import LEAN, TINY
 from hosts import Hosts, cluster, hosts
 from test_sagemaker import LAUNCH
 
@@ -26,6 +27,7 @@ RUN = TINY | {
     "name": "tiny",
     "output": "out",
     "steps": STEPS,
+    "micro_batches": 4,
     "checkpoint": {"every": 5, "keep": 2},
     "track": {"every": 1},
     "launch": LAUNCH | {"machines": 2, "timeout_s": 60},
@@ -78,7 +80,8 @@ class Instances:
             environment=" ".join(f"{key}={value!r}" for key, value in self.request["Environment"].items()),
             command=f"/bin/sh -c {COMMAND!r}",
         )
-        return self.made.start(host, ["sh", "-c", script], HOME="/nowhere")
+        path = os.pathsep.join([LEAN, *filter(None, [os.environ.get("PYTHONPATH")])])
+        return self.made.start(host, ["sh", "-c", script], HOME="/nowhere", PYTHONPATH=path)
 
     def run(self) -> list[tuple[int, str, str]]:
         started = [self.start(host) for host in range(self.made.count)]

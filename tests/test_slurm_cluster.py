@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from command import LOCKSTEP, bits, each_step_once, ended, saved, start, step_of, write
+from harness import LEAN
 
 from lockstep.cli import main
 from lockstep.config.run import load
@@ -46,7 +47,7 @@ def job(
     """Submits a job that waits at step 25; returns its id and folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    monkeypatch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)  # of the strategy that waits
+    monkeypatch.setenv("PYTHONPATH", f"{LEAN}{os.pathsep}{HERE}", prepend=os.pathsep)  # of the strategy that waits
 
     def submitted(*options: str, at: int = 25, **launch: object) -> tuple[str, Path]:
         if not (tmp_path / "run.yaml").exists():
@@ -196,7 +197,8 @@ def test_an_array_of_runs(
     tmp_path: Path, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_CONF", str(cluster.config))
+    for name, value in cluster.variables.items():
+        monkeypatch.setenv(name, value)
     for trial in ("a", "b"):
         write(tmp_path / trial, launch=PLAIN | {"machines": 1}, output=f"{trial}/out")
     files = [Path("a/run.yaml"), Path("b/run.yaml")]
