@@ -74,6 +74,11 @@ def test_output_is_a_folder() -> None:
         Run.load({"output": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
 
 
+def test_a_model_is_not_loaded_from_an_address() -> None:
+    with pytest.raises(RunError, match=r"model\.source: s3://bucket/run/export is not loaded from; copy that folder"):
+        Run.load({"data": "builtin/emotion", "model": "s3://bucket/run/export"})
+
+
 def test_a_key_in_an_address_is_a_secret() -> None:
     with pytest.raises(RunError, match=r"data\.train.*secret"):
         Run.load({"data": {"train": "s3://AKIAIOSFODNN7EXAMPLE:abcdefgh@bucket/train.jsonl"}, "model": "gpt2"})

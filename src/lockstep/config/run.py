@@ -118,6 +118,9 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Run:
+        for key, source in (("model", self.model.source), ("tokenizer", self.tokenizer.source)):
+            if is_address(source):
+                raise ValueError(f"{key}.source: {source} is not loaded from; copy that folder to this machine first")
         if is_address(self.output):
             raise ValueError(
                 f"output is a folder of this machine; to keep its results elsewhere, too: mirror={self.output}"

@@ -144,6 +144,7 @@ def the_same_elsewhere(run: Run, world: World) -> tuple[str, str]:
             # what belongs to this run, and not to one that is compared with it
             words += ["stop_after=null"] if run.stop_after else []
             words += ["hub.push_to=null"] if run.hub.push_to else []
+            words += ["mirror=null"] if run.mirror else []
             return shlex.join(words), f"gives the same weights on {processes} process(es)"
     return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
 
