@@ -24,11 +24,11 @@ from lockstep.strategies.optimizers.optimizer import Optimizer, State, rule
 
 
 def groups(
-    optim: OptimSection, named: Iterable[tuple[str, nn.Parameter]], treated: Mapping[str, Treated]
+    optim: OptimSection, named: Iterable[tuple[str, Tensor]], treated: Mapping[str, Treated]
 ) -> list[dict[str, Any]]:
     """Parameter groups, those first that are treated as the section says of all, decayed and not; frozen parameters are
     in none."""
-    found: dict[Treated, list[tuple[str, nn.Parameter]]] = {Treated(1.0, optim.weight_decay, ""): []}
+    found: dict[Treated, list[tuple[str, Tensor]]] = {Treated(1.0, optim.weight_decay, ""): []}
     found.setdefault(Treated(1.0, 0.0, ""), [])
     for name, parameter in named:
         if parameter.requires_grad:
@@ -177,7 +177,7 @@ class Stepper(torch.optim.Optimizer):
         """`optimizer.KEY.NAME` of these parameters (default: of all) as this rank has to save it: a tensor that only it
         holds, one that all hold, or its part of a DTensor. Parameters that no update has touched get the state that
         they begin with, so that what is saved has the same names after every step."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, p, group, like in self._held():
             if names is None or name in names:
                 state: State = self.state[p]
@@ -188,7 +188,7 @@ class Stepper(torch.optim.Optimizer):
 
     def places(self, saved: Saved, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The same with room for what there is in `saved`, which is the parameters' state from here on."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, p, group, like in self._held():
             if names is None or name in names:
                 state = self.rule.begin(group, p.detach() if like is None else like)

@@ -147,7 +147,7 @@ def by_torch(
 ) -> None:
     """One update by an optimizer of torch's, or of another library that is made and called as those are. The states are
     what it keeps of each weight, under its own keys."""
-    optimizer = kind(list(weights), **options)  # type: ignore[call-arg]
+    optimizer = kind(list(weights), **options)
     for weight, gradient, state in zip(weights, gradients, states, strict=True):
         weight.grad = gradient
         optimizer.state[weight] = state
