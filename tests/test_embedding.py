@@ -191,7 +191,7 @@ def test_a_large_split_is_looked_at_in_part(tmp_path: Path) -> None:
 @pytest.mark.extras
 def test_metrics_are_those_of_sentence_transformers_on_the_export(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
-    from sentence_transformers.evaluation import (
+    from sentence_transformers.sentence_transformer.evaluation import (
         EmbeddingSimilarityEvaluator,
         InformationRetrievalEvaluator,
         TripletEvaluator,
@@ -201,7 +201,7 @@ def test_metrics_are_those_of_sentence_transformers_on_the_export(tmp_path: Path
     for keys in ("task={name: embedding, negative: negative}", SCORED):
         task = task_of(make(tmp_path, "pairs", keys))
         rows = rows or rows_in(tmp_path, "validation")
-        folder = tmp_path / task.run.task.options.get("score", "pairs")
+        folder = tmp_path / ("scored" if keys == SCORED else "told apart")
         folder.mkdir(exist_ok=True)
         task.write(folder, task.model().state_dict())
         model = library.SentenceTransformer(str(folder), device="cpu")
@@ -229,7 +229,7 @@ def test_metrics_are_those_of_sentence_transformers_on_the_export(tmp_path: Path
 @pytest.mark.extras
 def test_the_loss_is_that_of_sentence_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
-    from sentence_transformers.losses import CosineSimilarityLoss, MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss, MultipleNegativesRankingLoss
 
     for keys, loss in (("task={name: embedding, negative: negative}", MultipleNegativesRankingLoss), (SCORED, None)):
         task = task_of(make(tmp_path, "pairs", keys))
