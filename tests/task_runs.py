@@ -76,6 +76,16 @@ def rows_of(kind: str, draw: random.Random) -> dict[str, Any]:
     if kind == "messages":
         turns = [("user", text), ("assistant", sentence(draw, 3)), ("user", sentence(draw)), ("assistant", "yes .")]
         return {"messages": [{"role": role, "content": said} for role, said in turns[: draw.choice([2, 4])]]}
+    if kind == "questions":
+        words = draw.choices(WORDS, k=draw.randint(3, 40))
+        at = draw.randrange(len(words))
+        answer = {"text": [words[at]], "answer_start": [len(" ".join(words[:at])) + (at > 0)]}
+        return {"question": f"where is {words[at]}", "context": " ".join(words), "answers": answer}
+    if kind == "pairs":
+        other = sentence(draw)
+        both = {*text.split()} & {*other.split()}
+        turned = " ".join(w[::-1] for w in text.split())
+        return {"anchor": text, "positive": turned, "negative": other, "score": len(both) / 4}
     if kind == "token_classification":
         words = text.split()
         tags = ["B-ANIMAL" if w in ("dog", "cat", "bird") else "O" for w in words]
@@ -105,6 +115,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "token_classification": {"task": {"name": "token_classification"}, "model": BERT},
     "preference": {"task": {"name": "preference"}, "model": GPT2},
     "reward": {"task": {"name": "reward"}, "model": BERT},
+    "masked": {"task": {"name": "masked_language_modeling"}, "model": BERT},
+    "questions": {"task": {"name": "question_answering", "stride": 6}, "model": BERT},
+    "pairs": {"task": {"name": "embedding", "negative": "negative"}, "model": BERT},
 }
 
 

@@ -70,6 +70,25 @@ COLUMNS: dict[str, tuple[list[dict], dict]] = {
         [{"instruction": f"count to {i}", "output": f"one, two, {i}"} for i in range(40)],
         {"name": "language_modeling", "prompt": "instruction", "response": "output"},
     ),
+    "texts that go together, and some that do not": (
+        [{"id": i, "query": f"what is {i}", "positive": f"{i} is it", "negative": f"not {i}"} for i in range(60)],
+        {"name": "embedding", "anchor": "query", "positive": "positive", "negative": "negative"},
+    ),
+    "two texts and how near they are": (
+        [{"sentence1": f"a {i}", "sentence2": f"b {i}", "score": i / 12} for i in range(60)],
+        {"name": "embedding", "anchor": "sentence1", "positive": "sentence2", "score": "score", "score_range": (0, 5)},
+    ),
+    "questions and contexts": (
+        [
+            {"question": f"who is {i}", "context": f"here is {i}", "answers": {"text": [f"{i}"], "answer_start": [8]}}
+            for i in range(40)
+        ],
+        {"name": "question_answering", "question": "question", "context": "context", "answers": "answers"},
+    ),
+    "summaries": (
+        [{"document": f"a long story of {i} and more of it", "summary": f"of {i}"} for i in range(40)],
+        {"name": "summarization", "source": "document", "target": "summary"},
+    ),
     "texts alone": (
         [{"url": f"u{i}", "text": f"a long story of {i} and more of it"} for i in range(40)],
         {"name": "language_modeling", "text": "text"},

@@ -150,7 +150,7 @@ REFUSED = {
         [{"left": f"some words {i}", "right": f"other words {i}"} for i in range(50)],
         "cannot be told from its columns",
     ),
-    "decimals": ([{"sentence1": f"a {i}", "sentence2": f"b {i}", "score": i / 7} for i in range(50)], "(regression)"),
+    "decimals": ([{"essay": f"a {i}", "score": i / 7} for i in range(50)], "(regression)"),
     "as many numbers as rows": ([{"text": f"t {i}", "label": i} for i in range(50)], "nearly as many as rows"),
     "turns": (
         [{"conversations": [{"from": "human", "value": f"{i}"}, {"from": "gpt", "value": "b"}]} for i in range(50)],

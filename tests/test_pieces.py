@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.micro_batches import cut, padded_cost, random_cost
+from lockstep.data.micro_batches import by_chance, cut, padded_cost
 
 lengths = st.lists(st.integers(1, 120), min_size=1, max_size=60).map(np.array)
 
@@ -35,7 +35,12 @@ def test_it_pads_far_less_than_chance() -> None:
     random = np.random.default_rng(0)
     lengths = np.minimum(87, 4 + random.gamma(2.5, 7, size=128).astype(int))
     groups = cut(lengths, 8)
-    assert padded_cost(lengths, groups) < 1.2 * lengths.sum() < 1.6 * lengths.sum() < random_cost(lengths, 8)
+    assert (
+        padded_cost(lengths, groups)
+        < 1.2 * lengths.sum()
+        < 1.6 * lengths.sum()
+        < padded_cost(lengths, by_chance(len(lengths), 8))
+    )
     costs = [len(g) * lengths[g].max() for g in groups]
     assert max(costs) < 1.1 * np.mean(costs)
 

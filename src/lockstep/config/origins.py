@@ -24,4 +24,4 @@ def wrong(run: Run, task: Any) -> dict[str, str]:
         found["data.workers"] = (
             f"the task {run.task.name} reads prepared tokens and has no use for workers; set it to 0"
         )
-    return found
+    return found or dict(task.refused(run))

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from lockstep.config.run import Run, RunError
+from lockstep.data import micro_batches
 from lockstep.data.tokens import Columns, Prepared
 
 if TYPE_CHECKING:
@@ -168,6 +169,20 @@ class Task(ABC):
         split = next((name for name, known in self.splits.items() if known is columns), None)
         return self.first_said[split][rows] if split in self.first_said else None
 
+    def count_targets_at(self, columns: Columns, rows: np.ndarray, step: int) -> int:
+        """The same for a step of training, where it depends on the step which tokens are targets."""
+        return self.count_targets(columns, rows)
+
+    def cut(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+        """The micro-batches of a step that has these rows: places in `rows`, [M]. A function of its arguments and the
+        run file alone. The default suits losses that are sums over examples: any cut has the same gradient."""
+        return micro_batches.cut(columns.lengths[rows], self.run.micro_batches)
+
+    def padded(self, columns: Columns, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
+        """Tokens that go through the model, padding among them, where each of these `groups` (places in `rows`) is
+        collated, and padded."""
+        return sum(micro_batches.padded_cost(side, list(groups)) for side in self.sides(columns, rows))
+
     @abstractmethod
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         """The sum (never the mean) of the losses over targets: float32 scalar."""
@@ -175,6 +190,17 @@ class Task(ABC):
     @abstractmethod
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
         """Sums over the examples of a batch, `examples` among them, that `metrics` is a function of."""
+
+    def score_at(
+        self,
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+        batch: MicroBatch,
+        columns: Columns,
+        rows: np.ndarray,
+    ) -> Sums:
+        """The same, where it takes more than the batch: which `rows` it was collated from, none where it is blank. All
+        sums have the same shapes for any rows."""
+        return self.score(forward, batch)
 
     def score_texts(
         self,
@@ -232,7 +258,8 @@ class Task(ABC):
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """What a report shows of a split beside its metrics, from the same sums: JSON by name. `confusion` is
-        `{labels, counts}`, a row for each true label."""
+        `{labels, counts}`, a row for each true label; `plots` are drawn, each `{title, x, lines}`, where `lines` has
+        points [x, y] by name."""
         return {}
 
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 PAIR = "translation"  # the Hub's column of {language: text}
 
 
-class TranslationOptions(BaseModel):
-    """The task's own keys in the run file."""
+class WritingOptions(BaseModel):
+    """The keys of tasks that write one text for another."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     source: str = Field("source", description="column of the source text, or its language in a translation column")
@@ -46,10 +46,18 @@ class TranslationOptions(BaseModel):
         description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
         "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
     )
+    target_length: int | None = Field(
+        None, ge=1, description="tokens of a target, and of what is written, at most; default: data.max_length"
+    )
+    beams: int = Field(1, ge=1, description="of the search that writes texts; 1: greedy")
+    samples: int = Field(3, ge=0, description="texts to show after each evaluation, with what is written for them")
+
+
+class TranslationOptions(WritingOptions):
+    """The task's own keys in the run file."""
+
     bleu: bool = Field(True, description="write translations at each evaluation, and score them by BLEU and chrF")
     bleu_tokenizer: str = Field("13a", description="sacrebleu's tokenizer: 13a, intl, zh, ja-mecab, char, ...")
-    beams: int = Field(1, ge=1, description="of the search that writes translations; 1: greedy")
-    samples: int = Field(3, ge=0, description="translations to show after each evaluation")
 
 
 class Translation(Task):
@@ -58,15 +66,22 @@ class Translation(Task):
     Options = TranslationOptions
     head = "seq2seq"
     pipeline = "translation"
-    shown = ("bleu", "bleu_tokenizer", "beams", "samples")
+    shown: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
+    answer: ClassVar[str] = "translation"  # what `predict` calls what is written
 
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        options = TranslationOptions.model_validate(run.task.options)
+    def overlap_of(cls, options: Any) -> Any:
+        """What scores the texts that are written, by `sums` and `scores`; None: nothing does. Errors: `RunError`."""
         if options.bleu:
             bleu.check(options.bleu_tokenizer)
+        return bleu.Overlap(options.bleu_tokenizer) if options.bleu else None
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        options: Any = cls.Options.model_validate(run.task.options)
+        cls.overlap_of(options)
         asked = {"task.source": options.source, "task.target": options.target}
         data = source.load(run.data, run.seed, columns=asked)
         splits = {s: _pairs(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
@@ -76,7 +91,8 @@ class Translation(Task):
         _check_model(run, options, folder)
         files = {}
         for split, dataset in splits.items():
-            key = digest("translation", VERSION, hashes[split], folder.name, run.data.max_length, options.prefix)
+            read = [run.data.max_length, options.prefix, options.target_length]
+            key = digest("translation", VERSION, hashes[split], folder.name, *read)
             files[split] = _encode(run, dataset, folder, options, key)
         tokens = sorted((split, Path(file).name) for split, file in files.items())
         return Prepared(digest(tokens), files, str(folder), {"source": data.name} | left_out)
@@ -85,12 +101,12 @@ class Translation(Task):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.options = TranslationOptions.model_validate(run.task.options)
+        self.options: Any = self.Options.model_validate(run.task.options)
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.target_tokenizer = _target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.unpadded = self.padded_because is None
-        self.overlap = bleu.Overlap(self.options.bleu_tokenizer) if self.options.bleu else None
+        self.overlap = self.overlap_of(self.options)
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import chunked_loss, models
@@ -183,7 +199,7 @@ class Translation(Task):
     def usage(self) -> str:
         """transformers has no pipeline for translation any more."""
         target = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")\n'
-        written = "tokenizer"
+        written, most = "tokenizer", _most(self.run, self.options)
         if self.target_tokenizer is not self.tokenizer:
             target += 'targets = AutoTokenizer.from_pretrained("PATH_OR_REPO", subfolder="target")\n'
             written = "targets"
@@ -191,21 +207,21 @@ class Translation(Task):
             "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n\n"
             f'{target}model = AutoModelForSeq2SeqLM.from_pretrained("PATH_OR_REPO")\n'
             f'ids = tokenizer("{self.options.prefix}some text", return_tensors="pt")["input_ids"]\n'
-            f"tokens = model.generate(ids, num_beams={self.options.beams}, max_new_tokens={self.run.data.max_length})\n"
+            f"tokens = model.generate(ids, num_beams={self.options.beams}, max_new_tokens={most})\n"
             f"{written}.decode(tokens[0], skip_special_tokens=True)"
         )
 
     @classmethod
     def writes_greedily(cls, run: Run) -> bool:
-        options = TranslationOptions.model_validate(run.task.options)
-        return options.beams == 1 or not (options.bleu or options.samples)
+        options: Any = cls.Options.model_validate(run.task.options)
+        return options.beams == 1 or not (options.samples or cls.overlap_of(options))
 
     def _decoding(self) -> Decoding:
         from lockstep.tasks.models.decoding import Decoding
 
         pad, end = int(self.target_tokenizer.pad_token_id), documents.end_of(self.target_tokenizer)
         start = int(self.entries["decoder_start_token_id"])
-        return Decoding(self.run.data.max_length, pad, end, start, self.options.beams)
+        return Decoding(_most(self.run, self.options), pad, end, start, self.options.beams)
 
     def _written(self, tokens: Tensor) -> list[str]:
         found = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
@@ -213,31 +229,32 @@ class Translation(Task):
 
     @classmethod
     def asked(cls, run: Run) -> tuple[str, ...]:
-        return (TranslationOptions.model_validate(run.task.options).source,)
+        options: Any = cls.Options.model_validate(run.task.options)
+        return (options.source,)
 
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """The `translation`."""
+        """The `translation`, or what else is written."""
         from lockstep.tasks.models import asking, models
         from lockstep.tasks.models.decoding import Decoding, by_transformers
 
-        options = TranslationOptions.model_validate(run.task.options)
+        options: Any = cls.Options.model_validate(run.task.options)
         model, sources = models.exported("seq2seq", folder, run)
         targets = _target_tokenizer(run, folder, sources)
         most, start = run.data.max_length, model.config.decoder_start_token_id
-        how = Decoding(most, targets.pad_token_id, documents.end_of(targets), start, options.beams)
+        how = Decoding(_most(run, options), targets.pad_token_id, documents.end_of(targets), start, options.beams)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             read = [sources(options.prefix + row[0], truncation=True, max_length=most) for row in rows]
             tokens = by_transformers(model, asking.padded(read, {"input_ids": int(sources.pad_token_id)}), how)
             written = targets.batch_decode(tokens.tolist(), skip_special_tokens=True)
-            return [{"translation": text.strip()} for text in written]
+            return [{cls.answer: text.strip()} for text in written]
 
         return asking.answers(rows, answer)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        return str(answer["translation"])
+        return str(answer[cls.answer])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models
@@ -245,6 +262,11 @@ class Translation(Task):
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
         if self.target_tokenizer is not self.tokenizer:
             tokenizer.save(self.target_tokenizer, folder / tokenizer.TARGET)
+
+
+def _most(run: Run, options: WritingOptions) -> int:
+    """Tokens of a target."""
+    return options.target_length or run.data.max_length
 
 
 def _asked(batch: MicroBatch) -> dict[str, Tensor]:
@@ -263,7 +285,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str, drop: bool) -> Dataset:
+def _pairs(dataset: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
     """The two sides as columns `source` and `target`. Errors: `RunError`."""
     sides = {"source": options.source, "target": options.target}
     if PAIR in dataset.column_names and not {options.source, options.target} <= set(dataset.column_names):
@@ -283,7 +305,7 @@ def _pairs(dataset: Dataset, options: TranslationOptions, split: str, name: str,
     return wanted.rename_columns({column: key for key, column in sides.items() if column != key})
 
 
-def _tokenizers(run: Run, train: Dataset, hashed: str, options: TranslationOptions) -> Path:
+def _tokenizers(run: Run, train: Dataset, hashed: str, options: WritingOptions) -> Path:
     def batches(*columns: str) -> Iterator[list[str]]:
         for start in range(0, len(train), 1000):
             rows = train[start : start + 1000]
@@ -328,10 +350,11 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     return entries
 
 
-def _check_model(run: Run, options: TranslationOptions, folder: Path) -> None:
+def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     from lockstep.tasks.models import models
 
-    models.check(run, "seq2seq", use_cache=False)
+    key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
+    models.check(run, "seq2seq", max(run.data.max_length, _most(run, options)), key, use_cache=False)
     known = models.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
@@ -352,7 +375,7 @@ def _check_model(run: Run, options: TranslationOptions, folder: Path) -> None:
         )
 
 
-def _encode(run: Run, dataset: Dataset, folder: Path, options: TranslationOptions, key: str) -> str:
+def _encode(run: Run, dataset: Dataset, folder: Path, options: WritingOptions, key: str) -> str:
     import datasets
 
     sources: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
@@ -369,7 +392,7 @@ def _encode(run: Run, dataset: Dataset, folder: Path, options: TranslationOption
 
     def encoder(rows: dict[str, list]) -> dict[str, list]:
         asked = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
-        told = targets(text_target=rows["target"], **limit)["input_ids"]
+        told = targets(text_target=rows["target"], **limit | {"max_length": _most(run, options)})["input_ids"]
         ids = {"input_ids": closed(asked, sources), "target_ids": closed(told, targets)}
         return ids | {"reference": rows["target"]}
 

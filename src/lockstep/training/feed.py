@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from lockstep.config.run import Run
-from lockstep.data import micro_batches as micro_batches
 from lockstep.data.batch import MicroBatch, StepBatch
-from lockstep.data.micro_batches import cut, padded_cost, random_cost
+from lockstep.data.micro_batches import by_chance
 from lockstep.data.mixture import MixedOrder
 from lockstep.data.order import ByLength, Order, total_steps
 from lockstep.distributed.randomness import seed_everything
@@ -78,7 +77,7 @@ class Feed:
 
     def _batch(self, step: int, rows: np.ndarray, made: Iterator[MicroBatch] | None = None) -> StepBatch:
         lengths = self.columns.lengths[rows]
-        groups, sides = cut(lengths, self.micro_batches), self.task.sides(self.columns, rows)
+        groups = self.task.cut(self.columns, rows)
         micro_batches = [self._collated(step, rows[groups[k]], k) if made is None else next(made) for k in self.indices]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
@@ -87,10 +86,10 @@ class Feed:
             micro_batches=micro_batches,
             count=self.micro_batches,
             examples=len(rows),
-            targets=self.task.count_targets(self.columns, rows),
+            targets=self.task.count_targets_at(self.columns, rows, step),
             tokens=int(lengths.sum()),
-            padded=sum(padded_cost(side, groups) for side in sides) if self.pads else int(lengths.sum()),
-            padded_by_chance=sum(random_cost(side, self.micro_batches) for side in sides),
+            padded=self.task.padded(self.columns, rows, groups) if self.pads else int(lengths.sum()),
+            padded_by_chance=self.task.padded(self.columns, rows, by_chance(len(rows), self.micro_batches)),
             ids=rows,
         )
 
@@ -103,7 +102,7 @@ class Feed:
         """This rank's micro-batches of the steps from `after` on: step, index and rows."""
         for step in range(after, self.total):
             rows = self.order.step(step)
-            groups = cut(self.columns.lengths[rows], self.micro_batches)
+            groups = self.task.cut(self.columns, rows)
             yield from ((step, k, rows[groups[k]]) for k in self.indices)
 
     def steps(self, after: int) -> Iterator[StepBatch]:

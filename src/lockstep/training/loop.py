@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch, StepResult, Sums
-from lockstep.data.micro_batches import cut
 from lockstep.data.tokens import Columns
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.profiling import Profiler
@@ -144,7 +143,7 @@ class TrainingFailed(Exception):
 
 def explained(caught: NotFinite, feed: Feed, rows: np.ndarray, when: str = "") -> str:
     """Which step (or `when`), micro-batches and examples; `rows` are those of the step."""
-    groups = cut(feed.columns.lengths[rows], feed.micro_batches)
+    groups = feed.task.cut(feed.columns, rows)
     lines = []
     for micro_batch in caught.micro_batches:
         ids = ", ".join(map(str, rows[groups[micro_batch]][:20]))
@@ -387,7 +386,7 @@ def _summed(
         chosen = batches[mine] if mine < len(batches) else order[:0]
         seed_everything(run.seed, -1, mine)  # what is drawn depends on the batch, not on the rank
         batch = task.collate(columns, chosen, 0).to(world.device)
-        found = task.score(strategy.forward, batch)
+        found = task.score_at(strategy.forward, batch, columns, chosen)
         if texts:
             found |= task.score_texts(generate or strategy.generate, batch, columns, chosen)
         for name, value in found.items():

@@ -23,7 +23,6 @@ from lockstep.checkpoint.state_hash import StateHash
 from lockstep.config.exit_status import DONE
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch
-from lockstep.data.micro_batches import cut
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
@@ -110,7 +109,7 @@ class _Looker:
             "step": line["step"],
             "learning_rate": rate,
             "rows": batch.ids.tolist(),
-            "micro_batches": [group.tolist() for group in cut(feed.columns.lengths[batch.ids], run.micro_batches)],
+            "micro_batches": [group.tolist() for group in feed.task.cut(feed.columns, batch.ids)],
             "tokens": feed.columns.lengths[batch.ids].tolist(),
             "losses": self._losses.tolist(),
             "norms": norms,

@@ -24,6 +24,9 @@ TASKS = {
     "classification": "SEQ_CLS",
     "token_classification": "TOKEN_CLS",
     "causal": "CAUSAL_LM",
+    "embedding": "FEATURE_EXTRACTION",
+    "masked": "FEATURE_EXTRACTION",  # peft's kind for a model as it is
+    "question_answering": "QUESTION_ANS",
     "seq2seq": "SEQ_2_SEQ_LM",
 }
 

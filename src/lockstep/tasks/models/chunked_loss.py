@@ -28,7 +28,12 @@ from lockstep.tasks.models import models
 KEY = "task.loss_chunk"
 LIGER = "liger"
 OUT = "; leave it out for the whole matrix of logits"
-_HEADS = {"language_modeling": "causal", "translation": "seq2seq"}
+_HEADS = {
+    "language_modeling": "causal",
+    "masked_language_modeling": "masked",
+    "summarization": "seq2seq",
+    "translation": "seq2seq",
+}
 
 
 def check(run: Run, here: bool) -> None:

@@ -50,6 +50,13 @@ HEADS = {
         "token classifier",
     ),
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
+    "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked language model"),
+    "embedding": ("AutoModel", "MODEL_MAPPING_NAMES", "model without a head"),
+    "question_answering": (
+        "AutoModelForQuestionAnswering",
+        "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+        "model that answers questions",
+    ),
     "seq2seq": (
         "AutoModelForSeq2SeqLM",
         "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",

@@ -129,7 +129,7 @@ def computed(
         unpadded.install(model)
         for block in (block for stack in unpadded.stacks(model) for block in stack):
             block.register_forward_pre_hook(count, with_kwargs=True)
-    logits = model(**inputs).logits
+    logits = model(**inputs)[0]  # or hidden states, where it has no head
     if head != "classification":
         real = inputs["decoder_attention_mask" if head == "seq2seq" else "attention_mask"].bool()
         logits = logits[real]

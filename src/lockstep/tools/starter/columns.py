@@ -41,6 +41,7 @@ class Look:
     same: tuple[str, ...] = ()  # columns that hold the same in every row
     joined: tuple[str, ...] = ()  # columns of few texts that are lists of each other's: "a", "b", "a,b"
     apart: str | None = None  # the column that says which split each row belongs to
+    ends: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # of numbers, the least and the greatest
     deep: bool = False  # whether columns hold others, which were not looked at
 
     @property
@@ -86,6 +87,7 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
         tuple(name for name, count in counts.items() if count == 1 and len(train) > 1),
         tuple(name for name, there in values.items() if kinds[name] == "text" and _are_lists(set(there))),
         next((name for name in values if kinds[name] == "text" and _are_splits(set(values[name]))), None),
+        {name: (min(there), max(there)) for name, there in values.items() if kinds[name] == "decimal"},
         bool(inner) and not deep,
     )
 

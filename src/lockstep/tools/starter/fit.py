@@ -15,7 +15,18 @@ from lockstep.config.run import RunError
 from lockstep.data.text_files import SIDES, is_language
 from lockstep.tools.starter.columns import Look
 
-TASKS = ("classification", "token_classification", "translation", "language_modeling", "preference", "reward")
+TASKS = (
+    "classification",
+    "token_classification",
+    "translation",
+    "summarization",
+    "language_modeling",
+    "preference",
+    "reward",
+    "embedding",
+    "question_answering",
+    "masked_language_modeling",
+)
 # The keys that a person is asked for where nothing fits.
 ASKED = {
     "classification": ("text", "label"),
@@ -24,6 +35,10 @@ ASKED = {
     "language_modeling": ("text",),
     "preference": ("prompt", "chosen", "rejected"),
     "reward": ("prompt", "chosen", "rejected"),
+    "masked_language_modeling": ("text",),
+    "summarization": ("source", "target"),
+    "embedding": ("anchor", "positive"),
+    "question_answering": ("question", "context", "answers"),
 }
 
 _TEXTS = (
@@ -43,6 +58,15 @@ _PROMPT = ("prompt", "instruction", "question", "input", "query")
 _RESPONSE = ("response", "completion", "output", "answer", "answers", "chosen", "target")
 _MESSAGES = ("messages", "conversation", "conversations", "dialog", "dialogue")
 _CLASSES = 50  # that a column without a telling name has, at most, where it might be the label
+_ANCHORS = ("anchor", "query", "question", "sentence")
+_POSITIVES = ("positive", "pos", "positive_passage")
+_NEGATIVES = re.compile(r"(hard_)?neg(ative)?(_passage)?(_\d+)?")
+_NEAR = ("score", "similarity", "similarity_score", "relatedness", "relatedness_score")
+_SUMMARIES = (
+    *((text, "summary") for text in ("document", "article", "dialogue", "text", "content")),
+    ("article", "highlights"),
+    ("document", "abstract"),
+)
 _SECOND = {"1": "2", "a": "b", "A": "B"}  # what the second column of a pair ends in
 
 
@@ -63,6 +87,10 @@ def fit(task: str, found: Look) -> Fit | None:
         "language_modeling": _language_modeling,
         "preference": _answer_pairs,
         "reward": _answer_pairs,
+        "masked_language_modeling": _masked_language_modeling,
+        "summarization": _summarization,
+        "embedding": _embedding,
+        "question_answering": _question_answering,
     }[task](found)
 
 
@@ -73,9 +101,12 @@ def guess(found: Look) -> tuple[str, Fit]:
         return "preference", answers
     if (messages := _messages(found)) is not None:
         return "language_modeling", messages
+    for task in ("question_answering", "embedding"):  # whose columns have names that say it
+        if (fitted := fit(task, found)) is not None:
+            return task, fitted
     if (why := unfit(found)) is not None:
         raise RunError(why)
-    for task in TASKS:
+    for task in TASKS[:-1]:  # the last is for those who ask for it
         if (fitted := fit(task, found)) is not None and not _is_a_shot(task, fitted):
             return task, fitted
     raise RunError(
@@ -189,6 +220,41 @@ def _sides(languages: list[str]) -> Fit:
         {"source": source, "target": target},
         {"source": f"of {', '.join(languages)}: nothing says which one is translated into which"},
     )
+
+
+def _summarization(found: Look) -> Fit | None:
+    texts = next((pair for pair in _SUMMARIES if set(pair) <= set(found.texts)), None)
+    return Fit({"source": texts[0], "target": texts[1]}) if texts else None
+
+
+def _embedding(found: Look) -> Fit | None:
+    """Texts called anchor and positive; or two texts and how near they are, a number with decimals."""
+    anchor = _first(c for name in _ANCHORS for c in found.texts if c.lower() == name)
+    positive = _first(c for name in _POSITIVES for c in found.texts if c.lower() == name)
+    if anchor and positive:
+        negative = [c for c in found.texts if _NEGATIVES.fullmatch(c.lower())]
+        more = {"negative": negative[0] if len(negative) == 1 else negative} if negative else {}
+        return Fit({"anchor": anchor, "positive": positive} | more)
+    score = _first(c for c, kind in found.kinds.items() if kind == "decimal" and c.lower() in _NEAR)
+    if score is None or (pair := _pair(found.texts)) is None:
+        return None
+    least, most = found.ends[score]
+    high = next((each for each in (1, 5, 10, 100) if most <= each), most)
+    ends = [0 if least >= 0 else -high, high]
+    doubt = f"scores from {least:g} to {most:g} were seen, from which task.score_range {ends} is guessed"
+    return Fit({"anchor": pair[0], "positive": pair[1], "score": score, "score_range": ends}, {"score": doubt})
+
+
+def _question_answering(found: Look) -> Fit | None:
+    """SQuAD's columns: of texts a question and its context, and answers that say where they begin."""
+    if not {"question", "context"} <= set(found.texts) or found.kinds.get("answers") not in ("mapping", "list"):
+        return None
+    return Fit({"question": "question", "context": "context", "answers": "answers"})
+
+
+def _masked_language_modeling(found: Look) -> Fit | None:
+    fitted = _language_modeling(found)
+    return fitted if fitted and set(fitted.keys) <= {"text", "document"} else None
 
 
 def _language_modeling(found: Look) -> Fit | None:

@@ -28,6 +28,10 @@ PRETRAINED = {
     "language_modeling": "openai-community/gpt2",
     "preference": "openai-community/gpt2",
     "reward": "distilbert/distilbert-base-uncased",
+    "masked_language_modeling": "distilbert/distilroberta-base",
+    "summarization": "google-t5/t5-small",
+    "embedding": "sentence-transformers/all-MiniLM-L6-v2",
+    "question_answering": "distilbert/distilbert-base-cased",
 }
 # Of conversations, for tokenizers that have no template of their own.
 CHAT = (
@@ -89,6 +93,10 @@ def values(path: Path, data: DataSection, task: dict[str, Any], model: str, foun
     if model.startswith("google-t5/") and task["name"] == "translation":
         source, target = (_T5.get(str(task[side]), task[side]) for side in ("source", "target"))
         filled["task"] |= {"prefix": f"translate {source} to {target}: "}
+    if model.startswith("google-t5/") and task["name"] == "summarization":
+        filled["task"] |= {"prefix": "summarize: "}
+    if task["name"] == "question_answering":
+        filled["task"].setdefault("stride", min(128, length // 4))
     if task["name"] == "translation" and importlib.util.find_spec("sacrebleu") is None:
         filled["task"].setdefault("bleu", False)
     filled["data"] = {k: v for k, v in data.model_dump(exclude_unset=True).items() if v is not None}
@@ -112,6 +120,8 @@ def with_steps(filled: dict[str, Any], examples: int, here: Here) -> dict[str, A
     """The same with the sizes of steps, and intervals that come due within the run."""
     batch = filled["batch_size"] if filled["batch_size"] > 1 else _batch(examples)
     micro = filled["micro_batches"] if filled["micro_batches"] > 1 else _micro_batches(batch, here)
+    if filled["task"]["name"] == "embedding" and filled["micro_batches"] == 1:  # the larger, the more to tell apart
+        micro = max(1, min(2 ** math.ceil(math.log2(max(1, here.processes))), batch // 8))
     epoch, total = steps_of(filled | {"batch_size": batch}, examples)
     each = max(1, min(epoch, total // 2))  # the end is evaluated and saved anyway
     evaluate = {"every": "epoch" if epoch < total else each} | filled.get("evaluate", {})
@@ -129,11 +139,11 @@ def steps_of(filled: dict[str, Any], examples: int) -> tuple[int, int]:
 
 def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
     """Sections of a small model, and its tokenizer, that trains on a laptop."""
-    models = {
-        "token_classification": ("bert", {**_SMALL_BERT, "max_position_embeddings": length}),
-        "translation": ("marian", {**_SMALL_MARIAN, "max_position_embeddings": length}),
-    }
-    kind, config = models.get(task, ("gpt2", {**_SMALL_GPT2, "n_positions": length}))
+    kind, config = "gpt2", {**_SMALL_GPT2, "n_positions": length}
+    if task in ("token_classification", "masked_language_modeling", "embedding", "question_answering"):
+        kind, config = "bert", {**_SMALL_BERT, "max_position_embeddings": length}
+    elif task in ("translation", "summarization"):
+        kind, config = "marian", {**_SMALL_MARIAN, "max_position_embeddings": length}
     return {
         "model": {"type": kind, "config": config},
         "tokenizer": {"train": "bpe", "vocab_size": 8000 if rows > 5000 else 2000},

@@ -88,6 +88,16 @@ def curves(history: History) -> list[str]:
     return [chart for chart in charted if chart]
 
 
+def plots(history: History) -> list[str]:
+    """What tasks draw of a split beside its metrics: `plots` among its tables, each `{title, x, lines}`, where `lines`
+    has the points of each line by name."""
+    return [
+        charts.lines(f"{plot['title']}, {split}", plot["lines"], charts.Look(x_name=plot["x"], linear=True))
+        for split, tables in history.tables.items()
+        for plot in tables.get("plots", ())
+    ]
+
+
 def span(*histories: History) -> tuple[float, float]:
     """The steps that charts are drawn over."""
     return 0.0, float(max((history.steps for history in histories), default=0))

@@ -97,6 +97,7 @@ def _page(history: History) -> dict[str, Any]:
             for split, tables in history.tables.items()
             if "confusion" in tables
         ],
+        "plots": panels.plots(history),
         "samples": _samples(history),
         "profiles": history.profiles,
         "facts": panels.facts(history),

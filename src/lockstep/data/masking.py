@@ -1,0 +1,139 @@
+"""Which tokens of an example are masked, as BERT has it (Devlin et al. 2019, arXiv:1810.04805, and its
+create_pretraining_data.py): a share of them, of these 80 % as the mask, 10 % as any token and 10 % as they are.
+
+In: tokens, and the seed, the step and the row of each example. Out: what is read, and what is to be foretold. Nothing
+is drawn from a generator: each token's number is a hash of where it stands, so it is the same in any micro-batch, on
+any rank and with any version of a library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_IGNORED = -100  # as in batch.py, which imports torch
+_ORDER, _KIND, _TOKEN = range(3)  # what a token's numbers are for
+AS_MASK, AS_ANY = 0.8, 0.1  # of the tokens that are chosen
+WITHOUT_STEP = -1  # the step of evaluations, which mask the same tokens every time
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What masking asks of a tokenizer."""
+
+    size: int
+    mask: int
+    special: np.ndarray  # int64: tokens that stand for no text
+    begins: np.ndarray | None  # bool [size]: a word begins with it, whatever comes before; None: not known
+    joins: (
+        np.ndarray | None
+    )  # int8 [size]: the token after it never goes on with its word, may, or always does: 0, 1, 2
+
+
+def vocabulary(tokenizer: Any) -> Vocabulary:
+    """Errors: none; a tokenizer without a mask is for the caller to refuse."""
+    special = [t for t in tokenizer.all_special_ids if t != tokenizer.unk_token_id]
+    begins, joins = _words(tokenizer)
+    return Vocabulary(len(tokenizer), int(tokenizer.mask_token_id), np.array(sorted(special)), begins, joins)
+
+
+def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """From how a vocabulary marks pieces: `##` within a word, or a sign at its beginning, punctuation by itself."""
+    import json
+
+    if not tokenizer.is_fast:
+        return None, None
+    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    kinds = str(told["pre_tokenizer"])
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    if told["model"].get("continuing_subword_prefix") == "##" and told["model"]["type"] == "WordPiece":
+        return np.array([not token.startswith("##") for token in tokens]), np.ones(len(tokens), np.int8)
+    sign = "\u0120" if "ByteLevel" in kinds else "\u2581" if "Metaspace" in kinds else None
+    if sign is None:
+        return None, None
+    begins = [token.startswith(sign) or not _goes_on(token[0]) for token in tokens]
+    return np.array(begins), np.array([2 if token == sign else _goes_on(token[-1]) for token in tokens], np.int8)
+
+
+def _goes_on(character: str) -> bool:
+    """Whether it may stand within a word: a letter, a digit, or a byte of one that is not ASCII."""
+    return character.isalnum() or (ord(character) > 127 and character not in "\u0120\u2581")
+
+
+def mixed(*numbers: Any) -> np.ndarray:
+    """Well-mixed 64-bit numbers from whole numbers or arrays of them, element by element (splitmix64's finaliser,
+    Steele et al. 2014, chained)."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(0x9E3779B97F4A7C15)
+        for number in numbers:
+            state = np.asarray(state + np.asarray(number).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            state = state ^ (state >> np.uint64(31))
+    return state
+
+
+def chosen(
+    ids: np.ndarray,
+    real: np.ndarray,
+    rows: np.ndarray,
+    place: Sequence[int],
+    share: float,
+    known: Vocabulary,
+    whole_words: bool,
+) -> np.ndarray:
+    """Which tokens are to be foretold: bool [B, T]. Of each example the `share`, rounded, and one at least; of whole
+    words no more than that, unless a single one is longer. `place`: the seed and the step."""
+    can = (real == 1) & ~np.isin(ids, known.special)
+    can |= (real == 1) & ~can.any(1, keepdims=True)  # where there is nothing but special tokens
+    wanted = np.maximum(1, np.rint(share * can.sum(1)).astype(np.int64))  # [B]
+    at = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    if whole_words:
+        at = _starts(ids, can, known)
+    order = mixed(*place, _ORDER, rows[:, None], at)  # [B, T]: the same for all tokens of a word
+    order[~can] = np.iinfo(np.uint64).max
+    ranked = np.argsort(order, axis=1, kind="stable")
+    found = np.zeros(ids.shape, dtype=bool)
+    if not whole_words:
+        np.put_along_axis(found, ranked, np.arange(ids.shape[1])[None] < wanted[:, None], axis=1)
+        return found
+    for row, most in enumerate(wanted.tolist()):
+        words = np.split(ranked[row], np.flatnonzero(np.diff(at[row][ranked[row]])) + 1)
+        words = [word for word in words if can[row, word[0]]]
+        left = most
+        for word in words:
+            if len(word) <= left:
+                found[row, word] = True
+                left -= len(word)
+            if left == 0:
+                break
+        if left == most:  # each is longer than the share
+            found[row, words[0]] = True
+    return found
+
+
+def _starts(ids: np.ndarray, can: np.ndarray, known: Vocabulary) -> np.ndarray:
+    """Where the word of each token begins: int64 [B, T]."""
+    assert known.begins is not None
+    assert known.joins is not None
+    begins = known.begins[ids]
+    before = known.joins[ids[:, :-1]]
+    begins[:, 1:] = (begins[:, 1:] & (before < 2)) | (before == 0) | ~can[:, :-1]
+    begins[:, 0] = True
+    begins |= ~can
+    at = np.arange(ids.shape[1])
+    return np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+
+
+def masked(
+    ids: np.ndarray, picked: np.ndarray, rows: np.ndarray, place: Sequence[int], known: Vocabulary
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is read, and the targets: int64 [B, T] each."""
+    at = np.arange(ids.shape[1])
+    kind = mixed(*place, _KIND, rows[:, None], at) / 2.0**64  # [B, T], from 0 to 1
+    drawn = (mixed(*place, _TOKEN, rows[:, None], at) % np.uint64(known.size)).astype(np.int64)
+    instead = np.where(kind < AS_MASK, known.mask, np.where(kind < AS_MASK + AS_ANY, drawn, ids))
+    return np.where(picked, instead, ids), np.where(picked, ids, _IGNORED)

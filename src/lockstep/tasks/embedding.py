@@ -1,0 +1,382 @@
+"""Embeddings: a text as a vector of unit length, near those of texts that go with it, with any model of `AutoModel`.
+
+In: pairs of texts that go together, with texts beside that do not where there are some; or pairs with a score. Out: the
+loss, recall, reciprocal rank and nDCG among all texts of a split; or correlations with the scores. The export is one of
+sentence-transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import apart, documents, pairs, source, tokenizer
+from lockstep.data.micro_batches import by_chance
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.tasks.models import pooling, retrieval
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lockstep.data.batch import MicroBatch, Sums
+    from lockstep.tasks.models.decoding import Decoding
+
+_AMONG = 64  # texts that the nearest of a sample is looked for in
+_SCORED = 100_000  # scored pairs of a split that correlations are of, at most
+
+
+class EmbeddingOptions(BaseModel):
+    """The task's own keys in the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    anchor: str = Field("anchor", description="column of the text that is asked with, such as a question")
+    positive: str = Field("positive", description="column of the text that goes with it")
+    negative: str | list[str] | None = Field(
+        None, description="column of a text that does not, or several such columns; default: other rows' texts alone"
+    )
+    score: str | None = Field(
+        None, description="column of how near the two texts are; then these are learned, and nothing is told apart"
+    )
+    score_range: tuple[float, float] = Field((0.0, 1.0), description="scores of the farthest and of the nearest texts")
+    scale: float = Field(20.0, gt=0, description="what cosines are multiplied by before their softmax")
+    negatives: int | None = Field(
+        None, ge=1, description="other rows of its micro-batch that a row is told apart from, at most; default: all"
+    )
+    pooling: Literal["mean", "cls", "last_token"] | None = Field(
+        None, description="which hidden states make the vector; default: as the model's own files say, else mean"
+    )
+    corpus: int = Field(
+        5000, ge=2, description="texts of a split that recall looks among, at most, evenly spread over it"
+    )
+    samples: int = Field(3, ge=0, description="texts to show after each evaluation, with what is nearest to them")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> EmbeddingOptions:
+        if self.score is not None and (self.negative is not None or self.negatives is not None):
+            raise ValueError("score is of pairs, whose texts are not told apart from others; leave negative out")
+        if not self.score_range[0] < self.score_range[1]:
+            raise ValueError("score_range is the least score and the greatest, in this order")
+        columns = list(self.columns.values())
+        if len(set(columns)) < len(columns):
+            raise ValueError("anchor, positive and negative must be different columns")
+        return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column of texts that it names."""
+        more = [self.negative] if isinstance(self.negative, str) else self.negative or []
+        keys = ["task.negative"] if len(more) == 1 else [f"task.negative.{place}" for place in range(len(more))]
+        both = {"task.anchor": self.anchor, "task.positive": self.positive}
+        return both | dict(zip(keys, more, strict=True))
+
+
+class Embedding(Task):
+    """A vector a text."""
+
+    Options = EmbeddingOptions
+    head = "embedding"
+    library, loader = "sentence-transformers", "SentenceTransformer"
+    pipeline = "sentence-similarity"
+    shown = ("corpus", "samples")
+
+    @property
+    def usage(self) -> str:
+        return (
+            "from sentence_transformers import SentenceTransformer\n\n"
+            'model = SentenceTransformer("PATH_OR_REPO")\nmodel.encode(["some text", "another text"])'
+        )
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def refused(cls, run: Run) -> dict[str, str]:
+        options = EmbeddingOptions.model_validate(run.task.options)
+        alone = options.score is None and options.negative is None
+        if not alone or run.batch_size == 1 or run.batch_size >= 2 * run.micro_batches:  # 1: `init` knows no other yet
+            return {}
+        return {
+            "batch_size": f"{run.batch_size} pairs in {run.micro_batches} micro-batches leave some without a second "
+            "one to tell apart; only these are told apart: raise batch_size, or lower micro_batches"
+        }
+
+    @classmethod
+    def fingerprint(cls, run: Run) -> str:
+        return _pooling(run)
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        from lockstep.tasks.models import models
+
+        options = EmbeddingOptions.model_validate(run.task.options)
+        score = {} if options.score is None else {"task.score": options.score}
+        data = source.load(run.data, run.seed, columns=options.columns | score)
+        splits = {
+            split: pairs.whole(rows, options.columns, options.score, options.score_range, split, data.name, run)
+            for split, rows in data.splits.items()
+        }
+        texts = list(options.columns.values())
+        splits, left_out = apart.kept(data, splits, run, texts, list(score.values()), documents.cut)
+        hashes = {split: content(rows, [*texts, *score.values()]) for split, rows in splits.items()}
+        folder = tokenizer.prepare(run, pairs.batches(splits["train"], texts), hashes["train"])
+        if models.load_config(run).is_encoder_decoder:
+            raise RunError("model: embeddings are made by an encoder or a decoder, and this is both; choose another")
+        models.check(run, "embedding")
+        known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
+        files = {}
+        for split, rows in splits.items():
+            numbers = retrieval.numbered([apart.hashes(rows, [column]) for column in texts])
+            pairs.told_apart(rows, options.columns, numbers, split, data.name)
+            asked = [texts, options.score, options.score_range]
+            key = digest("embedding", VERSION, hashes[split], folder.name, run.data.max_length, asked)
+            files[split] = pairs.encoded(
+                rows, texts, np.stack(numbers, 1), options.score, options.score_range, known, run.data.max_length, key
+            )
+        tokens = sorted((split, Path(file).name) for split, file in files.items())
+        return Prepared(digest(tokens), files, str(folder), {"source": data.name, "pooling": _pooling(run)} | left_out)
+
+    # -- in every process --------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
+        self.options = EmbeddingOptions.model_validate(run.task.options)
+        self.texts = len(self.options.columns)
+        self.slots = max(len(columns) for split, columns in self.splits.items() if split != "train")
+        self.slots = min(self.slots, self.options.corpus if self.options.score is None else _SCORED)
+
+    @property
+    def opening(self) -> dict[str, str]:
+        if self.options.score is not None:
+            return {}
+        rows = -(-self.run.batch_size // self.run.micro_batches) - 1
+        rows = min(rows, self.options.negatives or rows)
+        return {"negatives": f"{rows} other rows of its micro-batch for each, {self.texts - 2} of its own"}
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep.tasks.models import models
+
+        model = models.build(self.run, "embedding", self.tokenizer, empty)
+        return pooling.install(model, self.prepared.facts["pooling"])
+
+    def cut(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+        """Rows that are told apart meet by chance, and not by length: as many in every micro-batch, and none alone
+        in the last step of an epoch, whose last micro-batches are empty instead."""
+        if self.options.score is not None:
+            return super().cut(columns, rows)
+        each = -(-self.run.batch_size // self.run.micro_batches)
+        filled = min(self.run.micro_batches, -(-len(rows) // each))
+        return by_chance(len(rows), filled) + [np.zeros(0, np.int64)] * (self.run.micro_batches - filled)
+
+    def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
+        return [self.texts * columns.flat("width")[rows]]
+
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        """All texts of the rows: first the anchors [B], then the positives, then the negatives. The target of an anchor
+        is its score, or the number of its text; other texts have numbers below `IGNORED`, which are no targets."""
+        import torch
+
+        from lockstep.data.batch import MicroBatch
+
+        blank = len(rows) == 0
+        rows = np.zeros(1, dtype=np.int64) if blank else rows
+        told = pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
+        inputs = {"input_ids": torch.from_numpy(told.ids), "attention_mask": torch.from_numpy(told.mask)}
+        return MicroBatch(index, inputs, torch.from_numpy(pairs.blank(told.targets) if blank else told.targets))
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        return len(rows)
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self._losses(outputs.logits.float(), targets).sum()
+
+    def _losses(self, vectors: Tensor, targets: Tensor) -> Tensor:
+        """Of each row, float32 [B]: the cross-entropy of its positive among the texts of the micro-batch, by cosine
+        times `scale` (Henderson et al. 2017, arXiv:1705.00652; sentence-transformers' MultipleNegativesRankingLoss), or
+        the squared error of the cosine (its CosineSimilarityLoss)."""
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        if len(targets) % self.texts:  # a blank one, cut off another
+            return vectors.sum(1) * 0.0
+        count = len(targets) // self.texts
+        asked, others = vectors[:count], vectors[count:]  # [B, H], [(texts - 1) B, H]
+        real = (targets[:count] >= 0).float()
+        if self.options.score is not None:
+            wanted = (targets[:count].double() / pairs.ONE).float()
+            return ((asked * others).sum(1) - wanted).square() * real
+        with torch.autocast(vectors.device.type, enabled=False):
+            scores = self.options.scale * asked @ others.T  # [B, (texts - 1) B]
+        place = torch.arange(count, device=targets.device)
+        scores = scores.masked_fill(self._not_compared(targets, count), -torch.inf)
+        return cross_entropy(scores, place, reduction="none") * real
+
+    def _not_compared(self, targets: Tensor, count: int) -> Tensor:
+        """Which texts each row is not told apart from: bool [B, (texts - 1) B]. Those that are the row's own two texts
+        once more, those that go with the same anchor, and what is beyond `negatives`."""
+        import torch
+
+        own, others = targets[:count], pairs.number(targets[count:])
+        at = torch.arange(len(others), device=targets.device)
+        away = (at[None] - at[:count, None]) % count  # rows on from this one: [B, (texts - 1) B]
+        same = (others[None] == others[:count, None]) | (others[None] == own[:, None])
+        same |= (own[at % count][None] == own[:, None]) & (at < count)
+        hidden = same & (at[None] != at[:count, None])
+        return hidden if self.options.negatives is None else hidden | (away > self.options.negatives)
+
+    def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        vectors = forward(batch.inputs).float()
+        return self._sums(vectors, batch.targets)
+
+    def _sums(self, vectors: Tensor, targets: Tensor) -> Sums:
+        count = len(targets) // self.texts
+        found = {"loss": self._losses(vectors, targets).double().sum(), "examples": (targets >= 0).sum().double()}
+        if self.texts > 2:
+            parts = vectors.view(self.texts, count, -1)
+            cosines = (parts[:1] * parts[1:]).sum(-1)  # [texts - 1, B]
+            right = (cosines[:1] > cosines[1:]) & (targets[:count] >= 0)
+            found["nearer"] = right.double().sum()
+        return found
+
+    def score_at(
+        self,
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+        batch: MicroBatch,
+        columns: Columns,
+        rows: np.ndarray,
+    ) -> Sums:
+        """Beside the sums, what is compared over the whole split: each row's in a place of its own [slots]."""
+        import torch
+
+        vectors = forward(batch.inputs).float()
+        count = len(batch.targets) // self.texts
+        chosen = self.shown_rows(columns, min(self.slots, len(columns)))
+        place = np.searchsorted(chosen, rows)
+        used = np.flatnonzero(chosen[np.minimum(place, len(chosen) - 1)] == rows)  # among the rows of this batch
+        slots, taken = (torch.from_numpy(each).to(vectors.device) for each in (place[used], used))
+
+        def spread(values: Tensor) -> Tensor:
+            out = torch.zeros(self.slots, *values.shape[1:], dtype=torch.float64, device=vectors.device)
+            return out.index_copy_(0, slots, values[taken].double() * retrieval.SHARP)
+
+        asked, others = vectors[:count], vectors[count : 2 * count]
+        known, theirs = batch.targets[:count], pairs.number(batch.targets[count : 2 * count])
+        found = {"there": spread(torch.ones_like(known))}
+        if self.options.score is not None:
+            found |= {"cosines": spread((asked * others).sum(1)), "scores": spread(known.double() / pairs.ONE)}
+        else:
+            found |= {"anchors": spread(asked), "positives": spread(others)}
+            found |= {"queries": spread(known), "texts": spread(theirs)}
+        return self._sums(vectors, batch.targets) | found
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        count = float(sums["examples"])
+        found = {"loss": float(sums["loss"]) / count}
+        if "nearer" in sums:
+            found["triplet_accuracy"] = float(sums["nearer"]) / count / (self.texts - 2)
+        gathered = _gathered(sums)
+        if "cosines" in gathered:
+            one, other = gathered["cosines"], gathered["scores"]
+            found["spearman"] = retrieval.correlation(retrieval.placed(one), retrieval.placed(other))
+            found["pearson"] = retrieval.correlation(one, other)
+        elif "anchors" in gathered:
+            found |= retrieval.scores(*_ranks(gathered))
+        return found
+
+    def tables(self, sums: Sums) -> dict[str, Any]:
+        """Recall by how many texts are looked at; or the mean cosine of pairs by their score."""
+        gathered = _gathered(sums)
+        if "anchors" in gathered:
+            query, at = _ranks(gathered)
+            within = [k for k in retrieval.CURVE if k <= len(np.unique(gathered["texts"]))]
+            line = [[k, retrieval.recall(query, at, k)] for k in within]
+            return {"plots": [{"title": "recall", "x": "texts looked at", "lines": {"recall": line}}]}
+        if "cosines" in gathered:
+            tenths = np.minimum((10 * gathered["scores"]).astype(int), 9)
+            line = [[(t + 0.5) / 10, float(gathered["cosines"][tenths == t].mean())] for t in np.unique(tenths)]
+            return {"plots": [{"title": "mean cosine", "x": "score", "lines": {"cosine": line}}]}
+        return {}
+
+    def samples(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> list[dict[str, str]]:
+        columns = self.splits["validation"]
+        rows = self.shown_rows(columns, max(_AMONG, self.options.samples))
+        if self.options.samples == 0:
+            return []
+        batch = self.collate(columns, rows, 0)
+        vectors, ids = forward(batch.inputs).float().cpu(), batch.inputs["input_ids"].tolist()
+        texts = [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        count = len(rows)
+        cosines = vectors[:count] @ vectors[count : 2 * count].T  # [B, B]
+        shown = np.unique(np.linspace(0, count - 1, self.options.samples).astype(int)).tolist()
+        if self.options.score is not None:
+            wanted = (batch.targets[:count].double() / pairs.ONE).tolist()
+            return [
+                {"text": texts[i], "other": texts[count + i], "cosine": f"{float(cosines[i, i]):.3f}"}
+                | {"score": f"{wanted[i]:.3f}"}
+                for i in shown
+            ]
+        near = cosines.argmax(1).tolist()
+        return [
+            {"text": texts[i], "nearest": texts[count + near[i]], "cosine": f"{float(cosines[i, near[i]]):.3f}"}
+            | {"right": texts[count + i]}
+            for i in shown
+        ]
+
+    @classmethod
+    def asked(cls, run: Run) -> tuple[str, ...]:
+        return (EmbeddingOptions.model_validate(run.task.options).anchor,)
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """The `embedding`: numbers, of length 1 together."""
+        from lockstep.tasks.models import asking, models
+
+        model, tok = models.exported("embedding", folder, run)
+        how = pooling.of_folder(folder)
+
+        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
+            read = pairs.read(tok, [row[0] for row in rows], run.data.max_length)
+            batch = asking.padded([{"input_ids": ids} for ids in read], {"input_ids": int(tok.pad_token_id)})
+            found = pooling.pooled(model(**batch).last_hidden_state, batch["attention_mask"], how)
+            return [{"embedding": vector} for vector in found.tolist()]
+
+        return asking.answers(rows, answer)
+
+    @classmethod
+    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        numbers = answer["embedding"]
+        return f"{' '.join(f'{number:+.4f}' for number in numbers[:6])} ... ({len(numbers)} numbers)  {row[0]}"
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep.tasks.models import models
+
+        model: Any = self.model()
+        models.save(model, weights, self.tokenizer, folder, self.run)
+        pooling.write(folder, self.prepared.facts["pooling"], model.config.hidden_size, self.run.data.max_length)
+
+
+def _pooling(run: Run) -> str:
+    """What is asked for, else what the model's own files say, else the mean. Errors: `RunError`."""
+    return EmbeddingOptions.model_validate(run.task.options).pooling or pooling.of_source(run) or "mean"
+
+
+def _gathered(sums: Sums) -> dict[str, np.ndarray]:
+    """What was put into places, of the places that were used."""
+    if "there" not in sums:
+        return {}
+    used = sums["there"].numpy() > 0
+    names = ("cosines", "scores", "anchors", "positives", "queries", "texts")
+    return {name: sums[name].numpy()[used] / retrieval.SHARP for name in names if name in sums}
+
+
+def _ranks(gathered: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    return retrieval.ranks(*(gathered[name] for name in ("anchors", "positives", "queries", "texts")))

@@ -1,0 +1,263 @@
+"""Masked language modelling with any model that `AutoModelForMaskedLM` knows: hidden tokens from those around them,
+from scratch or going on from a pretrained model.
+
+In: texts (a column, or plain .txt files). Out: loss, perplexity and accuracy of masked tokens, all from sums. Which
+tokens are hidden depends on the seed, the step and the example (data/masking.py), in evaluations on the example alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import apart, documents, long_texts, masking, missing, mixed, packing, shards, source, tokenizer
+from lockstep.data.cache import discard
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
+from lockstep.tasks.per_token import PerToken
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+    from torch import Tensor, nn
+
+    from lockstep.data.batch import MicroBatch
+    from lockstep.tasks.models.decoding import Decoding
+
+_BEST = 5  # tokens that `predict` gives for a mask
+
+
+class MaskedLanguageModelingOptions(BaseModel):
+    """The task's own keys in the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    text: str = Field("text", description="column of the text; a .txt file has this one only")
+    document: Literal["file", "line"] = Field("file", description="what of a .txt file is one text")
+    packing: bool = Field(
+        True, description="texts follow each other in blocks of data.max_length tokens that are all full"
+    )
+    masked: float = Field(0.15, gt=0, lt=1, description="share of an example's tokens that are to be foretold")
+    whole_words: bool = Field(False, description="all tokens of a word are masked together, or none")
+    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
+        None,
+        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
+        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
+    )
+    samples: int = Field(2, ge=0, description="texts to show after each evaluation, with what is filled in")
+
+
+class MaskedLanguageModeling(PerToken):
+    """The hidden tokens of a text."""
+
+    Options = MaskedLanguageModelingOptions
+    head = "masked"
+    pipeline = "fill-mask"
+    shown = ("samples",)
+
+    @property
+    def usage(self) -> str:
+        return super().usage.replace("some text", f"some {self.tokenizer.mask_token} text")
+
+    # -- before any process ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def prepare(cls, run: Run) -> Prepared:
+        from lockstep.tasks.models import models
+
+        options = MaskedLanguageModelingOptions.model_validate(run.task.options)
+        asked = {"task.text": options.text}
+        data = source.load(run.data, run.seed, plain=options.document, columns=asked)
+        splits = {s: missing.texts(rows, asked, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()}
+        cut = partial(documents.cut, column=options.text)
+        splits, left_out = apart.kept(data, splits, run, [options.text], [], cut)
+        hashes = {split: content(rows, [options.text]) for split, rows in splits.items()}
+        folder = tokenizer.prepare(run, _batches(splits["train"], options.text), hashes["train"])
+        _check_tokenizer(tokenizer.load(str(folder), run.model.trust_remote_code), options)
+        models.check(run, "masked")
+        known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
+        files = {}
+        for split, rows in splits.items():
+            key = digest("masked", VERSION, hashes[split], folder.name, run.data.max_length, options.packing)
+            encode = partial(_encode, tok=known, column=options.text, size=run.data.max_length, packed=options.packing)
+            files[split], counts = mixed.each_alone(rows, key, encode)
+            if examples_in(files[split]) == 0:
+                discard(Path(files[split]))
+                raise RunError(
+                    f"task.text: the {split} split of {data.name} is one token long: there is nothing to mask"
+                )
+            if counts:
+                left_out["sources"]["rows"][split] = counts
+        tokens = sorted((split, Path(file).name) for split, file in files.items())
+        facts = {"source": data.name, "texts": {split: len(rows) for split, rows in splits.items()}} | left_out
+        return Prepared(digest(tokens), files, str(folder), facts)
+
+    # -- in every process --------------------------------------------------------------------------------------------
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        super().__init__(run, prepared)
+        self.options = MaskedLanguageModelingOptions.model_validate(run.task.options)
+        self.loss_chunk = self.options.loss_chunk
+        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
+        self.vocabulary = masking.vocabulary(self.tokenizer)
+
+    def model(self, empty: bool = False) -> nn.Module:
+        from lockstep.tasks.models import chunked_loss, models
+
+        return chunked_loss.install(models.build(self.run, "masked", self.tokenizer, empty), self.loss_chunk)
+
+    def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
+        return self.collate_at(columns, rows, index, masking.WITHOUT_STEP)
+
+    def collate_at(self, columns: Columns, rows: np.ndarray, index: int, step: int) -> MicroBatch:
+        import torch
+
+        from lockstep.data.batch import IGNORED, MicroBatch
+        from lockstep.tasks.models.chunked_loss import with_targets
+
+        blank = len(rows) == 0
+        rows = np.zeros(1, dtype=np.int64) if blank else rows
+        ids, real, picked = self._picked(columns, rows, step)
+        read, wanted = masking.masked(ids, picked, rows, (self.run.seed, step), self.vocabulary)
+        targets = torch.full(wanted.shape, IGNORED) if blank else torch.from_numpy(wanted)  # [B, T]
+        inputs = {"input_ids": torch.from_numpy(read), "attention_mask": torch.from_numpy(real)}
+        return MicroBatch(index, with_targets(inputs, targets, self.loss_chunk), targets)
+
+    def _picked(self, columns: Columns, rows: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, which of them are real, and which are to be foretold: [B, T] each."""
+        ids, real = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))
+        place, options = (self.run.seed, step), self.options
+        picked = masking.chosen(ids, real, rows, place, options.masked, self.vocabulary, options.whole_words)
+        return ids, real, picked
+
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
+        return self.count_targets_at(columns, rows, masking.WITHOUT_STEP)
+
+    def count_targets_at(self, columns: Columns, rows: np.ndarray, step: int) -> int:
+        return int(self._picked(columns, rows, step)[2].sum())
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Perplexity is exp of the loss per masked token, each seen with its whole text around it: not that of a model
+        that writes, and to be compared between models of one tokenizer and one share of masks alone."""
+        loss = float(sums["loss"]) / float(sums["targets"])
+        accuracy = float(sums["right"]) / float(sums["targets"])
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
+
+    def samples(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> list[dict[str, str]]:
+        import torch
+
+        from lockstep.data.batch import TARGETS
+
+        columns = self.splits["validation"]
+        rows = self.shown_rows(columns, self.options.samples)
+        if len(rows) == 0:
+            return []
+        batch = self.collate(columns, rows, 0)
+        logits = forward({name: values for name, values in batch.inputs.items() if name != TARGETS}).cpu()
+        hidden, ids = batch.targets >= 0, batch.inputs["input_ids"]
+        shown = {
+            "text": torch.where(hidden, self.vocabulary.mask, ids),
+            "filled in": torch.where(hidden, logits.argmax(-1), ids),
+            "right": torch.where(hidden, batch.targets, ids),
+        }
+        said = {name: [self._said(row) for row in tokens.tolist()] for name, tokens in shown.items()}
+        return [dict(zip(said, each, strict=True)) for each in zip(*said.values(), strict=True)]
+
+    def _said(self, ids: list[int]) -> str:
+        """A text with its masks, without other special tokens."""
+        left = {*self.vocabulary.special.tolist()} - {self.vocabulary.mask}
+        return str(self.tokenizer.decode([token for token in ids if token not in left])).strip()
+
+    @classmethod
+    def asked(cls, run: Run) -> tuple[str, ...]:
+        return (MaskedLanguageModelingOptions.model_validate(run.task.options).text,)
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+        """The text `filled` in, and for each of its `masks` the likeliest tokens with their scores."""
+        from lockstep.tasks.models import asking, models
+
+        model, tok = models.exported("masked", folder, run)
+        most = run.data.max_length
+        for place, (text,) in enumerate(rows, 1):
+            ids = tok(text, truncation=True, max_length=most)["input_ids"]
+            if tok.mask_token_id not in ids:
+                why = f"within its first {most} tokens" if tok.mask_token in text else "to fill in"
+                raise RunError(
+                    f"predict: text {place} has no {tok.mask_token} {why}: {text[:60]!r}; write {tok.mask_token} where "
+                    "a word is missing"
+                )
+
+        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
+            read = [tok(row[0], truncation=True, max_length=most) for row in rows]
+            logits = model(**asking.padded(read, {"input_ids": int(tok.pad_token_id)})).logits  # [B, T, V]
+            return [_filled(tok, each["input_ids"], logits[i]) for i, each in enumerate(read)]
+
+        return asking.answers(rows, answer)
+
+    @classmethod
+    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+        best = ["/".join(f"{t['token']} {t['score']:.3f}" for t in mask[:3]) for mask in answer["masks"]]
+        return f"{answer['filled']}  ({'; '.join(best)})"
+
+    def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        from lockstep.tasks.models import models
+
+        models.save(self.model(), weights, self.tokenizer, folder, self.run)
+
+
+def _filled(tok: Any, ids: list[int], logits: Tensor) -> dict[str, Any]:
+    """A text's answer, from its logits [T, V]."""
+    ids, masks = list(ids), []
+    for place in [place for place, token in enumerate(ids) if token == tok.mask_token_id]:
+        scores, best = logits[place].softmax(-1).topk(min(_BEST, logits.shape[-1]))
+        ids[place] = int(best[0])
+        tokens = [tok.decode([token]).strip() for token in best.tolist()]
+        masks.append([{"token": t, "score": s} for t, s in zip(tokens, scores.tolist(), strict=True)])
+    return {"filled": str(tok.decode(ids, skip_special_tokens=True)).strip(), "masks": masks}
+
+
+# -- preparing -------------------------------------------------------------------------------------------------------
+
+
+def _check_tokenizer(tok: Any, options: MaskedLanguageModelingOptions) -> None:
+    """Errors: `RunError`."""
+    if tok.mask_token_id is None:
+        raise RunError("tokenizer: it has no mask token; use that of an encoder, or train one (tokenizer.train)")
+    if options.whole_words and masking.vocabulary(tok).begins is None:
+        raise RunError(
+            "task.whole_words: which tokens of this tokenizer make a word is not known (it is of wordpiece, bpe and "
+            "unigram); leave it out"
+        )
+
+
+def _batches(train: Dataset, column: str) -> Iterator[list[str]]:
+    """The texts that a tokenizer is trained on."""
+    for start in range(0, len(train), 1000):
+        yield [piece for text in train[start : start + 1000][column] for piece in long_texts.pieces(text)]
+
+
+def _encode(dataset: Dataset, key: str, tok: Any, column: str, size: int, packed: bool) -> str:
+    """Blocks of `size` tokens; or a text by itself, a long one in parts that each begin and end as texts do."""
+    import pyarrow as pa
+
+    parts = shards.cuts(dataset.select_columns([column]))
+    if packed:
+        return packing.write(parts, lambda rows: documents.of_texts(dataset, tok, column, rows), size, True, key)
+    schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
+
+    def make(rows: range) -> Iterator[tuple[pa.RecordBatch, int]]:
+        for _, batch in shards.batches(dataset.select_columns([column]), rows):
+            found = tok(batch[column], truncation=True, max_length=size, return_overflowing_tokens=True)["input_ids"]
+            yield pa.record_batch([pa.array(found, schema.field(0).type)], schema=schema), len(batch[column])
+
+    return shards.written(key, schema, parts, make, "tokenising")

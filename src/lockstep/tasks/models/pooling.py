@@ -1,0 +1,124 @@
+"""A text as one vector: a model's hidden states, pooled and at unit length; and the files by which
+sentence-transformers knows such a model.
+
+In: a model of transformers without a head. Out: the same model, whose output has the vectors [B, H] as `logits`. No
+code of a model is written: a hook stands behind its forward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.run import Run, RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+FOLDER = "1_Pooling"  # of a model of sentence-transformers
+# Ours -> the entry of the config in that folder.
+MODES = {
+    "mean": "pooling_mode_mean_tokens",
+    "cls": "pooling_mode_cls_token",
+    "last_token": "pooling_mode_lasttoken",
+}
+_MODULES = {"": "Transformer", FOLDER: "Pooling", "2_Normalize": "Normalize"}
+
+
+def pooled(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """The vectors of texts padded on the right: float32 [B, H] of length 1, from [B, T, H] and [B, T]."""
+    import torch
+    from torch.nn.functional import normalize
+
+    hidden = hidden.float()
+    if pooling == "cls":
+        found = hidden[:, 0]
+    elif pooling == "last_token":
+        found = hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
+    else:
+        weights = mask.unsqueeze(-1).to(hidden.dtype)  # [B, T, 1]
+        found = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+    return normalize(found, dim=-1)
+
+
+def install(model: nn.Module, pooling: str) -> nn.Module:
+    """The model, whose output is its vectors. A head of its own (BERT's pooler) is not used, and not trained."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("pooler."):
+            parameter.requires_grad_(False)
+    model.register_forward_hook(partial(_vectors, pooling), with_kwargs=True)
+    return model
+
+
+def _vectors(pooling: str, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    return SequenceClassifierOutput(logits=pooled(output.last_hidden_state, kwargs["attention_mask"], pooling))
+
+
+# -- sentence-transformers -------------------------------------------------------------------------------------------
+
+
+def of_source(run: Run) -> str | None:
+    """How a model that comes from sentence-transformers pools; None where it does not say. Errors: `RunError` for a way
+    that is none of ours."""
+    from transformers.utils import cached_file
+
+    from lockstep.tasks.models import models
+
+    if run.model.source is None:
+        return None
+    try:
+        found = cached_file(
+            models.local_or_id(run),
+            f"{FOLDER}/config.json",
+            revision=run.model.revision,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:  # no such repository: that is told when the model is loaded
+        return None
+    return _mode(Path(found), run.model.source) if found else None
+
+
+def of_folder(folder: Path) -> str:
+    """How an export of ours pools."""
+    return _mode(folder / FOLDER / "config.json", str(folder))
+
+
+def _mode(path: Path, source: str) -> str:
+    told = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(told.get("pooling_mode"), str):
+        asked = [told["pooling_mode"]]
+    else:
+        asked = [entry for entry, value in told.items() if entry.startswith("pooling_mode_") and value is True]
+    names = {entry: name for name, entry in MODES.items()} | {"lasttoken": "last_token", "mean": "mean", "cls": "cls"}
+    if len(asked) != 1 or asked[0] not in names:
+        raise RunError(
+            f"task.pooling: {source} pools by {' and '.join(asked) or 'nothing'} ({FOLDER}/config.json), which is not "
+            f"known here; choose one: {', '.join(MODES)}"
+        )
+    return names[asked[0]]
+
+
+def write(folder: Path, pooling: str, width: int, tokens: int) -> None:
+    """Put beside an export of transformers what sentence-transformers loads it by: pooling, unit length, and how many
+    tokens are read of a text."""
+    kinds = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (path, kind) in enumerate(_MODULES.items())
+    ]
+    modes = {entry: name == pooling for name, entry in MODES.items()}
+    files: dict[str, Any] = {
+        "modules.json": kinds,
+        f"{FOLDER}/config.json": {"word_embedding_dimension": width, **modes, "include_prompt": True},
+        "sentence_bert_config.json": {"max_seq_length": tokens, "do_lower_case": False},
+        "config_sentence_transformers.json": {"prompts": {}, "similarity_fn_name": "cosine"},
+    }
+    for name, values in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,77 @@
+"""Scores of embeddings that need all of a split: who is found among all others, and how two orders agree.
+
+In: vectors and numbers that ranks have put into places of their own, and zeros elsewhere, so that a sum gathers them.
+Out: recall, reciprocal rank and nDCG as of sentence-transformers' InformationRetrievalEvaluator; Pearson's and
+Spearman's correlations as of its EmbeddingSimilarityEvaluator.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+SHARP = 2.0**20  # sums are rounded to its inverse: what is gathered is kept to 2^-40
+RECALLS = (1, 5, 10)
+CURVE = (1, 2, 3, 5, 7, 10, 20, 30, 50, 70, 100)  # where a report shows recall
+TOP = 10  # of the ranks that reciprocal rank and nDCG look at
+_AT_ONCE = 256  # queries
+
+
+def numbered(sides: list[np.ndarray]) -> list[np.ndarray]:
+    """Numbers of texts from their hashes [N, 2], side by side: the same number for the same text, int64 [N] each."""
+    every = np.concatenate(sides)
+    order = np.lexsort((every[:, 1], every[:, 0]))
+    found = np.empty(len(every), dtype=np.int64)
+    found[order] = np.cumsum(np.r_[False, (every[order][1:] != every[order][:-1]).any(axis=1)])
+    return np.split(found, np.cumsum([len(side) for side in sides])[:-1])
+
+
+def ranks(asked: np.ndarray, found: np.ndarray, queries: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
+    """At which rank, from 0, the right texts stand: `asked` and `found` are unit vectors [N, H] of pairs, `queries` and
+    `texts` the numbers of what they stand for [N]. What stands in several pairs is one query, or one text. Returns
+    query, from 0, and rank of every right text: int64 [P] each. Of equal scores the first text comes first."""
+    _, first_query, query_of = np.unique(queries, return_index=True, return_inverse=True)
+    _, first_text, text_of = np.unique(texts, return_index=True, return_inverse=True)
+    pairs = np.unique(np.stack([query_of, text_of], 1), axis=0)  # by query
+    among = found[first_text]
+    at = np.empty(len(pairs), dtype=np.int64)
+    for start in range(0, len(first_query), _AT_ONCE):
+        scores = asked[first_query[start : start + _AT_ONCE]] @ among.T  # [Q, D]
+        these = np.flatnonzero((pairs[:, 0] >= start) & (pairs[:, 0] < start + _AT_ONCE))
+        of = scores[pairs[these, 0] - start]  # [P, D]
+        own = of[np.arange(len(these)), pairs[these, 1]][:, None]
+        before = (of > own) | ((of == own) & (np.arange(len(among)) < pairs[these, 1][:, None]))
+        at[these] = before.sum(1)
+    return pairs[:, 0], at
+
+
+def recall(query: np.ndarray, at: np.ndarray, within: int) -> float:
+    """The mean, over queries, of the share of its right texts that stand within the first so many."""
+    right = np.bincount(query, at < within)
+    return float((right / np.bincount(query)).mean())
+
+
+def scores(query: np.ndarray, at: np.ndarray) -> dict[str, float]:
+    """Of what `ranks` gives."""
+    right = np.bincount(query)
+    first = np.full(len(right), np.iinfo(np.int64).max)
+    np.minimum.at(first, query, at)
+    reciprocal = np.where(first < TOP, 1.0 / (1.0 + first), 0.0)
+    gain = np.bincount(query, np.where(at < TOP, 1.0 / np.log2(at + 2.0), 0.0))
+    best = np.cumsum(1.0 / np.log2(np.arange(TOP) + 2.0))[np.minimum(right, TOP) - 1]
+    found = {f"recall_at_{within}": recall(query, at, within) for within in RECALLS}
+    return found | {f"mrr_at_{TOP}": float(reciprocal.mean()), f"ndcg_at_{TOP}": float((gain / best).mean())}
+
+
+def correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Pearson's; NaN where one of them is the same everywhere."""
+    one, other = one - one.mean(), other - other.mean()
+    size = math.sqrt(float(one @ one) * float(other @ other))
+    return float(one @ other) / size if size > 0 else math.nan
+
+
+def placed(values: np.ndarray) -> np.ndarray:
+    """The place of each value in their order, equal ones at the mean of their places: float64 [N]."""
+    _, place_of, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place_of]
