@@ -31,6 +31,7 @@ from lockstep.config.sections import (
     HubSection,
     LaunchSection,
     ModelSection,
+    Names,
     PluginSection,
     Positive,
     Precision,
@@ -45,7 +46,7 @@ from lockstep.config.sections import (
 )
 
 _FREE = (
-    *("name", "output", "mirror", "stop_after", "launch", "evaluate", "checkpoint", "fingerprint"),
+    *("name", "output", "mirror", "stop_after", "launch", "metrics", "evaluate", "checkpoint", "fingerprint"),
     *("track", "profile", "export", "hub"),
 )
 _KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
@@ -90,6 +91,10 @@ class Run(Section):
     optim: OptimSection = Field(default_factory=OptimSection)  # type: ignore[arg-type]
     strategy: StrategySection = Field(default_factory=StrategySection)  # type: ignore[arg-type]
     launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
+    metrics: Names = Field(
+        default_factory=list,
+        description="functions of yours, of all predictions and labels of a split, as my_file.function",
+    )
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
     fingerprint: FingerprintSection = Field(default_factory=FingerprintSection)  # type: ignore[arg-type]
