@@ -196,7 +196,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", [row | {"label": ["a", "b"] if i != 5 else "a"} for i, row in enumerate(EMOTION)]),
         {"data": OWN},
         ["task.multi_label=true"],
-        ["data.", "train.jsonl"],
+        ["task.label", "list of labels in every row", "row 5 holds 'a'", "[] where a text has none"],
     ),
     "labels, and lists are asked for": (
         jsonl("train.jsonl", EMOTION),
