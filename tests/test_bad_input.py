@@ -192,6 +192,85 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         [],
         ["task.label", "validation split", "row 0 holds [1]", "one label a text, not several"],
     ),
+    "a label list that is none": (
+        jsonl("train.jsonl", [row | {"label": ["a", "b"] if i != 5 else "a"} for i, row in enumerate(EMOTION)]),
+        {"data": OWN},
+        ["task.multi_label=true"],
+        ["task.label", "list of labels in every row", "row 5 holds 'a'", "[] where a text has none"],
+    ),
+    "labels, and lists are asked for": (
+        jsonl("train.jsonl", EMOTION),
+        {"data": OWN},
+        ["task.multi_label=true"],
+        ["task.label", "list of labels in every row", "row 0 holds", "leave task.multi_label out"],
+    ),
+    "a list with nothing in it": (
+        jsonl("train.jsonl", [row | {"label": ["a", "b"] if i != 5 else ["a", None]} for i, row in enumerate(EMOTION)]),
+        {"data": OWN},
+        ["task.multi_label=true"],
+        ["task.label", "row 5 holds ['a', None]", "mend it"],
+    ),
+    "a label unseen in train, in a list": (
+        many(
+            jsonl("train.jsonl", [row | {"label": ["a", "b"][: i % 3]} for i, row in enumerate(EMOTION)]),
+            jsonl("v.jsonl", [{"text": "a", "label": []}, {"text": "b", "label": ["c"]}]),
+        ),
+        {"data": OWN | {"validation": "v.jsonl"}},
+        ["task.multi_label=true"],
+        ["task.label", "validation split", "'c' (row 1)", "known are 'a', 'b'"],
+    ),
+    "a mark that is none": (
+        jsonl("train.jsonl", [row | {"a": i % 2, "b": i // 2 % 2 if i != 5 else 2} for i, row in enumerate(EMOTION)]),
+        {"data": OWN},
+        ["task.multi_label=true", "task.label=[a, b]"],
+        ["task.label", "column 'b'", "0 or 1", "row 5 holds 2"],
+    ),
+    "a number that is not finite": (
+        lambda folder: (folder / "train.csv").write_text(
+            "text,label\n" + "".join(f"word {i},{'inf' if i == 5 else i / 7}\n" for i in range(20))
+        ),
+        {"data": OWN | {"source": "train.csv"}},
+        ["task.regression=true"],
+        ["task.label", "not finite", "row 5 holds inf", "mend it"],
+    ),
+    "a number that is none": (
+        lambda folder: (folder / "train.csv").write_text(
+            "text,label\n" + "".join(f"word {i},{'high' if i == 5 else i / 7}\n" for i in range(20))
+        ),
+        {"data": OWN | {"source": "train.csv"}},
+        ["task.regression=true"],
+        ["task.label", "must hold a number in every row", "row 0 holds '0.0'"],
+    ),
+    "a number that is missing": (
+        jsonl("train.jsonl", [row | {"label": i / 7 if i != 5 else None} for i, row in enumerate(EMOTION)]),
+        {"data": OWN},
+        ["task.regression=true"],
+        ["task.label", "row 5 holds None", "data.drop_missing=true"],
+    ),
+    "numbers that are fewer in one row": (
+        jsonl("train.jsonl", [row | {"label": [i / 7, 1.0][: 1 + (i != 5)]} for i, row in enumerate(EMOTION)]),
+        {"data": OWN},
+        ["task.regression=true"],
+        ["task.label", "a list of 2 numbers", "row 5 holds [0.71"],
+    ),
+    "a number that never changes": (
+        jsonl("train.jsonl", [row | {"label": 0.5} for row in EMOTION]),
+        {"data": OWN},
+        ["task.regression=true"],
+        ["task.label", "the same in every row", "nothing can be learned"],
+    ),
+    "a weight of no label": (
+        jsonl("train.jsonl", EMOTION),
+        {"data": OWN},
+        ["task.class_weights={joy: 2}"],
+        ["task.class_weights", "no label 'joy'", "known are '0', '1', '2'"],
+    ),
+    "a threshold of many labels": (
+        jsonl("train.jsonl", EMOTION),
+        {"data": OWN},
+        ["task.threshold=0.4"],
+        ["task.threshold", "there are 3 (0, 1, 2)", "task.multi_label"],
+    ),
     "a label for each row": (
         jsonl("train.jsonl", [{"text": f"word {i}", "label": f"id{i}"} for i in range(600)]),
         {"data": OWN},

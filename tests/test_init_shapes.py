@@ -137,11 +137,6 @@ def test_blocks_of_text_are_counted(here: Path) -> None:
 
 # rows -> what is refused, and what to do instead
 REFUSED = {
-    "several labels": ([{"text": f"t {i}", "labels": ["a", "b"][: i % 3]} for i in range(50)], "several labels a text"),
-    "a column for each label": (
-        [{"comment": f"t {i}", "toxic": i % 2, "insult": i // 2 % 2, "threat": i // 4 % 2} for i in range(50)],
-        "toxic, insult, threat",
-    ),
     "lists of labels in a text": (
         [{"text": f"t {i}", "tags": ["a", "a,b"][i % 2]} for i in range(50)],
         "lists of labels",
@@ -150,13 +145,53 @@ REFUSED = {
         [{"left": f"some words {i}", "right": f"other words {i}"} for i in range(50)],
         "cannot be told from its columns",
     ),
-    "decimals": ([{"essay": f"a {i}", "score": i / 7} for i in range(50)], "(regression)"),
     "as many numbers as rows": ([{"text": f"t {i}", "label": i} for i in range(50)], "nearly as many as rows"),
     "turns": (
         [{"conversations": [{"from": "human", "value": f"{i}"}, {"from": "gpt", "value": "b"}]} for i in range(50)],
         "`role` (user, assistant, system) and `content`",
     ),
 }
+
+
+# rows -> the task's keys that they get
+LEARNED = {
+    "several labels": (
+        [{"text": f"t {i}", "labels": ["a", "b"][: i % 3]} for i in range(50)],
+        {"text": "text", "label": "labels", "multi_label": True},
+    ),
+    "a column for each label": (
+        [{"comment": f"t {i}", "toxic": i % 2, "insult": i // 2 % 2, "threat": i // 4 % 2} for i in range(50)],
+        {"text": "comment", "label": ["toxic", "insult", "threat"], "multi_label": True},
+    ),
+    "decimals of a pair": (
+        [{"sentence1": f"a {i}", "sentence2": f"b {i}", "score": i / 7} for i in range(50)],
+        {"text": "sentence1", "text_pair": "sentence2", "label": "score", "regression": True},
+    ),
+}
+
+
+def test_a_number_whose_name_says_nothing_is_a_doubt(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jsonl(here / "data", [{"text": f"t {i}", "valence": i / 7} for i in range(50)])
+    assert written("--data", "data").task.options["regression"]
+    assert "task.label: valence; its name does not say that it is to be foretold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_lists_of_labels_and_numbers_are_recognised(case: str, here: Path) -> None:
+    rows, wanted = LEARNED[case]
+    jsonl(here / "data", rows)
+    run = written("--data", "data")
+    assert wanted.items() <= run.task.options.items()
+    check_arithmetic(here / "run.yaml")
+
+
+def test_a_test_split_without_the_labels_is_left_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"comment": f"t {i}", "toxic": i % 2, "insult": i // 2 % 2} for i in range(60)]
+    jsonl(here / "data", rows)
+    (here / "data" / "test.jsonl").write_text('{"comment": "one"}\n{"comment": "two"}\n')
+    run = written("--data", "data")
+    assert "the test split has no column ['toxic', 'insult']" in capsys.readouterr().out
+    assert "test" not in prepare(run, plugins.find("tasks", "classification")).splits  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from lockstep.config import plugins
 from lockstep.config.exit_status import STOPPED
-from lockstep.config.run import Run, RunError, overrides_of
+from lockstep.config.overrides import overrides_of
+from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
 from lockstep.launchers.further import further
 from lockstep.tools import notebook, script

@@ -69,7 +69,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "layerwise_lr_decay": ("optim.layer_decay", "factor of the rate from each layer to the one below it"),
     "param_groups": ("optim.groups", "as [{match: 'classifier.*', learning_rate: 1e-3}]"),
     "freeze_layers": ("model.freeze", "names of weights, with * for any part of a name"),
-    "label_smoothing_factor": ("task.label_smoothing", "a key of the task translation"),
+    "label_smoothing_factor": ("task.label_smoothing", "a key of the tasks classification and translation"),
     # model and data
     "model_name_or_path": ("model.source", _MODEL),
     "pretrained_model_name_or_path": ("model.source", _MODEL),
@@ -104,6 +104,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "cutoff_len": ("data.max_length", _LENGTH),
     "text_column": ("task.text", "the column's name"),
     "label_column": ("task.label", "the column's name"),
+    "problem_type": ("task.multi_label", "true; or task.regression: true; without either, one label a text"),
+    "compute_metrics": ("metrics", "functions of (predictions, labels) of a whole split, as [my_file.function]"),
     # evaluation, checkpoints, the best model
     "eval_steps": ("evaluate.every", _EVALUATIONS),
     "eval_strategy": ("evaluate.every", _EVALUATIONS),

@@ -7,7 +7,6 @@ Nothing here imports torch: the machine you submit from may have none.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +19,20 @@ from pydantic import Field, ValidationError, model_validator
 from lockstep.config import disclosure, foreign_names, origins, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.addresses import Mirror, is_address
+from lockstep.config.bad_usage import RunError as RunError
 from lockstep.config.fingerprint import FingerprintSection
 from lockstep.config.guard import GuardSection, refused
 from lockstep.config.optim import OptimSection
+from lockstep.config.overrides import copied, overrides_of, set_key
 from lockstep.config.sections import (
     BEFORE,
-    SHORT,
     CheckpointSection,
     DataSection,
     EvaluateSection,
     HubSection,
     LaunchSection,
     ModelSection,
+    Names,
     PluginSection,
     Positive,
     Precision,
@@ -46,14 +47,10 @@ from lockstep.config.sections import (
 )
 
 _FREE = (
-    *("name", "output", "mirror", "stop_after", "launch", "evaluate", "checkpoint", "fingerprint", "guard"),
+    *("name", "output", "mirror", "stop_after", "launch", "metrics", "evaluate", "checkpoint"),
+    *("fingerprint", "guard"),
     *("track", "profile", "export", "hub"),
 )
-_KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted
-
-
-class RunError(Exception):
-    """Bad usage or a bad run file: one message for the user, exit status 2, before any process starts."""
 
 
 class Run(Section):
@@ -91,6 +88,10 @@ class Run(Section):
     optim: OptimSection = Field(default_factory=OptimSection)  # type: ignore[arg-type]
     strategy: StrategySection = Field(default_factory=StrategySection)  # type: ignore[arg-type]
     launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
+    metrics: Names = Field(
+        default_factory=list,
+        description="functions of yours, of all predictions and labels of a split, as my_file.function",
+    )
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
     guard: GuardSection = Field(default_factory=GuardSection)  # type: ignore[arg-type]
@@ -237,7 +238,7 @@ def load(
     overridden = overrides_of(overrides)
     alone = values
     for key, value in overridden.items():
-        _set(values := _copied(values), key, value)
+        set_key(values := copied(values), key, value)
     for given, replaced in (("steps", "epochs"), ("epochs", "steps")):
         if overridden.get(given) is not None and replaced not in overridden:
             values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
@@ -350,49 +351,3 @@ def secret_in(key: str) -> str:
         f"{key} looks like a secret. Secrets come from the environment only (HF_TOKEN, WANDB_API_KEY, ...): remove it, "
         "and revoke it if the file was shared"
     )
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
-def overrides_of(given: Sequence[str] | Mapping[str, Any]) -> messages.Overrides:
-    """Overrides as dotted key -> value. Errors: `RunError` for what is no key, or no `key=value`."""
-    if not isinstance(given, Mapping):
-        return messages.Overrides(map(_override, given))
-    for key in given:
-        if not isinstance(key, str) or not _KEY.fullmatch(key):
-            raise RunError(f"{key!r} is no key of a run file; a key inside a section is written optim.learning_rate")
-    found = messages.Overrides(given)
-    found.place = "in the overrides"
-    return found
-
-
-def override_of(key: str, text: str) -> str:
-    """The `key=value` that gives a key this text, where YAML might read a number, a date or a mapping."""
-    return f"{key}={text if messages.read_yaml(text) == text else json.dumps(text)}"
-
-
-def _override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    key = key.strip().lstrip("-").replace("-", "_")
-    if not equals or not _KEY.fullmatch(key):
-        raise RunError(f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
-    try:
-        return key, messages.read_yaml(value)
-    except yaml.YAMLError as error:
-        raise RunError(f"the value of {key} is not valid YAML: {messages.yaml_fault(error)}") from None
-
-
-def _copied(values: Any) -> Any:
-    return {k: _copied(v) for k, v in values.items()} if isinstance(values, dict) else values
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key. What stands for a section (`strategy=fsdp2`) sets its main key, and leaves its others."""
-    if (long := at_length(key, value)) is not value:
-        key, value = f"{key}.{SHORT[key]}", long[SHORT[key]]
-    *parents, last = key.split(".")
-    for parent in parents:
-        inner = at_length(parent, values.get(parent))
-        values[parent] = values = inner if isinstance(inner, dict) else {}
-    values[last] = value

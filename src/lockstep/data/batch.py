@@ -23,7 +23,9 @@ IGNORED = -100  # the target that counts for nothing, as in torch.nn.functional.
 
 TARGETS = "lockstep_targets"  # among the inputs of a model that takes its own loss (`task.loss_chunk`): the targets
 
-Sums = dict[str, Tensor]  # name -> float64 sum over examples, of any shape; metrics are functions of these
+# Name -> float64 sum over examples, of any shape, or a row for each example (`Task.gathered`); metrics are functions of
+# these.
+Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class MicroBatch:
 
     index: int  # among the step's, 0..M-1: its gradient's place in the reduction tree
     inputs: Mapping[str, Tensor]  # keyword arguments of the model, each [B, T]
-    targets: Tensor  # int64 [B] or [B, T]; IGNORED where there is none
+    targets: Tensor  # int64 [B] or [B, T], or [B, C] as its task has them; IGNORED where there is none
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`; the copy may still be under way (pinned memory)."""
@@ -58,7 +60,7 @@ class StepBatch:
     micro_batches: list[MicroBatch]  # this rank's, by index
     count: int  # M, over all ranks
     examples: int  # of the whole step
-    targets: int  # of the whole step: the one divisor of the loss
+    targets: float  # of the whole step: the one divisor of the loss; weighted, where they have weights
     tokens: int  # of the whole step, without padding
     padded: int  # of the whole step, with padding
     padded_by_chance: int  # what cutting in the order the examples came would have padded to

@@ -22,7 +22,10 @@ def hidden(dataset: Dataset, column: str) -> bool:
     """Whether the labels of a test split are hidden, or not there at all."""
     if column not in dataset.column_names:
         return True
-    return bool(missing.lacking(dataset, column).all()) or set(map(str, scan.distinct(dataset, column))) == {"-1"}
+    if missing.lacking(dataset, column).all():
+        return True
+    lists = any(isinstance(value, list) for value in dataset[:1][column])
+    return not lists and set(map(str, scan.distinct(dataset, column))) in ({"-1"}, {"-1.0"})
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
@@ -45,14 +48,31 @@ class Codes:
         self.column, self.names = column, names
         self.place = {value: code for code, value in enumerate(values)}
 
-    def of(self, labels: list) -> np.ndarray:
-        """Of labels that a split holds: int64, as many."""
+    def of(self, rows: dict[str, list]) -> np.ndarray:
+        """Of some rows of a split: int64, as many."""
+        labels = rows[self.column]
         return np.fromiter((self.place[label] for label in labels), np.int64, len(labels))
 
     def of_all(self, dataset: Dataset) -> np.ndarray:
         """Of every row of a split: int32 [examples]."""
-        parts = (self.of(labels).astype(np.int32) for _, labels in scan.lists(dataset, self.column))
+        parts = (self.of({self.column: labels}).astype(np.int32) for _, labels in scan.lists(dataset, self.column))
         return np.concatenate([np.empty(0, np.int32), *parts])
+
+    def counts(self, dataset: Dataset) -> list[int]:
+        """Examples of each label in a split."""
+        return np.bincount(self.of_all(dataset), minlength=len(self.names)).tolist()
+
+
+def called(values: list, wanted: list[str] | None, name: str) -> tuple[list, list[str]]:
+    """The values of labels in order, and the names that the run file gives them, if any; else what they are. Errors:
+    `RunError`."""
+    if wanted is None:
+        return values, [str(value) for value in values]
+    if isinstance(values[0], str):
+        raise RunError(f"task.label_names: the labels of {name} are strings, which name themselves")
+    if len(wanted) < len(values):
+        raise RunError(f"task.label_names: {len(wanted)} names for {len(values)} labels")
+    return (list(range(len(wanted))) if values[0] >= 0 and values[-1] < len(wanted) else values), wanted
 
 
 def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, name: str) -> Codes:
@@ -61,16 +81,10 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
     given = getattr(splits["train"].features[column], "names", None)
     held = _distinct(splits["train"], column, "train")
     values = list(range(len(given))) if given else held
-    if wanted is not None:
-        if isinstance(values[0], str):
-            raise RunError(f"task.label_names: the labels of {name} are strings, which name themselves")
-        if len(wanted) < len(values):
-            raise RunError(f"task.label_names: {len(wanted)} names for {len(values)} labels")
-        if values[0] >= 0 and values[-1] < len(wanted):
-            values = list(range(len(wanted)))
-        names = wanted
-    else:
+    if wanted is None:
         names = given or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
+    else:
+        values, names = called(values, wanted, name)
     if len(values) < 2:
         raise RunError(
             f"task.label: column {column!r} of {name} holds one label only ({values[0]!r}); nothing can be learned"
@@ -115,6 +129,8 @@ def _check(label: Any, row: int, kind: type, column: str, split: str, dataset: D
             f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
             f"{str(label)[:60] if several else repr(label)}"
             + (": this task learns one label a text, not several" if several else "")
+            + (", unless task.multi_label is true" if isinstance(label, list) else "")
+            + (": numbers are learned with task.regression=true" if isinstance(label, float) else "")
         )
     if type(label) is not kind:
         raise RunError(

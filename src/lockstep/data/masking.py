@@ -67,7 +67,7 @@ def mixed(*numbers: Any) -> np.ndarray:
     """Well-mixed 64-bit numbers from whole numbers or arrays of them, element by element (splitmix64's finaliser,
     Steele et al. 2014, chained)."""
     with np.errstate(over="ignore"):
-        state = np.uint64(0x9E3779B97F4A7C15)
+        state: Any = np.uint64(0x9E3779B97F4A7C15)
         for number in numbers:
             state = np.asarray(state + np.asarray(number).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

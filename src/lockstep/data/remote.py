@@ -145,7 +145,7 @@ def _find(data: DataSection, splits: Splits) -> _Found:
             chosen = splits(_local(data, paths, root)) or {}
         except RunError as error:
             raise RunError(_named(str(error), root)) from None
-    used = {path for files in chosen.values() for file in files if (path := _below(file, root)) is not None}
+    used = {below for files in chosen.values() for file in files if (below := _below(file, root)) is not None}
     return _Found({path: objects[path] for path in sorted(used)}, paths)
 
 

@@ -97,12 +97,12 @@ def load(data: DataSection, seed: int, plain: str | None = None, columns: Mappin
         raise RunError(f"data.{key}: for local files, and {data.source} is none; leave it out")
     if data.source == BUILTIN:
         source = _builtin(seed)
-    elif (local := local_splits(data)) is not None:
+    elif (files := local_splits(data)) is not None:
         if data.columns is not None:
-            row_files.check_columns(local, data.columns)
+            row_files.check_columns(files, data.columns)
         source = Source(
             data.source or "local files",
-            {s: _read(files, f"data.{s}", plain, data) for s, files in local.items() if files},
+            {s: _read(each, f"data.{s}", plain, data) for s, each in files.items() if each},
         )
     else:
         source = _from_hub(data)

@@ -280,6 +280,10 @@ def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> 
     fetch(run)
     prepared = prepare(run, plugins.find("tasks", run.task.name), fresh=True, tell=tell)
     check_names(run, prepared)
+    if run.metrics:
+        from lockstep.tasks import own_metrics
+
+        own_metrics.check(run, prepared)
     return prepared
 
 

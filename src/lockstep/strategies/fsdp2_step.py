@@ -85,7 +85,7 @@ class FSDP2Step(Native):
         self.sent = 0  # buckets
         return super().train_step(batch, learning_rate)
 
-    def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
+    def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         self.travelling = last and self.run.strategy.exact and not self.alone
         if not self.travelling:
             return super().backward(micro, targets, last)

@@ -105,7 +105,7 @@ class Native(Strategy):
         self.statistics.finish(self.world.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used)
 
-    def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
+    def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         """One micro-batch, forward and backward; its gradient goes into the tree. Returns the micro-batch's loss
         sum."""
         if not self.run.strategy.exact:  # autograd adds the gradient to those of the micro-batches before

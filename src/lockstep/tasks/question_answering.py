@@ -143,7 +143,7 @@ class QuestionAnswering(Task):
     def _sums(self, logits: Tensor, targets: Tensor) -> Sums:
         from transformers.modeling_outputs import TokenClassifierOutput
 
-        loss = self.loss_sum(TokenClassifierOutput(logits=logits), targets)  # type: ignore[arg-type]
+        loss = self.loss_sum(TokenClassifierOutput(logits=logits), targets)
         return {"loss": loss.double(), "targets": (targets >= 0).sum().double()}
 
     def score_at(

@@ -26,7 +26,7 @@ class SummarizationOptions(WritingOptions):
 class Summarization(Translation):
     """One text for another, shorter or not."""
 
-    Options = SummarizationOptions
+    Options = SummarizationOptions  # type: ignore[assignment]  # its keys are those of a translation, but for three
     pipeline = "summarization"
     shown = ("rouge", "beams", "samples")
     answer = "summary"

@@ -47,6 +47,10 @@ class Task(ABC):
     loader: ClassVar[str] = "from_pretrained"  # by which function
     unit: ClassVar[str | None] = "tokens"  # what the length of an example counts; None: every example counts the same
 
+    gathered: tuple[str, ...] = ()
+    """Names among what `score` gives that are no sums, but [B, ...], a row for each example: `metrics` and `tables` get
+    them as [N, ...], in the order of the split, each example once."""
+
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
     @property
@@ -143,16 +147,17 @@ class Task(ABC):
         return None
 
     @abstractmethod
-    def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
-        """Targets of these examples: what their losses are summed over."""
+    def count_targets(self, columns: Columns, rows: np.ndarray) -> float:
+        """Targets of these examples: what their losses are summed over; where they have weights, the sum of these."""
 
     def sides(self, columns: Columns, rows: np.ndarray) -> list[np.ndarray]:
         """Tokens of the examples at `rows` that are padded together, for each of the texts that an example has in a
         micro-batch: source and target, or the one."""
         return [side[rows] for side in columns.sides]
 
-    def counted(self, targets: Tensor) -> Tensor:
-        """How many of a micro-batch's targets count, as `count_targets` does of its examples: an integer scalar."""
+    def counted(self, targets: Tensor) -> Tensor | float:
+        """How many of a micro-batch's targets count, as `count_targets` does of its examples, with their weights: a
+        scalar. `lockstep verify` asks whether all went through the model."""
         return (targets >= 0).sum()
 
     @property
@@ -169,7 +174,7 @@ class Task(ABC):
         split = next((name for name, known in self.splits.items() if known is columns), None)
         return self.first_said[split][rows] if split in self.first_said else None
 
-    def count_targets_at(self, columns: Columns, rows: np.ndarray, step: int) -> int:
+    def count_targets_at(self, columns: Columns, rows: np.ndarray, step: int) -> float:
         """The same for a step of training, where it depends on the step which tokens are targets."""
         return self.count_targets(columns, rows)
 
@@ -189,7 +194,8 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
-        """Sums over the examples of a batch, `examples` among them, that `metrics` is a function of."""
+        """Sums over the examples of a batch, `examples` among them, that `metrics` is a function of; and what is
+        `gathered` of them."""
 
     def score_at(
         self,
@@ -259,7 +265,35 @@ class Task(ABC):
     def tables(self, sums: Sums) -> dict[str, Any]:
         """What a report shows of a split beside its metrics, from the same sums: JSON by name. `confusion` is
         `{labels, counts}`, a row for each true label; `plots` are drawn, each `{title, x, lines}`, where `lines` has
-        points [x, y] by name."""
+        points [x, y] by name; of `labels`, `reliability` and `scatter` see `track/report/predictions.py`."""
+        return {}
+
+    def predictions(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+        """What functions of `metrics` in the run file are given of a split: predictions and labels, from what was
+        gathered."""
+        raise NotImplementedError
+
+    metric_names: tuple[str, ...] = ()  # of its own, which those functions cannot have
+
+    def made_up(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The same of a few examples that nobody has seen, to try such functions on; None: it gathers nothing."""
+        return None
+
+    # -- what the validation split decides ---------------------------------------------------------------------------
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether something is still to be chosen on the validation split before another one is scored."""
+        return False
+
+    def settle(self, scores: Mapping[str, float]) -> None:
+        """Take over what was chosen there, such as a threshold, from what the model scored that is to be exported. From
+        now on it holds, for other splits and for `write`."""
+        return
+
+    @classmethod
+    def kept(cls, folder: Path) -> dict[str, float]:
+        """The scores that `settle` needs, as `write` has kept them in an export."""
         return {}
 
     @abstractmethod

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config import plugins
 from lockstep.config.output import keep
-from lockstep.config.run import Run, RunError, load, overrides_of
+from lockstep.config.overrides import overrides_of
+from lockstep.config.run import Run, RunError, load
 from lockstep.launchers import start
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of

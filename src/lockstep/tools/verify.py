@@ -123,7 +123,7 @@ def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[s
     for step in steps:
         at = f"step {step.step.number}"
         if step.step.seen != step.step.targets:
-            said.append(f"{at}: {step.step.seen} of {step.step.targets} targets went through the model")
+            said.append(f"{at}: {step.step.seen:.10g} of {step.step.targets:.10g} targets went through the model")
         if (apart := relative(step.step.loss, step.single.loss)) > allowed:
             said.append(f"{at}: loss {step.step.loss!r} instead of {step.single.loss!r} (differs by {apart:.1e})")
         if (apart := relative(step.step.norm, step.single.norm)) > allowed:

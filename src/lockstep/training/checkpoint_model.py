@@ -55,6 +55,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
     def make(aside: Path) -> None:
         files = Files(checkpoint, manifest.hashes)
         task: Task = task_class(run, prepared)
+        task.settle(manifest.scores)
         saved = [name.removeprefix("model.") for name in files.names if name.startswith("model.")]
         weights = {name: files.whole(f"model.{name}") for name in saved}
         names = _under_all_names(task.model(empty=True), evaluated(run, files, weights))

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.run import Run, RunError, load, overrides_of
+from lockstep.config.overrides import overrides_of
+from lockstep.config.run import Run, RunError, load
 from lockstep.data import origin
 from lockstep.distributed.world import World
 from lockstep.tasks.models import adapters
@@ -70,6 +71,9 @@ def scores(
         raise RunError(f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
     if adapters.is_adapter(export):
         adapters.load(strategy.model, export)
+    task.settle(task.kept(export))
+    if task.unsettled and wanted != ["validation"]:  # of a checkpoint that was not evaluated
+        task.settle(evaluated(alone, world, task, strategy, task.splits["validation"]))
     found = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
     strategy.close()
     del session, strategy

@@ -69,7 +69,7 @@ class Feed:
     def one(self, step: int, index: int) -> MicroBatch:
         """A micro-batch of a step, whoever's it is; on the host."""
         rows = self.order.step(step)
-        return self._collated(step, rows[cut(self.columns.lengths[rows], self.micro_batches)[index]], index)
+        return self._collated(step, rows[self.task.cut(self.columns, rows)[index]], index)
 
     def longest(self) -> StepBatch:
         """The longest examples of all, as a step that is none of the run's: no step needs more memory."""

@@ -5,9 +5,7 @@ In: everything already built. Out: trained weights in the strategy, numbers in t
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +13,6 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lockstep.config.run import Run
@@ -30,6 +27,7 @@ from lockstep.strategies.exact.scaling import LossScale
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
+from lockstep.training import gathering
 from lockstep.training.feed import Feed
 from lockstep.training.guard import Corrupted, Guard
 from lockstep.training.session import Session
@@ -355,11 +353,7 @@ def scored(
             interrupted = caught
     if interrupted is not None:
         raise interrupted
-    found = [of for of in of_each.values() if of]
-    sums = {name: functools.reduce(operator.add, (of[name] for of in found)) for name in found[0]}
-    assert int(sums["examples"]) == len(rows), f"{int(sums['examples'])} of {len(rows)} examples were evaluated"
-    losses = {f"loss_{name}": task.metrics(of)["loss"] for name, of in of_each.items() if name and of}
-    return {**task.metrics(sums), **losses, "examples": len(rows)}, task.tables(sums)
+    return gathering.told(run, world, task, of_each, len(rows))
 
 
 def _summed(
@@ -373,9 +367,11 @@ def _summed(
     stop: Callable[[], bool],
     generate: Callable[[Mapping[str, Tensor], Decoding], Tensor] | None,
 ) -> Sums:
-    """The sums over some rows, all ranks together; none for no rows. Collective."""
+    """The sums over some rows, all ranks together, and what is gathered of each, in the order of `rows`; none for no
+    rows. Collective."""
     size = evaluated_at_once(run)
-    order = rows[np.argsort(-columns.lengths[rows], kind="stable")]
+    places = np.argsort(-columns.lengths[rows], kind="stable")
+    order = rows[places]
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
     for turn in range(0, len(batches), strategy.data_parallel.size):
@@ -389,7 +385,5 @@ def _summed(
         found = task.score_at(strategy.forward, batch, columns, chosen)
         if texts:
             found |= task.score_texts(generate or strategy.generate, batch, columns, chosen)
-        for name, value in found.items():
-            value = torch.round(value.double() * 2**20) / 2**20
-            sums[name] = sums[name] + value if name in sums else value
+        gathering.add(task, sums, found, places[mine * size : (mine + 1) * size], len(rows))
     return {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}

@@ -268,7 +268,11 @@ def final_scores(
                 exported, found = best_model(session, console, step, final)
                 if exported != step and found:
                     sinks.log(step, "validation", found.pop("validation")[0])
-            return exported, found | {split: final(split) for split in splits if split not in found}
+            for split in splits:  # validation first, which decides what others are scored with
+                found[split] = found[split] if split in found else final(split)
+                if split == "validation":
+                    task.settle(found[split][0])
+            return exported, found
         except Interrupted:
             return None
 

@@ -36,8 +36,8 @@ class Step:
     number: int  # of the run's steps, from 0
     loss: float
     norm: float  # of the gradient before clipping
-    seen: int  # targets that went through the model, over all ranks
-    targets: int  # that the step has
+    seen: float  # targets that went through the model, over all ranks
+    targets: float  # that the step has
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class _Writer:
         return {f"weight.{k.removeprefix('model.')}": v.detach().cpu().clone() for k, v in state.items()}
 
     def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
-        seen = sum(int(self.task.counted(micro.targets)) for micro in batch.micro_batches)
-        total = int(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
+        seen = sum(float(self.task.counted(m.targets)) for m in batch.micro_batches)
+        total = float(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
         self.steps.append(Step(number, loss, norm, total, batch.targets))
         self.save(f"step-{place}", self.gradients | self.weights())
 

@@ -26,6 +26,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.engines import blocks, compiled
 from lockstep.strategies.strategy import Strategy
+from lockstep.tasks import own_metrics
 from lockstep.tasks.models import attention, chunked_loss, padding
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
@@ -77,6 +78,7 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
     fetch(run)
     task: Any = plugins.find("tasks", run.task.name)
     prepared = prepare(data or run, task)
+    own_metrics.check(run, prepared)
     world.join()
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
     agree(

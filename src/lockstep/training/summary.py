@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.config.run import Run, RunError, override_of
+from lockstep.config.overrides import override_of
+from lockstep.config.run import Run, RunError
 from lockstep.data.apart import left_out
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies

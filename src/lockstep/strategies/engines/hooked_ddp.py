@@ -86,7 +86,7 @@ class Hooked(Native):
         self.exchange = Exchange(batch.count, self.world.rank, self.world.size)
         return super().train_step(batch, learning_rate)
 
-    def backward(self, micro: MicroBatch, targets: int, last: bool) -> Tensor:
+    def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         if self.in_tree:
             self.open_leaf(micro.index)
         self.travelling = self.ddp is not None and last and bool(self.steady)

@@ -223,10 +223,13 @@ def local_or_id(run: Run) -> str:
     return source
 
 
-def sequence_classifier(run: Run, tokenizer: Any, labels: list[str], empty: bool = False) -> nn.Module:
+def sequence_classifier(
+    run: Run, tokenizer: Any, labels: list[str], empty: bool = False, problem: str | None = None
+) -> nn.Module:
     """A classifier; weights that the source does not have (the head) are drawn from the seed. `empty`: on the meta
-    device."""
-    return build(run, "classification", tokenizer, empty, **named(labels))
+    device. `problem`: what transformers calls what it learns (`problem_type`)."""
+    known = {} if problem is None else {"problem_type": problem}
+    return build(run, "classification", tokenizer, empty, **named(labels), **known)
 
 
 def named(labels: list[str]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
 from lockstep.config.errors import read_yaml
-from lockstep.config.run import Run, RunError, load, override_of
+from lockstep.config.overrides import override_of
+from lockstep.config.run import Run, RunError, load
 from lockstep.distributed import launched
 from lockstep.distributed.launched import Launched, State
 from lockstep.launchers import start

@@ -127,28 +127,22 @@ def unfit(found: Look) -> str | None:
         "a model and a loss of your own (task: {name: module, ...}: docs/recipes.md); or leave it out: --task "
         "language_modeling"
     )
-    pairs = {name for pair in found.aligned for name in pair}
-    several = [c for c, k in found.kinds.items() if k in ("texts", "labels", "list") and is_label(c) and c not in pairs]
-    one = [c for c in found.few if is_label(c) and c not in found.binary]
+    one = _of_one_label(found)
     joined = [c for c in found.joined if is_label(c)]
     if joined and len(found.texts) > 1:
-        return f"column {joined[0]!r} of {found.source} holds lists of labels, written as one text. {own}"
-    if several and found.texts and not one:
-        return f"column {several[0]!r} of {found.source} holds several labels a text. {own}"
-    if len(found.binary) > 1 and found.texts and not one and "label" not in found.binary:
-        names = ", ".join(found.binary)
         return (
-            f"columns {names} of {found.source} hold 0 and 1 each, which looks like several labels a text. {own}. "
-            f"To learn one of them: --task classification task.label={found.binary[0]}"
+            f"column {joined[0]!r} of {found.source} holds lists of labels, written as one text. Write them as lists "
+            '(in jsonl: ["a", "b"]), and classification learns each (task.multi_label); or as one label a row'
         )
-    decimal = [c for c, kind in found.kinds.items() if kind == "decimal" and c.lower() in _SCORE]
-    if decimal and found.texts and not one:
-        return f"column {decimal[0]!r} of {found.source} holds numbers with decimals to be foretold (regression). {own}"
+    odd = [c for c, kind in found.kinds.items() if kind == "list" and is_label(c)]
+    if odd and found.texts and not one:
+        return f"column {odd[0]!r} of {found.source} holds lists of what is no label. {own}"
     many = [c for c, kind in found.kinds.items() if kind == "number" and c.lower() in _LABEL and c not in found.few]
     if many and found.texts and not one:
         return (
             f"column {many[0]!r} of {found.source} holds one number only, or nearly as many as rows: no classes to "
-            f"learn. {own}"
+            "learn. Is it a number to be foretold? Then --task classification "
+            f"task.label={many[0]} task.regression=true. {own}"
         )
     if turns := [c for c, kind in found.kinds.items() if kind == "turns"]:
         return (
@@ -161,7 +155,45 @@ def unfit(found: Look) -> str | None:
 # -- one task each ---------------------------------------------------------------------------------------------------
 
 
+def _of_one_label(found: Look) -> list[str]:
+    """Columns that are called labels, and hold one each."""
+    return [c for c in found.few if is_label(c) and c not in found.binary]
+
+
+def _several_labels(found: Look) -> dict[str, Any] | None:
+    """The keys of a column of lists of labels, or of columns of 0 and 1."""
+    pairs = {name for pair in found.aligned for name in pair}
+    lists = [c for c, k in found.kinds.items() if k in ("texts", "labels") and is_label(c) and c not in pairs]
+    if lists:
+        return {"label": lists[0], "multi_label": True}
+    if len(found.binary) > 1 and "label" not in found.binary:
+        return {"label": list(found.binary), "multi_label": True}
+    return None
+
+
+def _numbers(found: Look) -> tuple[dict[str, Any], str] | None:
+    """The keys of a column of numbers that are foretold, and why it might be another, if it might."""
+    decimal = [c for c, kind in found.kinds.items() if kind == "decimal" and _might_be_read(c, found)]
+    called = [c for c in decimal if c.lower() in _SCORE]
+    if called:
+        return {"label": called[0], "regression": True}, _might_be(_unlike(called[0], called), "the number")
+    if len(decimal) == 1:
+        return {"label": decimal[0], "regression": True}, "its name does not say that it is to be foretold"
+    return None
+
+
+def _might_be(columns: list[str], what: str) -> str:
+    return f"{', '.join(columns)} might be {what} as well" if columns else ""
+
+
 def _classification(found: Look) -> Fit | None:
+    if found.texts and not _of_one_label(found):
+        if (several := _several_labels(found)) is not None:
+            keys, doubts = _read(found.texts, found)
+            return Fit(keys | several, doubts)
+        if (numbers := _numbers(found)) is not None:
+            keys, doubts = _read(found.texts, found)
+            return Fit(keys | numbers[0], doubts | ({"label": numbers[1]} if numbers[1] else {}))
     named = [c for c in found.few if is_label(c)]
     labels = [c for c, kind in found.kinds.items() if kind == "label"]
     truths = [c for c in found.few if found.kinds[c] == "true/false"]
@@ -176,17 +208,24 @@ def _classification(found: Look) -> Fit | None:
     rivals = _unlike(label, exact) or ([] if exact else _unlike(label, [*labels, *named, *truths, *short]))
     if rivals:
         doubts["label"] = f"{', '.join(rivals)} might be the label as well"
+    keys, of_texts = _read(texts, found)
+    return Fit(keys | {"label": label}, doubts | of_texts)
+
+
+def _read(texts: list[str], found: Look) -> tuple[dict[str, Any], dict[str, str]]:
+    """The keys of the columns that are read, one or two, and why each might be another."""
+    doubts = {}
     if pair := _pair(texts):
         rest = [c for c in texts if _might_be_read(c, found) and c not in (*pair, *found.few)]
         if rest:
             doubts["text"] = f"{', '.join(rest)} might be a text as well"
-        return Fit({"text": pair[0], "text_pair": pair[1], "label": label}, doubts)
+        return {"text": pair[0], "text_pair": pair[1]}, doubts
     free = [c for c in texts if c not in found.few] or texts
     longest = sorted(free, key=lambda c: -found.characters[c])
     text = _first([c for name in _TEXT for c in free if c.lower() == name], longest)
     if others := _unlike(text, [c for c in free if _might_be_read(c, found)]):
         doubts["text"] = f"{', '.join(others)} might be the text as well, or a second one (task.text_pair)"
-    return Fit({"text": text, "label": label}, doubts)
+    return {"text": text}, doubts
 
 
 def _token_classification(found: Look) -> Fit | None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import places, plugins
-from lockstep.config.run import Run, RunError, load, overrides_of
+from lockstep.config.overrides import overrides_of
+from lockstep.config.run import Run, RunError, load
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import apart
 from lockstep.data.source import BUILTIN, local_splits
@@ -176,11 +177,13 @@ def _column(key: str, why: str, keys: dict[str, Any], found: Look, talk: Talk) -
 
 def _without_test(data: DataSection, task: dict[str, Any], found: Look, talk: Talk) -> DataSection:
     """A test split without what is to be learned is not scored."""
-    lacking = set(found.lacking.get("test", ())) & {str(value) for value in task.values()}
+    learned = task.get("label")
+    labels = {*learned} if isinstance(learned, list) else {learned}
+    lacking = set(found.lacking.get("test", ())) & {str(value) for value in (*task.values(), *labels)}
     if not lacking or data.test is not None or data.split_column is not None or local_splits(data) is None:
         return data
-    if task["name"] == "classification" and lacking == {task.get("label")}:  # training leaves it out by itself
-        talk.note(f"the test split has no column {task['label']}: it is not scored; `lockstep predict` reads it")
+    if task["name"] == "classification" and lacking == labels:  # training leaves it out by itself
+        talk.note(f"the test split has no column {learned}: it is not scored; `lockstep predict` reads it")
         return data
     return shapes.without_test(data, talk)
 

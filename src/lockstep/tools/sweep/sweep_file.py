@@ -16,7 +16,8 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config import errors as messages
-from lockstep.config.run import Run, RunError, load, overrides_of
+from lockstep.config.overrides import overrides_of
+from lockstep.config.run import Run, RunError, load
 from lockstep.config.sections import Positive, Section
 from lockstep.tools.sweep import grid
 

@@ -135,8 +135,8 @@ def lines(title: str, series: Mapping[str, Series], look: Look = Look()) -> str:
     left, right = look.span or (min(xs), max(xs))
     if right == left:
         left, right = left - 1, right + 1
-    place = _Place(left, right, levels[0], levels[-1], log)
-    body = _grid(levels, place)
+    place = Place(left, right, levels[0], levels[-1], log)
+    body = grid(levels, place)
     places = {name: look.colours.get(name, i) for i, name in enumerate(series)}  # whether others have points or not
     for name, points in drawn.items():
         body += _drawn(points, places[name], name in look.smooth and len(series[name]) >= SMOOTHED, place)
@@ -150,11 +150,11 @@ def lines(title: str, series: Mapping[str, Series], look: Look = Look()) -> str:
     body += f'<text x="{WIDTH - RIGHT}" y="{HEIGHT + BELOW + 13}" text-anchor="end">{escape(look.x_name)}</text>'
     box = f"0 {-ABOVE} {WIDTH} {HEIGHT + ABOVE + BELOW + 16}"
     legend = _legend(names, keys) if len(names) > 1 or len(series) > 1 else ""
-    return _figure(title + (" (logarithmic)" if log else ""), body, legend, box)
+    return figure(title + (" (logarithmic)" if log else ""), body, legend, box)
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where numbers are on the paper."""
 
     left: float
@@ -171,7 +171,7 @@ class _Place:
         return HEIGHT - (y - low) / (high - low) * HEIGHT
 
 
-def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smooth: bool, place: _Place) -> str:
+def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smooth: bool, place: Place) -> str:
     """One series: a band where points stand for stretches, a line (faint below a smoothed one), dots where few."""
 
     def path(kind: str, found: Series) -> str:
@@ -194,7 +194,7 @@ def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smo
     return body
 
 
-def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: _Place) -> str:
+def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Place) -> str:
     """Strips of the plot that show, when they are pointed at, a line and the numbers there: of each series its last
     point in the strip."""
     xs = sorted({x for points, _ in drawn.values() for x, _ in points})
@@ -222,7 +222,7 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: _Place
     return body
 
 
-def _grid(levels: Sequence[float], place: _Place) -> str:
+def grid(levels: Sequence[float], place: Place) -> str:
     """Level lines with their numbers, and numbers below: at both ends of each axis, and between."""
     body = ""
     for level in levels:
@@ -256,7 +256,7 @@ def bars(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[s
         body += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cells}</div><span>{total}</span>'
     used = [part for part in colours if any(parts.get(part, 0.0) / most >= 0.0005 for parts in rows.values())]
     legend = _legend(used, [colours[part] for part in used])
-    return _wide(title, f'<div class="bars">{body}</div>', legend)
+    return wide_figure(title, f'<div class="bars">{body}</div>', legend)
 
 
 def heat(title: str, rows: Mapping[str, Sequence[float]], ends: tuple[str, str], says: str) -> str:
@@ -274,7 +274,7 @@ def heat(title: str, rows: Mapping[str, Sequence[float]], ends: tuple[str, str],
         field = f'<svg viewBox="0 0 {columns} 1" preserveAspectRatio="none" aria-hidden="true">{cells}</svg>'
         body += f'<b>{escape(name)}</b><div class="heat">{field}</div>'
     body += f"<b></b><p><span>{escape(ends[0])}</span><span>{escape(ends[1])}</span></p>"
-    return _wide(title, f'<div class="bars two">{body}</div>')
+    return wide_figure(title, f'<div class="bars two">{body}</div>')
 
 
 def timeline(
@@ -315,7 +315,7 @@ def timeline(
                 dots += f'<i class="{colours[name]}" style="left:{left:.2f}%" title="{escape(what)}"></i>'
         body += f'<b>{escape(name)}</b><div class="marks">{dots}</div>'
     body += f"<b></b><p><span>{escape(begun)}</span><span>{seconds(total)} in all</span></p>"
-    return _wide(title, f'<div class="bars two">{body}</div>')
+    return wide_figure(title, f'<div class="bars two">{body}</div>')
 
 
 def _class(place: int) -> str:
@@ -328,7 +328,7 @@ def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
     )
 
 
-def _figure(title: str, body: str, legend: str, box: str) -> str:
+def figure(title: str, body: str, legend: str, box: str) -> str:
     name = escape(title)
     legend = f'<div class="legend">{legend}</div>' if legend else ""
     return (
@@ -337,6 +337,6 @@ def _figure(title: str, body: str, legend: str, box: str) -> str:
     )
 
 
-def _wide(title: str, body: str, legend: str = "") -> str:
+def wide_figure(title: str, body: str, legend: str = "") -> str:
     legend = f'<div class="legend">{legend}</div>' if legend else ""
     return f'<figure class="wide"><figcaption>{escape(title)}</figcaption>{legend}{body}</figure>'

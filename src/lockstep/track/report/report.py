@@ -17,7 +17,7 @@ from urllib.parse import quote
 from lockstep.config import errors as messages
 from lockstep.config.disclosure import said
 from lockstep.config.output import aside_of
-from lockstep.track.report import charts, panels
+from lockstep.track.report import charts, panels, predictions
 from lockstep.track.report.history import History, read
 
 _NO_METRICS = ("step", "examples")
@@ -98,6 +98,7 @@ def _page(history: History) -> dict[str, Any]:
             if "confusion" in tables
         ],
         "plots": panels.plots(history),
+        "predictions": predictions.panels(history.tables),
         "samples": _samples(history),
         "profiles": history.profiles,
         "facts": panels.facts(history),

@@ -62,7 +62,7 @@ TABLE: Table = {
     "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
     "adam_epsilon": Row("optim.eps"),
     "max_grad_norm": Row("optim.clip"),
-    "label_smoothing_factor": Row("task.label_smoothing", "of translation", joined=True),
+    "label_smoothing_factor": Row("task.label_smoothing", "of classification and translation", joined=True),
     "bf16": Row("precision", "bf16", values={True: "bf16", "true": "bf16"}),
     "fp16": Row("precision", "fp16", values={True: "fp16", "true": "fp16"}),
     "train_sampling_strategy": Row("data.group_by_length", "group_by_length: 50 steps together", joined=True),
@@ -287,10 +287,12 @@ def _engine(full: Mapping[str, Any], moved: Moved) -> None:
     if (size := full.get("ddp_bucket_cap_mb")) is not None:
         moved.set("strategy.options", {"bucket_cap_mb": size}, "ddp_bucket_cap_mb")
     if smoothing := number(full.get("label_smoothing_factor")):
-        if moved.keys.get("task.name") == "translation":
+        if moved.keys.get("task.name") in ("classification", "translation"):
             moved.set("task.label_smoothing", smoothing, "label_smoothing_factor")
         else:
-            moved.drop("label_smoothing_factor", smoothing, "only translation has it: task.label_smoothing")
+            moved.drop(
+                "label_smoothing_factor", smoothing, "classification and translation have it: task.label_smoothing"
+            )
     if "predict_with_generate" in full and moved.keys.get("task.name") == "translation":
         moved.set("task.bleu", bool(full["predict_with_generate"]), "predict_with_generate")
 

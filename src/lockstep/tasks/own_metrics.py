@@ -1,0 +1,112 @@
+"""Metrics of the user's own: functions that the run file's `metrics` names, of all predictions and labels of a split.
+
+In: dotted names, and what a task has gathered. Out: numbers by name, or a `RunError` that names the function. Each is
+tried on made-up predictions before any process starts. Imports no torch at the top.
+
+A function is `def score(predictions: numpy.ndarray, labels: numpy.ndarray) -> float | dict[str, float]`. The rows of
+both are the examples of the split in its order, each once, whatever the number of processes. What it returns is logged
+under its own name, or under those of the mapping.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.data.tokens import Prepared
+from lockstep.distributed.randomness import seed_everything
+from lockstep.tasks.task import Task
+
+Metric = Callable[[np.ndarray, np.ndarray], float | Mapping[str, float]]
+
+_DRAWN = -3  # what such functions draw is seeded as if it were a step of this number
+
+
+def functions(run: Run) -> dict[str, Metric]:
+    """By dotted name, imported. Errors: `RunError` for one that is not there, or that takes something else."""
+    from lockstep.tasks.modules.own import told
+
+    found: dict[str, Metric] = {}
+    for name in run.metrics:
+        if "." not in name:
+            raise RunError(f"metrics: {name!r} names no file: write my_file.{name} for {name} in my_file.py")
+        try:
+            function = plugins.attribute(name)
+        except plugins.PluginError as error:
+            raise RunError(f"metrics: {error}") from error
+        except Exception as error:  # whatever the user's module does while it is imported
+            raise RunError(f"metrics: cannot import {name}: {told(error)}") from error
+        if not callable(function) or isinstance(function, type):
+            raise RunError(f"metrics: {name} is a {type(function).__name__}, and wanted is a function")
+        try:
+            inspect.signature(function).bind(None, None)
+        except TypeError as error:
+            raise RunError(f"metrics: {name} does not take (predictions, labels), as it is called: {error}") from error
+        except ValueError:  # of a built-in one nobody knows what it takes
+            pass
+        found[name] = function
+    return found
+
+
+def check(run: Run, prepared: Prepared) -> None:
+    """Try each on a few made-up predictions. Errors: `RunError`."""
+    if not run.metrics:
+        return
+    found = functions(run)
+    task: Task = plugins.find("tasks", run.task.name)(run, prepared)
+    given = task.made_up()
+    if given is None:
+        raise RunError(
+            f"metrics: the task {run.task.name} gathers no predictions that functions could be given; classification "
+            "does"
+        )
+    scored(run, found, given, task.metric_names, " (tried on made-up predictions)")
+
+
+def scored(
+    run: Run,
+    found: Mapping[str, Metric],
+    given: tuple[np.ndarray, np.ndarray],
+    taken: Sequence[str],
+    where: str = "",
+) -> dict[str, float]:
+    """What the functions make of predictions and labels. `taken`: names that metrics have already. Errors: `RunError`
+    that names the function, for one that fails or returns something else than numbers."""
+    from lockstep.tasks.modules.own import told
+
+    numbers: dict[str, float] = {}
+    for name, function in found.items():
+        seed_everything(run.seed, _DRAWN)
+        predictions, labels = (array.copy() for array in given)  # what one of them changes, the next one does not see
+        try:
+            result = function(predictions, labels)
+        except Exception as error:
+            raise RunError(f"metrics: {name} failed{where}: {told(error)}") from error
+        for key, value in _by_name(name, result, where).items():
+            if key in taken or key in numbers or key in ("examples", "loss", "step", "split"):
+                raise RunError(f"metrics: {name} gives {key!r}, which another metric is called; give it another name")
+            numbers[key] = value
+    return numbers
+
+
+def _by_name(name: str, result: Any, where: str) -> dict[str, float]:
+    """Errors: `RunError`."""
+    several = result if isinstance(result, Mapping) else {name.rpartition(".")[2]: result}
+    numbers: dict[str, float] = {}
+    for key, value in several.items():
+        if not isinstance(key, str) or not re.fullmatch(r"\w+", key):
+            raise RunError(f"metrics: {name} gives a number called {key!r}{where}; a name is letters, digits and _")
+        plain = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy and torch
+        if isinstance(plain, bool) or not isinstance(plain, int | float):
+            raise RunError(
+                f"metrics: {name} must give a number, or a mapping of numbers by name{where}; "
+                f"{'it gives' if value is result else f'{key} is'} {type(value).__name__} {str(value)[:40]!r}"
+            )
+        numbers[key] = float(plain)
+    return numbers
