@@ -163,10 +163,6 @@ LEARNED = {
         [{"comment": f"t {i}", "toxic": i % 2, "insult": i // 2 % 2, "threat": i // 4 % 2} for i in range(50)],
         {"text": "comment", "label": ["toxic", "insult", "threat"], "multi_label": True},
     ),
-    "decimals of a pair": (
-        [{"sentence1": f"a {i}", "sentence2": f"b {i}", "score": i / 7} for i in range(50)],
-        {"text": "sentence1", "text_pair": "sentence2", "label": "score", "regression": True},
-    ),
 }
 
 

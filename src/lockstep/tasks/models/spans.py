@@ -61,9 +61,9 @@ def best(logits: Tensor, windows: Sequence[Sequence[Window]], tokens: int, unans
     starts, ends = (logits[: len(flat), :, side].masked_fill(~inside, -torch.inf) for side in (0, 1))
     scores, froms, lengths = torch.full_like(starts[:, 0], -torch.inf), torch.zeros_like(first), torch.zeros_like(first)
     for length in range(min(tokens, logits.shape[1])):
-        score, at = (starts[:, : logits.shape[1] - length] + ends[:, length:]).max(1)
+        score, where = (starts[:, : logits.shape[1] - length] + ends[:, length:]).max(1)
         better = score > scores
-        scores, froms = torch.where(better, score, scores), torch.where(better, at, froms)
+        scores, froms = torch.where(better, score, scores), torch.where(better, where, froms)
         lengths = lengths.masked_fill(better, length)
     none = logits[: len(flat), 0].sum(-1).tolist()
     values, begin, size = scores.tolist(), froms.tolist(), lengths.tolist()

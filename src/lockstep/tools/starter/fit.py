@@ -6,14 +6,34 @@ what stands in the way. A fit without doubts follows from names and values that 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config.run import RunError
 from lockstep.data.text_files import SIDES, is_language
 from lockstep.tools.starter.columns import Look
+from lockstep.tools.starter.names import (
+    ANCHORS,
+    CLASSES,
+    LABEL,
+    MESSAGES,
+    NEAR,
+    NEGATIVES,
+    POSITIVES,
+    PROMPT,
+    RESPONSE,
+    SCORE,
+    SUMMARIES,
+    TAGS,
+    TEXT,
+    WORDS,
+    called,
+    first,
+    is_label,
+    is_name,
+    pair_of,
+    unlike,
+)
 
 TASKS = (
     "classification",
@@ -40,34 +60,6 @@ ASKED = {
     "embedding": ("anchor", "positive"),
     "question_answering": ("question", "context", "answers"),
 }
-
-_TEXTS = (
-    "text sentence content review document body tweet comment message question premise title story article post "
-    "utterance abstract description"
-)
-_LABELS = (
-    "label labels category categories class classes sentiment emotion emotions intent topic topics stars rating target "
-    "targets tags genre genres y spam toxic"
-)
-_TEXT, _LABEL = tuple(_TEXTS.split()), tuple(_LABELS.split())
-_SCORE = (*_LABEL, "score", "similarity", "relatedness", "value", "price")
-_FIRSTS = [("premise", "hypothesis"), ("question", "passage"), ("question", "sentence"), ("query", "passage")]
-_WORDS = ("tokens", "words")
-_TAGS = ("ner_tags", "tags", "pos_tags", "chunk_tags", "labels")
-_PROMPT = ("prompt", "instruction", "question", "input", "query")
-_RESPONSE = ("response", "completion", "output", "answer", "answers", "chosen", "target")
-_MESSAGES = ("messages", "conversation", "conversations", "dialog", "dialogue")
-_CLASSES = 50  # that a column without a telling name has, at most, where it might be the label
-_ANCHORS = ("anchor", "query", "question", "sentence")
-_POSITIVES = ("positive", "pos", "positive_passage")
-_NEGATIVES = re.compile(r"(hard_)?neg(ative)?(_passage)?(_\d+)?")
-_NEAR = ("score", "similarity", "similarity_score", "relatedness", "relatedness_score")
-_SUMMARIES = (
-    *((text, "summary") for text in ("document", "article", "dialogue", "text", "content")),
-    ("article", "highlights"),
-    ("document", "abstract"),
-)
-_SECOND = {"1": "2", "a": "b", "A": "B"}  # what the second column of a pair ends in
 
 
 @dataclass(frozen=True)
@@ -117,7 +109,7 @@ def guess(found: Look) -> tuple[str, Fit]:
 
 def _is_a_shot(task: str, fitted: Fit) -> bool:
     """Whether one of several texts was taken whose name says nothing."""
-    return task == "language_modeling" and "text" in fitted.doubts and fitted.keys["text"].lower() not in _TEXT
+    return task == "language_modeling" and "text" in fitted.doubts and fitted.keys["text"].lower() not in TEXT
 
 
 def unfit(found: Look) -> str | None:
@@ -137,7 +129,7 @@ def unfit(found: Look) -> str | None:
     odd = [c for c, kind in found.kinds.items() if kind == "list" and is_label(c)]
     if odd and found.texts and not one:
         return f"column {odd[0]!r} of {found.source} holds lists of what is no label. {own}"
-    many = [c for c, kind in found.kinds.items() if kind == "number" and c.lower() in _LABEL and c not in found.few]
+    many = [c for c, kind in found.kinds.items() if kind == "number" and c.lower() in LABEL and c not in found.few]
     if many and found.texts and not one:
         return (
             f"column {many[0]!r} of {found.source} holds one number only, or nearly as many as rows: no classes to "
@@ -174,9 +166,9 @@ def _several_labels(found: Look) -> dict[str, Any] | None:
 def _numbers(found: Look) -> tuple[dict[str, Any], str] | None:
     """The keys of a column of numbers that are foretold, and why it might be another, if it might."""
     decimal = [c for c, kind in found.kinds.items() if kind == "decimal" and _might_be_read(c, found)]
-    called = [c for c in decimal if c.lower() in _SCORE]
+    called = [c for c in decimal if c.lower() in SCORE]
     if called:
-        return {"label": called[0], "regression": True}, _might_be(_unlike(called[0], called), "the number")
+        return {"label": called[0], "regression": True}, _might_be(unlike(called[0], called), "the number")
     if len(decimal) == 1:
         return {"label": decimal[0], "regression": True}, "its name does not say that it is to be foretold"
     return None
@@ -198,14 +190,14 @@ def _classification(found: Look) -> Fit | None:
     labels = [c for c, kind in found.kinds.items() if kind == "label"]
     truths = [c for c in found.few if found.kinds[c] == "true/false"]
     others = sorted((c for c in found.texts if c in found.few), key=lambda c: found.few[c])
-    exact = [c for name in _LABEL for c in [*labels, *named] if c.lower() == name]
-    label = _first(exact, labels, named, truths, others)
+    exact = [c for name in LABEL for c in [*labels, *named] if c.lower() == name]
+    label = first(exact, labels, named, truths, others)
     texts = [c for c in found.texts if c != label]
     if label is None or not texts:
         return None
     doubts = {}
-    short = [c for c in others if found.few[c] <= _CLASSES]
-    rivals = _unlike(label, exact) or ([] if exact else _unlike(label, [*labels, *named, *truths, *short]))
+    short = [c for c in others if found.few[c] <= CLASSES]
+    rivals = unlike(label, exact) or ([] if exact else unlike(label, [*labels, *named, *truths, *short]))
     if rivals:
         doubts["label"] = f"{', '.join(rivals)} might be the label as well"
     keys, of_texts = _read(texts, found)
@@ -215,27 +207,27 @@ def _classification(found: Look) -> Fit | None:
 def _read(texts: list[str], found: Look) -> tuple[dict[str, Any], dict[str, str]]:
     """The keys of the columns that are read, one or two, and why each might be another."""
     doubts = {}
-    if pair := _pair(texts):
+    if pair := pair_of(texts):
         rest = [c for c in texts if _might_be_read(c, found) and c not in (*pair, *found.few)]
         if rest:
             doubts["text"] = f"{', '.join(rest)} might be a text as well"
         return {"text": pair[0], "text_pair": pair[1]}, doubts
     free = [c for c in texts if c not in found.few] or texts
     longest = sorted(free, key=lambda c: -found.characters[c])
-    text = _first([c for name in _TEXT for c in free if c.lower() == name], longest)
-    if others := _unlike(text, [c for c in free if _might_be_read(c, found)]):
+    text = first([c for name in TEXT for c in free if c.lower() == name], longest)
+    if others := unlike(text, [c for c in free if _might_be_read(c, found)]):
         doubts["text"] = f"{', '.join(others)} might be the text as well, or a second one (task.text_pair)"
     return {"text": text}, doubts
 
 
 def _token_classification(found: Look) -> Fit | None:
     words = [c for c, kind in found.kinds.items() if kind == "texts"]
-    word = _first([c for c in _WORDS if c in words], words)
+    word = first([c for c in WORDS if c in words], words)
     tags = [c for c, kind in found.kinds.items() if kind in ("texts", "labels") and (word, c) in found.aligned]
-    tag = _first([c for c in _TAGS if c in tags], [c for c in tags if found.kinds[c] == "labels"])
+    tag = first([c for c in TAGS if c in tags], [c for c in tags if found.kinds[c] == "labels"])
     if not word or not tag:
         return None
-    others = _unlike(tag, tags)
+    others = unlike(tag, tags)
     return Fit(
         {"words": word, "tags": tag}, {"tags": f"{', '.join(others)} might be the tags as well"} if others else {}
     )
@@ -262,20 +254,20 @@ def _sides(languages: list[str]) -> Fit:
 
 
 def _summarization(found: Look) -> Fit | None:
-    texts = next((pair for pair in _SUMMARIES if set(pair) <= set(found.texts)), None)
+    texts = next((pair for pair in SUMMARIES if set(pair) <= set(found.texts)), None)
     return Fit({"source": texts[0], "target": texts[1]}) if texts else None
 
 
 def _embedding(found: Look) -> Fit | None:
     """Texts called anchor and positive; or two texts and how near they are, a number with decimals."""
-    anchor = _first(c for name in _ANCHORS for c in found.texts if c.lower() == name)
-    positive = _first(c for name in _POSITIVES for c in found.texts if c.lower() == name)
+    anchor = first(c for name in ANCHORS for c in found.texts if c.lower() == name)
+    positive = first(c for name in POSITIVES for c in found.texts if c.lower() == name)
     if anchor and positive:
-        negative = [c for c in found.texts if _NEGATIVES.fullmatch(c.lower())]
+        negative = [c for c in found.texts if NEGATIVES.fullmatch(c.lower())]
         more = {"negative": negative[0] if len(negative) == 1 else negative} if negative else {}
         return Fit({"anchor": anchor, "positive": positive} | more)
-    score = _first(c for c, kind in found.kinds.items() if kind == "decimal" and c.lower() in _NEAR)
-    if score is None or (pair := _pair(found.texts)) is None:
+    score = first(c for c, kind in found.kinds.items() if kind == "decimal" and c.lower() in NEAR)
+    if score is None or (pair := pair_of(found.texts)) is None:
         return None
     least, most = found.ends[score]
     high = next((each for each in (1, 5, 10, 100) if most <= each), most)
@@ -302,8 +294,8 @@ def _language_modeling(found: Look) -> Fit | None:
     if found.plain:
         return Fit({"document": "line" if found.sizes["train"] > 1 else "file"})
     texts = found.texts
-    prompt = _first(_called(_PROMPT, texts))
-    response = _first(c for c in _called(_RESPONSE, texts) if c != prompt)
+    prompt = first(called(PROMPT, texts))
+    response = first(c for c in called(RESPONSE, texts) if c != prompt)
     if prompt and response:
         doubts = {}
         if "input" in texts and prompt != "input" and found.characters["input"]:
@@ -314,10 +306,10 @@ def _language_modeling(found: Look) -> Fit | None:
             )
         return Fit({"prompt": prompt, "response": response}, doubts)
     longest = sorted(texts, key=lambda c: -found.characters[c])
-    text = _first([c for name in _TEXT for c in texts if c.lower() == name], longest)
+    text = first([c for name in TEXT for c in texts if c.lower() == name], longest)
     if not text:
         return None
-    others = [c for c in _unlike(text, texts) if _might_be_read(c, found) and c not in found.few]
+    others = [c for c in unlike(text, texts) if _might_be_read(c, found) and c not in found.few]
     return Fit({"text": text}, {"text": f"{', '.join(others)} might be the text as well"} if others else {})
 
 
@@ -326,75 +318,20 @@ def _answer_pairs(found: Look) -> Fit | None:
     readable = {c for c in found.kinds if c in found.texts or found.kinds[c] == "messages"}
     if not {"chosen", "rejected"} <= readable:
         return None
-    prompt = _first(c for c in _PROMPT if c in readable)
+    prompt = first(c for c in PROMPT if c in readable)
     spoken = any(found.kinds[c] == "messages" for c in ("chosen", "rejected"))
     return Fit({"prompt": prompt} | ({"conversations": True} if spoken else {}))
 
 
 def _messages(found: Look) -> Fit | None:
     there = [c for c, kind in found.kinds.items() if kind == "messages"]
-    name = _first([c for c in _MESSAGES if c in there], there)
+    name = first([c for c in MESSAGES if c in there], there)
     return Fit({"messages": name}) if name else None
 
 
 # -- small parts -----------------------------------------------------------------------------------------------------
 
 
-def is_known(column: str) -> bool:
-    """Whether a name is one that columns have, and texts are not."""
-    known = (
-        *_TEXT,
-        *_SCORE,
-        *_WORDS,
-        *_TAGS,
-        *_PROMPT,
-        *_RESPONSE,
-        *_MESSAGES,
-        *(each for pair in _FIRSTS for each in pair),
-    )
-    return column.strip().lower() in known or is_name(column)
-
-
-def is_label(column: str) -> bool:
-    """Whether a name says that a column is a label: label, airline_sentiment, is_spam, classLabel."""
-    parts = [part.lower() for part in re.split(r"[_\W]+|(?<=[a-z])(?=[A-Z])", column)]
-    return parts[0] == "is" or any(part in _LABEL for part in parts)
-
-
-def is_name(column: str) -> bool:
-    """Whether a name says that a column tells rows apart, and is not read."""
-    parts = {part.lower() for part in re.split(r"[_\W]+|(?<=[a-z])(?=[A-Z])", column)}
-    return bool(
-        parts & {"id", "idx", "index", "url", "link", "uuid", "guid", "hash", "date", "time", "timestamp", "file"}
-    )
-
-
 def _might_be_read(column: str, found: Look) -> bool:
     """Not what tells rows apart, nor what is the same in all of them."""
     return not is_name(column) and column not in found.same
-
-
-def _pair(texts: list[str]) -> tuple[str, str] | None:
-    """Two columns whose names make them a pair: premise and hypothesis, sentence1 and sentence2, text_a and text_b."""
-    for pair in _FIRSTS:
-        if set(pair) <= set(texts):
-            return pair
-    for name in texts:
-        other = name[:-1] + _SECOND.get(name[-1:], "")
-        if name[-1:] in _SECOND and other in texts:
-            return name, other
-    return None
-
-
-def _unlike(name: str | None, columns: Iterable[str]) -> list[str]:
-    return [c for c in dict.fromkeys(columns) if c != name]
-
-
-def _called(names: Iterable[str], columns: list[str]) -> list[str]:
-    """Columns of these names, in their order; then those within columns of these names: answers.text.0."""
-    return [n for n in names if n in columns] + [c for n in names for c in columns if n in c.split(".")[:-1]]
-
-
-def _first(*choices: Iterable[str]) -> str | None:
-    """The first of the first list that has one."""
-    return next((each for choice in choices for each in choice), None)

@@ -14,6 +14,7 @@ from lockstep.config.sections import DataSection
 from lockstep.data import compressed, readable, row_files, source, text_files
 from lockstep.tools.starter import columns, fit
 from lockstep.tools.starter.columns import Look
+from lockstep.tools.starter.names import is_known
 from lockstep.tools.starter.talk import Talk
 
 _TABLES = (".csv", ".tsv")
@@ -148,7 +149,7 @@ def has_header(rows: list[list[str]]) -> bool | None:
     """Whether the first row names columns; None where it may or may not."""
     first, rest = [cell.strip() for cell in rows[0]], rows[1:]
     below = [[row[i].strip() for row in rest if i < len(row)] for i in range(len(first))]
-    names = sum(fit.is_known(cell) or text_files.is_language(cell) for cell in first)
+    names = sum(is_known(cell) or text_files.is_language(cell) for cell in first)
     again = any(cell and cell in column for cell, column in zip(first, below, strict=True))
     if again or len(set(first)) < len(first):
         return None if names == len(first) else False
