@@ -78,7 +78,7 @@ def test_columns_within_columns(here: Path) -> None:
     ]
     (here / "squad.jsonl").write_bytes(lines(questions))
     run = written("--data", "squad.jsonl", "--model", "scratch", path="squad.yaml")
-    assert (run.task.options["prompt"], run.task.options["response"]) == ("question", "answers.text.0")
+    assert (run.task.name, run.task.options["context"]) == ("question_answering", "context")
     flat = [{**row, "meta": {"source": "web" if i % 2 else "book"}} for i, row in enumerate(LABELLED)]
     (here / "flat.jsonl").write_bytes(lines(flat))  # what is beside what a task needs is left alone
     assert written("--data", "flat.jsonl", "--model", "scratch", path="flat.yaml").task.options["text"] == "text"

@@ -67,15 +67,15 @@ def best(logits: Tensor, windows: Sequence[Sequence[Window]], tokens: int, unans
         lengths = lengths.masked_fill(better, length)
     none = logits[: len(flat), 0].sum(-1).tolist()
     values, begin, size = scores.tolist(), froms.tolist(), lengths.tolist()
-    found, place = [], 0
+    found, read = [], 0
     for each in windows:
-        here = range(place, place + len(each))
+        here = range(read, read + len(each))
         chosen = max(here, key=values.__getitem__)
         empty = unanswerable and min(none[r] for r in here) > values[chosen]
         window = flat[chosen]
         span = Span(window.begins[begin[chosen]], window.ends[begin[chosen] + size[chosen]])
         found.append(Span() if empty else span)
-        place += len(each)
+        read += len(each)
     return found
 
 
