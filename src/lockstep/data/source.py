@@ -89,8 +89,8 @@ def load(data: DataSection, seed: int, plain: str | None = None, columns: Mappin
 
         return mixed.load(data, seed, plain, columns or {})
     if remote.given(data):
-        with remote.here(data, local_splits) as local:
-            return replace(load(local, seed, plain, columns), name=data.source or "files elsewhere")
+        with remote.here(data, local_splits) as downloaded:
+            return replace(load(downloaded, seed, plain, columns), name=data.source or "files elsewhere")
     _quiet()
     if (data.source == BUILTIN or local_splits(data) is None) and (data.layout != "rows" or data.columns is not None):
         key = "columns" if data.columns is not None else "layout"
