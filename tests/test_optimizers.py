@@ -110,7 +110,8 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
         result = strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
         answer |= {"loss": float(result.loss), "after": digest(strategy.state_dict())}
         if other is not None:
-            step, notes = Checkpoints(other, world, task.prepared, 6).resume(strategy)
+            there = run.model_copy(update={"output": other.output})
+            step, notes = Checkpoints(there, world, task.prepared, 6).resume(strategy)
             assert (step, len(notes)) == (2, 0 if strategy.gives_bits(run) else 1)
             strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
             answer["gone on"] = digest(strategy.state_dict())
@@ -193,7 +194,8 @@ def gone_on(world: World, runs: list[Run], others: list[Run]) -> list[str]:
     for run, other in zip(runs, others, strict=True):
         task, strategy = build(run, world)
         feed = Feed(run, task, strategy.own_micro_batches(), world.device)
-        assert Checkpoints(other, world, task.prepared, 6).resume(strategy) == (2, [])
+        there = run.model_copy(update={"output": other.output})
+        assert Checkpoints(there, world, task.prepared, 6).resume(strategy) == (2, [])
         strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
         found.append(digest(strategy.state_dict()))
         strategy.close()
@@ -208,3 +210,16 @@ def test_single_goes_on_from_what_ranks_that_share_it_saved(folder: Path, saver:
     others = [run_of(saver, case, folder / "2") for case in shared]
     for case, after in zip(shared, run_on(1, gone_on, runs, others, run=runs[0], timeout_s=300)[0], strict=True):
         assert after == alone[case]["after"], case
+
+
+def built(world: World, run: Run) -> None:
+    build(run, world)
+
+
+@pytest.mark.slow
+def test_a_stage_with_nothing_to_train_is_refused(folder: Path) -> None:
+    run = run_of("pipeline", "lion", folder)
+    model = run.model.model_copy(update={"freeze": ["*.wte.*", "*.wpe.*", "*.h.0.*"]})
+    run = run.model_copy(update={"model": model})
+    with pytest.raises(AssertionError, match=r"model.freeze: stage 0 of 2 of the pipeline has no weight left to train"):
+        run_on(2, built, run, run=run)

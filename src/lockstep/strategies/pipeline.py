@@ -135,6 +135,12 @@ class Pipeline(Strategy):
         self.model = models_held[0] if len(models_held) == 1 else nn.ModuleList(models_held)
         self.model.train()
         self.order = [n for n, p in self.cut.whole.named_parameters() if p.requires_grad]
+        held = {stage for name in self.order for stage in self.cut.holders[name]}
+        if idle := sorted(set(range(self.stages)) - held):
+            raise RunError(
+                f"model.freeze: stage {idle[0]} of {self.stages} of the pipeline has no weight left to train; freeze "
+                "fewer, use fewer strategy.options.stages, or strategy.name=ddp or fsdp2"
+            )
         self.links = Links(self.cut, self.ranks, self.pipelines, self.pipeline, self.side)
         self.held = [Held(part, self.order, self.links) for part in self.cut_parts]
         stepped = {id(p): (n, p) for held in self.held for n, p in held.parameters.items()}  # each once

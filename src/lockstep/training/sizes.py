@@ -76,11 +76,12 @@ def treatment(run: Run, model: nn.Module) -> str:
     for how in assigned(run.optim, model).values():
         found[how] = found.get(how, 0) + 1
     rows = [
-        f"{count} {how.kind or 'weight'}{'' if count == 1 else 'es' if how.kind == 'matrix' else 's'} at "
+        f"{count} weight{'s' * (count > 1)}{f' ({how.kind})' if how.kind else ''} at "
         f"{how.scale * run.optim.learning_rate:.3g}, decay {how.decay:g}"
         for how, count in found.items()
     ]
-    return f"{run.optim.name}: {'; '.join(rows[:6])}{f'; and {len(rows) - 6} groups more' if len(rows) > 6 else ''}"
+    more = f"; {len(rows) - 6} more groups" if len(rows) > 6 else ""
+    return f"{run.optim.name}: {'; '.join(rows[:6])}{more}"
 
 
 def data(task: Task) -> str:
