@@ -328,7 +328,7 @@ def test_an_export_says_how_it_pools_and_is_trained_on_so(how: str, tmp_path: Pa
 @pytest.mark.processes
 def test_training_brings_pairs_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = ("launch.processes=1", "strategy.name=single", "steps=40", "batch_size=32", "micro_batches=2")
-    run = make(tmp_path, "pairs", PAIRS, *one, "evaluate.every=10", "data.overlap=keep", count=160)
+    run = make(tmp_path, "pairs", PAIRS, *one, "evaluate.every=10", count=160)
     (tmp_path / "run.yaml").write_text(run.dump())
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -119,15 +119,18 @@ def test_scores_are_those_of_squad(answer: str, right: list[str], wanted: tuple[
     assert spans.scores(answer, right) == pytest.approx(wanted)
 
 
-def test_scores_are_those_of_transformers_copy_of_squad_s_script() -> None:
-    theirs = pytest.importorskip("transformers.data.metrics.squad_metrics")
+@pytest.mark.extras
+def test_scores_are_those_of_torchmetrics() -> None:
+    theirs = pytest.importorskip("torchmetrics.functional.text")
     draw = random.Random(0)
     words = [*WORDS, "The", "an", "dog,", "(big)", "it's"]
     for _ in range(300):
-        one, other = (" ".join(draw.choices(words, k=draw.randint(0, 6))) for _ in range(2))
-        exact, f1 = spans.scores(one, [other])
-        assert exact == theirs.compute_exact(other, one)
-        assert f1 == pytest.approx(theirs.compute_f1(other, one))
+        one, other, third = (" ".join(["old", *draw.choices(words, k=draw.randint(0, 5))]) for _ in range(3))
+        right = {"answers": {"answer_start": [0, 0], "text": [other, third]}, "id": "0"}
+        found = theirs.squad([{"prediction_text": one, "id": "0"}], [right])
+        assert spans.scores(one, [other, third]) == pytest.approx(
+            (float(found["exact_match"]) / 100, float(found["f1"]) / 100)
+        )
 
 
 def test_the_loss_is_that_of_transformers_and_padding_has_no_part(tmp_path: Path) -> None:

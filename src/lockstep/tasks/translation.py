@@ -63,7 +63,7 @@ class TranslationOptions(WritingOptions):
 class Translation(Task):
     """One text for another."""
 
-    Options = TranslationOptions
+    Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = "seq2seq"
     pipeline = "translation"
     shown: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")

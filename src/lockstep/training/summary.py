@@ -118,7 +118,7 @@ def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
     output = str(task.run.folder)
     if not task.predicts():
         return shlex.join(["lockstep", "evaluate", output])
-    if task.run.task.options.get("text_pair"):
+    if len(task.asked(task.run)) > 1:
         return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
     text = next(iter(samples[0].values()), "") if samples else ""
     return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or "some text"])

@@ -119,8 +119,11 @@ def values(path: Path, data: DataSection, task: dict[str, Any], model: str, foun
 def with_steps(filled: dict[str, Any], examples: int, here: Here) -> dict[str, Any]:
     """The same with the sizes of steps, and intervals that come due within the run."""
     batch = filled["batch_size"] if filled["batch_size"] > 1 else _batch(examples)
+    apart = filled["task"]["name"] == "embedding"  # the larger a micro-batch, the more is told apart
+    if apart and filled["batch_size"] == 1:
+        batch = max(batch, min(32, examples))
     micro = filled["micro_batches"] if filled["micro_batches"] > 1 else _micro_batches(batch, here)
-    if filled["task"]["name"] == "embedding" and filled["micro_batches"] == 1:  # the larger, the more to tell apart
+    if apart and filled["micro_batches"] == 1:
         micro = max(1, min(2 ** math.ceil(math.log2(max(1, here.processes))), batch // 8))
     epoch, total = steps_of(filled | {"batch_size": batch}, examples)
     each = max(1, min(epoch, total // 2))  # the end is evaluated and saved anyway
