@@ -25,7 +25,7 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.phases import Phases
 from lockstep.distributed.sharded import Given, Saved, gather
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import held_state, masters, optim
+from lockstep.strategies.exact import averaging, held_state, masters, optim
 from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
@@ -142,12 +142,11 @@ class Strategy(ABC):
     @classmethod
     def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
         """Bytes that a process holds for each parameter of the model between two micro-batches: `weights`, and of those
-        that are trained `gradients` and `optimizer`. On average over processes, where the model is cut up: the sums of
-        docs/strategies.md."""
-        moments = optimizers.rule(run.optim).bytes_held()
+        that are trained `gradients`, `optimizer`, `average`; a mean over processes, the sums of docs/strategies.md."""
+        held = {"weights": 4.0, "gradients": 4.0, "optimizer": optimizers.rule(run.optim).bytes_held()}
         if run.model.trained_in_bfloat16:
-            return {"weights": 2.0, "gradients": 4.0, "optimizer": moments + 4.0 * masters.wanted(run)}
-        return {"weights": 4.0, "gradients": 4.0, "optimizer": moments}
+            held |= {"weights": 2.0, "optimizer": held["optimizer"] + 4.0 * masters.wanted(run)}
+        return held if run.average.ema is None else held | {"average": 4.0}
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
@@ -231,6 +230,10 @@ class Strategy(ABC):
     def weights_changed(self) -> None:
         """What the optimizer updates holds other numbers: into the model with them. Collective."""
         self.round_masters()
+
+    def updated_parts(self) -> list[tuple[str, Tensor]]:
+        """What this rank updates of each trained parameter, in memory; DTensors of parts; tied ones maybe repeated."""
+        return [(name, parameter.detach()) for name, parameter in self.named.items()]
 
     def averaged(self) -> AbstractContextManager[bool]:
         """In here the model is what is evaluated and exported, where that is something else than what is trained."""
@@ -389,6 +392,7 @@ def checked_strategy(run: Run, processes: int) -> type[Strategy]:
     optimizers.check(run, found.flat_parts)
     masters.check(run, found.trains_bfloat16, found.without_masters)
     quantized.check(run, found.takes_4_bits)
+    averaging.check(run, found.flat_parts)
     found.check(run, processes)
     task: type[Task] = plugins.find("tasks", run.task.name)
     if found.generate is Strategy.generate and not task.writes_greedily(run):
