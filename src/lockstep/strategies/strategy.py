@@ -27,6 +27,7 @@ from lockstep.distributed.sharded import Given, Saved, gather
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import averaging, held_state, masters, optim
 from lockstep.strategies.exact.gradient import Gradient
+from lockstep.strategies.exact.gradient import NotFinite as NotFinite
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
 from lockstep.strategies.exact.statistics import Statistics, buffers_kept
@@ -35,14 +36,6 @@ from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
-
-
-class NotFinite(ArithmeticError):
-    """A loss or a gradient that is no finite number, under `on_nonfinite: stop`; nothing was updated."""
-
-    def __init__(self, step: int, micro_batches: list[int], norm: float) -> None:
-        super().__init__(f"step {step}: micro-batches {micro_batches}, gradient norm {norm}")
-        self.step, self.micro_batches, self.norm = step, micro_batches, norm  # micro-batches whose loss is not finite
 
 
 @dataclass(frozen=True)
