@@ -16,6 +16,7 @@ from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.checkpoint.progress import Progress, best_first
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
+from lockstep.tools.sweep.sweep import Trial
 
 EPOCH = 2  # steps
 # A rate at which the validation loss is best after a few epochs, and then worse.
@@ -92,6 +93,35 @@ def test_patience_counts_evaluations_without_a_better_one() -> None:
     assert Progress.of(other, progress.dump()) == Progress("-loss")  # counted by another metric
 
 
+def test_an_evaluation_that_is_hardly_better_does_not_count() -> None:
+    run = run_of(evaluate={"every": 1, "patience": 2, "min_delta": 0.1}, checkpoint={"best": "accuracy"})
+    progress, over = Progress.of(run, {}), []
+    for step, score in enumerate([0.5, 0.55, 0.61, 0.65, 0.7], 1):
+        progress = progress.after(step, score, run.evaluate.min_delta)
+        over.append(progress.over(run))
+    assert over == [False, False, False, False, True]  # 0.61 is better than 0.5 by more than 0.1, 0.7 than 0.61 is not
+    assert (progress.best, progress.step, progress.since) == (0.61, 3, 2)
+    with pytest.raises(RunError, match="min_delta is of patience"):
+        run_of(evaluate={"every": 1, "min_delta": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("best", "wanted"),
+    [
+        ("loss", "write -loss"),
+        ("loss_web", "write -loss_web"),
+        ("perplexity", "write -perplexity"),
+        ("-accuracy", "write accuracy"),
+        ("-macro_f1", "write macro_f1"),
+    ],
+)
+def test_a_metric_is_not_chosen_the_wrong_way_round(best: str, wanted: str) -> None:
+    with pytest.raises(RunError, match=f"{wanted}( |$)"):
+        run_of(evaluate={"every": 1}, checkpoint={"best": best})
+    assert run_of(evaluate={"every": 1}, checkpoint={"best": wanted.removeprefix("write ")})
+    assert run_of(evaluate={"every": 1}, checkpoint={"best": "mine"})  # of one's own: as it is said
+
+
 def test_of_equal_scores_the_earliest_is_best_and_nan_is_none() -> None:
     run = run_of(evaluate={"every": 1}, checkpoint={"best": "-loss"})
     scores = {3: {"loss": 2.0}, 2: {"loss": 1.0}, 4: {"loss": float("nan")}, 1: {"loss": 1.0}, 5: {}}
@@ -133,7 +163,10 @@ def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest
     assert 0 < best < last < EARLY["steps"]
     assert last == best + 3 * EPOCH
     assert list(losses) == list(range(EPOCH, last + 1, EPOCH))
-    assert scores["step"] == best
+    assert (scores["step"], scores["export"]) == (best, "best")
+    trial = Trial("a", {}, load(early / "out/run.yaml", []))  # as one of a sweep
+    trial.look("validation")
+    assert (trial.state, trial.scores["loss"]) == ("done", losses[best])
     assert scores["splits"]["validation"]["loss"] == losses[best]
     assert scores["splits"]["test"]["loss"] == told(early / "out", "test")[last]
     folder = early / f"out/checkpoints/step-{best:06d}"
@@ -200,6 +233,45 @@ def test_a_damaged_best_one_is_named_and_the_next_is_taken(
     assert trained(folder) == 0
     assert f"step-{best:06d}, the best one, is damaged" in "".join(capfd.readouterr())
     assert end_of(folder / "out")[0]["step"] == last  # the only other one that is kept
+
+
+def test_a_finished_run_exports_the_other_model_when_it_is_asked_for(
+    early: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))
+    last = max(told(early / "out"))
+    assert trained(folder, "export=last") == 0
+    assert "is that of export: best; last is asked for and written" in capfd.readouterr().out
+    scores, weights = end_of(folder / "out")
+    assert (scores["step"], scores["export"]) == (last, "last")
+    assert weights != end_of(early / "out")[1]
+    assert trained(folder, "export=last") == 0
+    assert "is finished" in capfd.readouterr().out
+    assert trained(folder) == 0  # and back
+    assert end_of(folder / "out") == end_of(early / "out")
+
+
+def test_an_evaluation_of_a_part_is_of_the_same_examples_each_time(early: Path, tmp_path: Path) -> None:
+    shutil.copy(early / "run.yaml", tmp_path)
+    assert trained(tmp_path, "evaluate.limit=7", "evaluate.patience=null", "export=best", "steps=6") == 0
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    examples = {
+        split: {line["examples"] for line in lines if line["split"] == split} for split in ("validation", "test")
+    }
+    assert examples == {"validation": {7}, "test": {40}}
+    scores, losses = end_of(tmp_path / "out")[0], told(tmp_path / "out")
+    assert losses.keys() == {2, 4, 6}
+    assert scores["splits"]["validation"]["loss"] == min(losses.values())
+    assert scores["splits"]["validation"]["examples"] == 7
+    assert all(losses[step] != told(early / "out")[step] for step in (2, 4))
+    assert "Validation was scored on at most 7 of its examples" in (tmp_path / "out/export/README.md").read_text()
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(early / "run.yaml", other)
+    assert (
+        trained(other, "evaluate.limit=7", "evaluate.patience=null", "export=best", "steps=6", "evaluate.every=3") == 0
+    )
+    assert told(other / "out")[6] == losses[6]  # the same seven, however often before
 
 
 # -- many processes --------------------------------------------------------------------------------------------------

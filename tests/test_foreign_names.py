@@ -8,9 +8,12 @@ import yaml
 
 from lockstep.config import errors
 from lockstep.config.foreign_names import FOREIGN
+from lockstep.config.foreign_nowhere import NOWHERE
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.schema import schema
+from lockstep.tools.starter.moving import trainer
 
+PAGE = (Path(__file__).parents[1] / "docs/coming-from.md").read_text()
 SMALL: dict[str, Any] = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}}
 
 
@@ -38,11 +41,37 @@ def test_a_foreign_name_is_explained_and_not_guessed(name: str) -> None:
         assert f"it is {key!r} here" in message if key else "it is ''" not in message
 
 
+@pytest.mark.parametrize("name", sorted(trainer.TABLE))
+def test_every_field_of_training_arguments_is_answered(name: str) -> None:
+    """Ours, or that there is none and why; of what has our own name, where it stands."""
+    if name in Run.model_fields:
+        return
+    message = said(f"{name}=3")
+    ours = [key for key in errors.keys_of(Run) if key.rpartition(".")[2] == name]
+    assert "did you mean" not in message
+    assert "known here" not in message
+    if name in FOREIGN:
+        assert FOREIGN[name][1] in message
+    elif ours:
+        assert f"it is {ours[0]!r} " in message
+    else:
+        assert f"it has no counterpart here: {trainer.TABLE[name].how}" in message
+
+
+def test_the_page_has_the_names() -> None:
+    page = PAGE.partition("\n## Names in a run file\n")[2].partition("\n## ")[0]
+    rows = [
+        f"| `{name}` | {f'`{key}`' if key else 'nothing to set'} | {told} |" for name, (key, told) in FOREIGN.items()
+    ]
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+    assert not NOWHERE.keys() & FOREIGN.keys()
+
+
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
         ("learning_rate=1", "it is 'optim.learning_rate' here"),
-        ("every=3", "it is 'evaluate.every' here or 'checkpoint.every' here or 'track.every' here"),
+        ("every=3", "it is 'evaluate.every' here or 'checkpoint.every' here or 'fingerprint.every' here or"),
         ("model.precision=bf16", "it is 'precision' here"),
         ("task.beams=4", "it is 'task.beams' with task.name: translation"),
         ("block_size=64", "it is 'task.block_size' with task.name: language_modeling"),
@@ -51,7 +80,7 @@ def test_a_foreign_name_is_explained_and_not_guessed(name: str) -> None:
         ("learning_rte=1", "did you mean 'optim.learning_rate'?"),
         ("launch.machine=2", "known here"),
         ("optim.learning_rat=1", "did you mean 'learning_rate'?"),
-        ("size=1", "known here: name, output, seed"),  # like batch_size by half: no guess
+        ("size=1", "known here: name, output, mirror, seed"),  # like batch_size by half: no guess
         (
             "training={lr: 1, eval_steps: 4, x: 1}",
             "no such section; of what stands in it, 'lr': it is 'optim.learning_",

@@ -57,6 +57,7 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
             else f"the local model {code(Path(run.model.source).name)}"
         )
         origin = f"{'An adapter of' if _adapter_alone(run) else 'Fine-tuned from'} {named}"
+    averaged = f" The weights are {run.average.told}." if run.average.told else ""
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
     # struck before they are YAML, to which a bare *** means something else
     head = yaml_dump(struck_all(metadata(run, task, scores).to_dict(), said), sort_keys=False).strip()
@@ -64,9 +65,9 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any in the file
     return (
         f"---\n{head}\n---\n\n# {run.name}\n\n"
-        f"{origin} on {where} for {steps} steps of {run.batch_size} examples in {run.precision}.{labels}\n\n"
+        f"{origin} on {where} for {steps} steps of {run.batch_size} examples in {run.precision}.{averaged}{labels}\n\n"
         f"## Use\n\n```python\n{_usage(run, task, base)}\n```\n\n"
-        f"## Metrics\n\n{_table(scores)}\n\n"
+        f"## Metrics\n\n{_table(scores)}\n\n{_part(run)}"
         f"## Training\n\nTrained with lockstep {__version__}.{same} The run file, complete:\n\n"
         f"{fence}yaml\n{file}{fence}\n\n"
         f"## Licence\n\n{_licence(run, base)}\n"
@@ -211,6 +212,12 @@ def _table(scores: dict[str, dict[str, float]]) -> str:
         cells = " | ".join(f"{values[name]:.4f}" if name in values else "" for name in names)
         rows.append(f"| {split} | {values['examples']:.0f} | {cells} |")
     return "\n".join(rows)
+
+
+def _part(run: Run) -> str:
+    if run.evaluate.limit is None:
+        return ""
+    return f"Validation was scored on at most {run.evaluate.limit:,} of its examples, drawn with the seed.\n\n"
 
 
 def _usage(run: Run, task: Task, base: str | None) -> str:

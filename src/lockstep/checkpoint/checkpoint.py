@@ -63,9 +63,16 @@ class Checkpoints:
     """Saves and restores one run. `say` tells the user; it is called on rank 0."""
 
     def __init__(
-        self, run: Run, world: World, prepared: Prepared, steps: int, say: Callable[[str], None] = lambda text: None
+        self,
+        run: Run,
+        world: World,
+        prepared: Prepared,
+        steps: int,
+        say: Callable[[str], None] = lambda text: None,
+        every: int = 0,  # steps between checkpoints; `steps` are those of the whole run
     ) -> None:
-        self.run, self.world, self.prepared, self.steps, self.say = run, world, prepared, steps, say
+        self.run, self.world, self.prepared, self.say = run, world, prepared, say
+        self.steps, self.every = steps, every
         self.folder = folder_of(run)
         self.code = manifests.code_of(run)  # as it was when this process started
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
@@ -108,6 +115,7 @@ class Checkpoints:
             trackers=dict(self.trackers),  # a tracker's thread may add to it
             meter=self.meter,
             progress=self.progress.dump(),
+            every=self.every if self.run.average.last is not None else 0,
             **manifests.facts_of(self.world),
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
@@ -167,7 +175,7 @@ class Checkpoints:
     def evaluated(self, step: int, scores: Mapping[str, float]) -> bool:
         """Count an evaluation. Returns whether training is over by `evaluate.patience`: the same on every rank."""
         if self.run.checkpoint.best:
-            self.progress = self.progress.after(step, score_of(self.run, scores))
+            self.progress = self.progress.after(step, score_of(self.run, scores), self.run.evaluate.min_delta)
         return self.progress.over(self.run)
 
     def add(self, scores: Mapping[str, float], meter: dict[str, Any]) -> None:
@@ -274,7 +282,8 @@ class Checkpoints:
             before = {m.step: m.scores for _, m, _ in found if isinstance(m, Manifest) and m.step <= manifest.step}
             self.best = next((best.score for best in best_first(self.run, before)), None)
             notes += [f"{where} was downloaded, and verified"] if away else []
-            return manifest.step, notes + self._differences(name, manifest, strategy.gives_bits(self.run))
+            notes += manifests.differences(self.run, self.world, name, manifest, strategy.gives_bits(self.run))
+            return manifest.step, notes
         if faults:
             raise RunError(manifests.none_usable(self.run, faults))
         if self.world.is_main:
@@ -289,7 +298,9 @@ class Checkpoints:
         found = [(path.name, each) for path, each in here if isinstance(each, Manifest) and each.step <= most]
         for name, manifest in self.world.broadcast(found):
             if (fault := self._loaded(strategy, name, manifest)) is None:
-                return manifest.step, notes + self._differences(name, manifest, strategy.gives_bits(self.run))
+                return manifest.step, notes + manifests.differences(
+                    self.run, self.world, name, manifest, strategy.gives_bits(self.run)
+                )
             notes.append(f"{name} is not used: {fault}")
         return 0, notes
 
@@ -311,6 +322,28 @@ class Checkpoints:
                     return best.step, notes
                 notes.append(f"{name}, the best one, is damaged ({fault}) and is not used")
         return step, notes
+
+    def take_mean(self, strategy: ShardedState, step: int) -> list[int]:
+        """Load the mean of the weights of the last checkpoints, as `average.last` says, that of `step` among them.
+        Returns their steps. Collective. Errors: `CheckpointError`, on every rank, where one of them cannot be read."""
+        from lockstep.checkpoint.mean import Mean
+
+        steps, saved = manifests.averaged(self.run, step, self.every), []
+        every, _ = self.kept.found()
+        for name in map(name_of, steps):
+            fault: str | None = "it is not there"
+            for manifest, away in [(manifest, away) for each, manifest, away in every if each == name]:
+                if (fault := self.kept.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
+                    assert isinstance(manifest, Manifest)
+                    saved.append(self._open(self.folder / name, manifest))
+                    break
+            if fault is not None:
+                raise CheckpointError(
+                    f"average.last: the mean is of the checkpoints of steps {', '.join(map(str, steps))}, and {name} "
+                    f"cannot be used: {fault}. With average.last=null the last model is exported"
+                )
+        strategy.load_sharded_state_dict(Mean(saved))
+        return steps
 
     def _loaded(self, strategy: ShardedState, name: str, manifest: Manifest | str, away: bool = False) -> str | None:
         """Take up a checkpoint, of the mirror if it is `away`. Returns why it was not, or None. Collective. Errors:
@@ -345,21 +378,3 @@ class Checkpoints:
         if self.world.rank in readers:
             mine = sorted(manifest.hashes)[readers.index(self.world.rank) :: len(readers)]
         return next((fault for fault in self.world.all_gather(manifests.mismatch(path, manifest, mine)) if fault), None)
-
-    def _differences(self, name: str, manifest: Manifest, bits: bool) -> list[str]:
-        """What differs from the saving run and can change bits: a strategy, a kind of device, threads, versions."""
-        notes = []
-        if not (manifest.bits and bits):
-            who = self.run.strategy.name if manifest.bits else manifest.strategy
-            did = "goes on from it" if manifest.bits else "made it"
-            notes.append(f"{name}: {who}, which {did}, is equal to other strategies to rounding only")
-        if files := manifests.changed_code(self.run, manifest):
-            notes.append(f"{name} was made with other code of {', '.join(files)}")
-        now = manifests.facts_of(self.world)
-        then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
-        return notes + [
-            f"{key} was {then.get(key)} when the checkpoint was made and is {value} now: bits may differ from an "
-            f"untouched run"
-            for key, value in {"device": now["device"], "threads": now["threads"], **now["versions"]}.items()
-            if then.get(key) != value
-        ]

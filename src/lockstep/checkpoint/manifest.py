@@ -21,6 +21,7 @@ from lockstep.checkpoint.progress import Progress, best_first
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
+from lockstep.track.report import history
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
@@ -60,10 +61,11 @@ class Manifest:
     meter: dict[str, Any] = field(default_factory=dict)  # what the next line of the log tells of steps before this one
     code: dict[str, str] = field(default_factory=dict)  # of the user's own files that decide the weights, their hashes
     progress: dict[str, Any] = field(default_factory=dict)  # what evaluations came to so far: progress.py
+    every: int = 0  # steps between checkpoints, of a run whose export is the mean of some of them
 
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
-        newer = ("hosts", "launch", "meter", "code", "progress")  # older manifests have none of them
+        newer = ("hosts", "launch", "meter", "code", "progress", "every")  # older manifests have none of them
         values = {k: v for k, v in asdict(self).items() if v or k not in newer}
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
@@ -155,17 +157,27 @@ def misfit(path: Path, manifest: Manifest) -> str | None:
     return f"{missing[0]} is missing" if missing else None
 
 
+def averaged(run: Run, step: int, every: int) -> list[int]:
+    """The steps, in order, whose checkpoints `average.last` takes the mean of, where training ended after `step`: that
+    one, and as many as are needed of those before it that a checkpoint is due at, whatever stops there were."""
+    due = range(max(every, 1), step, max(every, 1)) if every else range(0)
+    return [*due[max(0, len(due) + 1 - (run.average.last or 1)) :], step]
+
+
 def superfluous(run: Run, newest: Path) -> list[Path]:
-    """All checkpoints but the `keep` newest and the best; of equally good ones the earliest is kept."""
+    """All checkpoints but those `to_keep`; of equally good ones the earliest is kept."""
     found = list(newest_first(run))
-    kept = to_keep(run, {manifest.step: manifest.scores for _, manifest in found})
+    kept = to_keep(run, {manifest.step: manifest for _, manifest in found})
     return [path for path, manifest in found if manifest.step not in kept and path.name != newest.name]
 
 
-def to_keep(run: Run, scores: Mapping[int, Mapping[str, float]]) -> set[int]:
-    """Of these steps, with the scores of each: the `keep` newest and the best."""
-    best = best_first(run, scores)[:1]
-    return {*sorted(scores, reverse=True)[: run.checkpoint.keep], *(each.step for each in best)}
+def to_keep(run: Run, found: Mapping[int, Manifest]) -> set[int]:
+    """Of these steps: the `keep` newest, the best, and those that an average is made of at the end."""
+    best = best_first(run, {step: manifest.scores for step, manifest in found.items()})[:1]
+    kept = {*sorted(found, reverse=True)[: run.checkpoint.keep], *(each.step for each in best)}
+    if run.average.last is not None and found:
+        kept |= found.keys() & averaged(run, max(found), found[max(found)].every)
+    return kept
 
 
 def newest_whole(run: Run) -> int | None:
@@ -248,6 +260,26 @@ def changed_code(run: Run, manifest: Manifest) -> list[str]:
     return sorted(file for file in now.keys() | then.keys() if now.get(file) != then.get(file)) if then else []
 
 
+def differences(run: Run, world: World, name: str, manifest: Manifest, bits: bool) -> list[str]:
+    """What differs from the saving run and can change bits: a strategy, a kind of device, threads, versions. `bits`:
+    whether this run gives those of a single process."""
+    notes = []
+    if not (manifest.bits and bits):
+        who = run.strategy.name if manifest.bits else manifest.strategy
+        did = "goes on from it" if manifest.bits else "made it"
+        notes.append(f"{name}: {who}, which {did}, is equal to other strategies to rounding only")
+    if files := changed_code(run, manifest):
+        notes.append(f"{name} was made with other code of {', '.join(files)}")
+    now = facts_of(world)
+    then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
+    return notes + [
+        f"{key} was {then.get(key)} when the checkpoint was made and is {value} now: bits may differ from an "
+        "untouched run"
+        for key, value in {"device": now["device"], "threads": now["threads"], **now["versions"]}.items()
+        if then.get(key) != value
+    ]
+
+
 def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
     """The manifest of the newest checkpoint of this output folder, if the run may go on from it; its files are verified
     at the resume. A damaged one of another run is passed over.
@@ -283,8 +315,22 @@ def none_usable(run: Run, reasons: Iterable[str]) -> str:
 
 
 def finished(run: Run, manifest: Manifest | None) -> bool:
-    """Whether the run has come to its end and its export is there, as it was written. Reads the export."""
-    return manifest is not None and ended(run, manifest) and exported.damage(run.folder) is None
+    """Whether the run has come to its end and its export is there, as it was written, and of the model that is asked
+    for. Reads the export."""
+    if manifest is None or not ended(run, manifest) or other_export(run):
+        return False
+    return exported.damage(run.folder) is None
+
+
+def export_of(run: Run) -> str:
+    """Which model a run exports, as `scores.json` has it: last, best, or the mean of the last checkpoints."""
+    return f"{run.export}" if run.average.last is None else f"mean of {run.average.last}"
+
+
+def other_export(run: Run) -> str | None:
+    """What the export of a finished run is of, where the run file now asks for another; None: it is as asked."""
+    there = history.scores_of(run.folder).get("export", export_of(run))
+    return None if there == export_of(run) else str(there)
 
 
 def ended(run: Run, manifest: Manifest) -> bool:

@@ -173,7 +173,7 @@ class Mirror:
             self.found()
         there = self._there if self._there is not None else {}
         here = {m.step: (path, m) for path, m in newest_first(self.run)}
-        kept = to_keep(self.run, {step: m.scores for step, (_, m) in here.items()})
+        kept = to_keep(self.run, {step: m for step, (_, m) in here.items()})
         self.held, faults = frozenset(name_of(step) for step in kept), list[str]()
         for step in sorted(kept, reverse=True):
             path, manifest = here[step]
@@ -211,7 +211,7 @@ class Mirror:
 
     def _tidy(self, there: dict[int, Manifest]) -> None:
         """Write down what is there; remove what is too much, and what was cut off before the newest."""
-        kept = to_keep(self.run, {step: m.scores for step, m in there.items()})
+        kept = to_keep(self.run, there)
         index = json.dumps({"steps": sorted(kept)}).encode()
         if self._read("checkpoints/index.json") != index:
             self._bucket.write(self.address.below("checkpoints/index.json"), index)

@@ -30,9 +30,10 @@ class Progress:
         found = cls(**saved)
         return found if found.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
 
-    def after(self, step: int, score: float | None) -> Progress:
-        """With one evaluation more. One whose score is not finite is no better than any."""
-        if score is not None and (self.best is None or score > self.best):
+    def after(self, step: int, score: float | None, delta: float = 0.0) -> Progress:
+        """With one evaluation more, which is better only by more than `delta`. One whose score is not finite is no
+        better than any."""
+        if score is not None and (self.best is None or score > self.best + delta):
             return Progress(self.metric, score, step)
         return Progress(self.metric, self.best, self.step, self.since + 1)
 

@@ -1,7 +1,8 @@
 """Names that other systems have for what a run file says: Trainer, Lightning, axolotl, LLaMA-Factory, scripts.
 
 `FOREIGN`: a key's last part as it is written elsewhere -> our key ("" where there is none, because nothing has to be
-set), and one sentence on what is different. Messages about unknown keys look here before they guess.
+set), and one sentence on what is different. Messages about unknown keys look here before they guess, and then in
+`NOWHERE`. docs/coming-from.md shows the same names.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from lockstep.config.foreign_nowhere import NOWHERE
 
 CLOSE = 0.75  # how alike a name must be to one of ours to be guessed
 MOST = 4  # places named for one name
@@ -55,6 +58,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lr_scheduler_type": ("optim.schedule", _SCHEDULE),
     "lr_scheduler": ("optim.schedule", _SCHEDULE),
     "scheduler": ("optim.schedule", _SCHEDULE),
+    "lr_scheduler_kwargs": ("optim", "the ends of schedules are keys of it: minimum, power, decay_steps, decay_shape"),
     "warmup": ("optim.warmup_steps", "or optim.warmup_fraction, a share of all steps"),
     "warmup_ratio": ("optim.warmup_fraction", "a share of all steps"),
     "max_grad_norm": ("optim.clip", "of the whole gradient's norm, once a step; 0: no clipping"),
@@ -69,12 +73,16 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "layerwise_lr_decay": ("optim.layer_decay", "factor of the rate from each layer to the one below it"),
     "param_groups": ("optim.groups", "as [{match: 'classifier.*', learning_rate: 1e-3}]"),
     "freeze_layers": ("model.freeze", "names of weights, with * for any part of a name"),
+    "ema_decay": ("average.ema", "the decay of a moving average of the weights, which is evaluated and exported"),
+    "use_ema": ("average.ema", "the decay of a moving average of the weights, such as 0.999"),
     "label_smoothing_factor": ("task.label_smoothing", "a key of the tasks classification and translation"),
     # model and data
     "model_name_or_path": ("model.source", _MODEL),
     "pretrained_model_name_or_path": ("model.source", _MODEL),
     "model_name": ("model.source", _MODEL),
     "base_model": ("model.source", _MODEL),
+    "model_revision": ("model.revision", "branch, tag or commit of a Hub model"),
+    "tokenizer_name": ("tokenizer.source", "a Hub id or a folder; default: the model's own"),
     "attn_implementation": ("model.attention", "sdpa, eager and others, as transformers has them"),
     "flash_attention": ("model.attention", "flash_attention_2, sdpa or eager, as transformers has them"),
     "torch_dtype": ("precision", _PRECISION),
@@ -98,14 +106,28 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "test_file": ("data.test", "a path, or several"),
     "val_set_size": ("data.validation_fraction", "the share of train that is cut off, seeded"),
     "max_train_samples": ("data.limit", "at most so many examples of each split"),
+    "max_eval_samples": ("evaluate.limit", "examples of validation that evaluations use, drawn with the seed"),
+    "limit_val_batches": ("evaluate.limit", "examples, and not batches, of validation that evaluations use"),
+    "train_sampling_strategy": ("data.group_by_length", "steps whose examples are sorted together, such as 50"),
     "max_seq_length": ("data.max_length", _LENGTH),
     "max_seq_len": ("data.max_length", _LENGTH),
     "sequence_len": ("data.max_length", _LENGTH),
     "cutoff_len": ("data.max_length", _LENGTH),
+    "max_source_length": ("data.max_length", "tokens of a source, and of what is written"),
     "text_column": ("task.text", "the column's name"),
+    "text_column_name": ("task.text", "the column's name"),
     "label_column": ("task.label", "the column's name"),
     "problem_type": ("task.multi_label", "true; or task.regression: true; without either, one label a text"),
     "compute_metrics": ("metrics", "functions of (predictions, labels) of a whole split, as [my_file.function]"),
+    "label_column_name": ("task.label", "the column's name"),
+    "source_prefix": ("task.prefix", "put before every source text"),
+    "predict_with_generate": ("task.bleu", "of translation: write at each evaluation, and score by BLEU and chrF"),
+    "generation_num_beams": ("task.beams", "of the search that writes translations"),
+    "chat_template_kwargs": ("task.template_arguments", "variables of the chat template"),
+    "assistant_only_loss": (
+        "task.messages",
+        "the column of conversations, of which only the assistant's words are learned",
+    ),
     # evaluation, checkpoints, the best model
     "eval_steps": ("evaluate.every", _EVALUATIONS),
     "eval_strategy": ("evaluate.every", _EVALUATIONS),
@@ -120,6 +142,9 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "greater_is_better": ("checkpoint.best", "a minus before the metric where less is better: -loss"),
     "early_stopping_patience": ("evaluate.patience", "evaluations in a row without a better one, after which to end"),
     "early_stopping": ("evaluate.patience", "evaluations in a row without a better one, after which to end"),
+    "early_stopping_threshold": ("evaluate.min_delta", "how much better an evaluation has to be, for patience"),
+    "mode": ("checkpoint.best", "a minus before the metric where less is better: -loss"),
+    "monitor": ("checkpoint.best", "a metric, with a minus where less is better: accuracy, or -loss"),
     "resume_from_checkpoint": ("", _RESUMED),
     "overwrite_output_dir": ("", f"{_RESUMED}; another output=FOLDER begins anew"),
     # where and how it runs
@@ -131,15 +156,20 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "logger": ("track.to", "tensorboard, wandb, mlflow or trackio, one or several"),
     "push_to_hub": ("hub.push_to", "USER/REPO; the token comes from HF_TOKEN"),
     "hub_model_id": ("hub.push_to", "USER/REPO; the token comes from HF_TOKEN"),
+    "hub_private_repo": ("hub.private", "true or false"),
     "deepspeed": ("strategy.name", "zero1, zero2 or zero3; DeepSpeed's own keys go into strategy.options"),
     "fsdp": ("strategy.name", "fsdp2; its keys go into strategy.options"),
     "fsdp_config": ("strategy.options", "with strategy.name: fsdp2"),
+    "ddp_bucket_cap_mb": ("strategy.options", "bucket_cap_mb, with strategy.name: ddp"),
+    "ddp_timeout": ("launch.timeout_s", "seconds a collective may wait for the other ranks"),
     "distributed_type": ("strategy.name", "ddp, fsdp2, zero2 and others: `lockstep list`"),
     "num_processes": ("launch.processes", _PROCESSES),
     "nproc_per_node": ("launch.processes", _PROCESSES),
     "num_gpus": ("launch.processes", _PROCESSES),
     "devices": ("launch.processes", _PROCESSES),
     "accelerator": ("launch.device", "cpu, cuda or auto"),
+    "use_cpu": ("launch.device", "cpu, cuda or auto"),
+    "no_cuda": ("launch.device", "cpu, cuda or auto"),
     "nnodes": ("launch.machines", "with launch.name: torchrun, slurm or another that has machines"),
     "num_nodes": ("launch.machines", "with launch.name: torchrun, slurm or another that has machines"),
     "num_machines": ("launch.machines", "with launch.name: torchrun, slurm or another that has machines"),
@@ -159,6 +189,8 @@ def place(key: str, ours: Mapping[str, str]) -> str | None:
         found, told = FOREIGN[name]
         return f"it is {found!r} here: {told}" if found else told
     same = [f"{mine!r} {when or 'here'}" for mine, when in ours.items() if mine.rpartition(".")[2] == name]
+    if not same and name in NOWHERE:
+        return f"it has no counterpart here: {NOWHERE[name]}"
     return f"it is {' or '.join(same[:MOST])}{' or another' if len(same) > MOST else ''}" if same else None
 
 

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import disclosure, foreign_names, origins, places, plugins
+from lockstep.config import choosing, disclosure, foreign_names, origins, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.addresses import Mirror, is_address
 from lockstep.config.bad_usage import RunError as RunError
+from lockstep.config.choosing import AverageSection, EvaluateSection, choose_best
 from lockstep.config.fingerprint import FingerprintSection
 from lockstep.config.guard import GuardSection, refused
 from lockstep.config.optim import OptimSection
@@ -28,7 +29,6 @@ from lockstep.config.sections import (
     BEFORE,
     CheckpointSection,
     DataSection,
-    EvaluateSection,
     HubSection,
     LaunchSection,
     ModelSection,
@@ -43,7 +43,6 @@ from lockstep.config.sections import (
     TokenizerSection,
     TrackSection,
     at_length,
-    choose_best,
 )
 
 _FREE = (
@@ -96,6 +95,7 @@ class Run(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
     guard: GuardSection = Field(default_factory=GuardSection)  # type: ignore[arg-type]
     fingerprint: FingerprintSection = Field(default_factory=FingerprintSection)  # type: ignore[arg-type]
+    average: AverageSection = Field(default_factory=AverageSection)  # type: ignore[arg-type]
     track: TrackSection = Field(default_factory=TrackSection)  # type: ignore[arg-type]
     profile: ProfileSection = Field(default_factory=ProfileSection)  # type: ignore[arg-type]
     export: Literal["best", "last"] | None = Field(
@@ -126,8 +126,9 @@ class Run(Section):
             raise ValueError(
                 f"output is a folder of this machine; to keep its results elsewhere, too: mirror={self.output}"
             )
-        if self.checkpoint.best and not self.evaluate.every:
-            raise ValueError("the best model is chosen from evaluations: set evaluate.every to steps, or to epoch")
+        choosing.check(
+            self.checkpoint.best, bool(self.evaluate.every), self.checkpoint.every, self.average, self.export
+        )
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
         if (why := refused(self.guard, self.strategy)) is not None:
@@ -175,6 +176,9 @@ class Run(Section):
         values = self.model_dump(mode="json")
         for key in _FREE:
             del values[key]
+        del values["average"]["last"]  # of checkpoints that are there, once training is over
+        if self.average.ema is None:
+            del values["average"]
         for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
             del values["model"][key]
         task: Any = plugins.find("tasks", self.task.name)

@@ -40,19 +40,6 @@ def at_length(section: str, value: Any) -> Any:
     return {SHORT[section]: value} if section in SHORT and short else value
 
 
-def choose_best(values: dict[str, Any]) -> None:
-    """Fill in which model is exported, and by which metric the best one is found, in a run file's top level."""
-    given = {key: values.get(key) or {} for key in ("evaluate", "checkpoint")}
-    given = {key: found.model_dump() if isinstance(found, Section) else found for key, found in given.items()}
-    if not all(isinstance(found, dict) for found in given.values()):
-        return  # a mistake that validation tells of
-    asked = given["checkpoint"].get("best") is not None or given["evaluate"].get("patience") is not None
-    if values.get("export") is None:
-        values["export"] = "best" if asked else "last"
-    if given["checkpoint"].get("best") is None and (asked or values["export"] == "best"):
-        values["checkpoint"] = given["checkpoint"] | {"best": "-loss"}
-
-
 def _listed(value: Any) -> Any:
     """One name, or several with commas between them, as a list."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
@@ -309,16 +296,6 @@ class LaunchSection(PluginSection):
         300.0,
         ge=0,
         description="seconds a rank may be silent, or in one place, before it is named and the job ends; 0: any",
-    )
-
-
-class EvaluateSection(Section):
-    every: Interval = Field(0, description="steps between evaluations, or epoch; 0: only at the end")
-    patience: Positive | None = Field(
-        None, description="evaluations in a row without a better one by checkpoint.best, after which training ends"
-    )
-    batch_size: Positive | None = Field(
-        None, description="examples per evaluation batch on a rank; default: 4 micro-batches"
     )
 
 

@@ -174,10 +174,17 @@ def left_out(facts: Mapping[str, Any]) -> str:
 
 
 def warnings(facts: Mapping[str, Any]) -> list[str]:
-    """Of examples that a model is trained on and scored by."""
+    """Of texts that were cut, and of examples that a model is trained on and scored by."""
+    told = [
+        f"{found['texts']:,} of {found['of']:,} {split} texts are longer than {found['most']:,} tokens, and their ends "
+        f"({found['tokens']:,} tokens) are cut off"
+        + f"; {found['nothing']:,} more, in which nothing to learn would be left, are not used" * (found["nothing"] > 0)
+        + f". A larger {found['key']} keeps more"
+        for split, found in facts.get("cut", {}).items()
+    ]
     if facts.get("dropped"):
-        return []
-    return [
+        return told
+    return told + [
         f"{found['examples']:,} of {found['of']:,} {split} examples stand in train, too; the first is row "
         f"{found['row']:,} of {split}, row {found['train_row']:,} of train: {found['text']!r}. Scores on them flatter; "
         "data.overlap=drop leaves them out of train"

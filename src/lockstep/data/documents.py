@@ -1,7 +1,7 @@
-"""Texts, prompts with responses, or conversations -> documents of tokens, for causal language models.
+"""Texts, or prompts with responses -> documents of tokens, for causal language models.
 
-In: rows of a data set and a tokenizer. Out: `Documents` in the order of the rows, some rows at a time; prompts and what
-the user says are not scored.
+In: rows of a data set and a tokenizer. Out: `Documents` in the order of the rows, some rows at a time; prompts are not
+scored. Conversations: `conversations.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Found = Iterator[tuple[Documents, int]]  # documents, and of how many rows they 
 def of_texts(dataset: Dataset, tokenizer: Any, column: str, rows: range) -> Found:
     """A document a row, closed by the end token."""
     for _, batch in shards.batches(dataset.select_columns([column]), rows):
-        for some in _shares(batch[column], map(len, batch[column])):
-            yield _closed(_tokenized(tokenizer, some), tokenizer), len(some)
+        for some in shares(batch[column], map(len, batch[column])):
+            yield closed(_tokenized(tokenizer, some), tokenizer), len(some)
 
 
 def _tokenized(tokenizer: Any, texts: Sequence[str], **options: Any) -> Documents:
@@ -52,7 +52,7 @@ def flat(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return lengths, np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum()))
 
 
-def _shares(rows: Sequence[Any], sizes: Iterator[int]) -> Iterator[list[Any]]:
+def shares(rows: Sequence[Any], sizes: Iterator[int]) -> Iterator[list[Any]]:
     """Rows in order, as many at a time as have the characters of a part, or one that has more."""
     some: list[Any] = []
     total = 0
@@ -71,61 +71,13 @@ def of_prompts(dataset: Dataset, tokenizer: Any, prompt: str, response: str, row
     end = end_of(tokenizer)
     for _, batch in shards.batches(dataset.select_columns(list(dict.fromkeys([prompt, response]))), rows):
         pairs = list(zip(batch[prompt], batch[response], strict=True))
-        for some in _shares(pairs, (len(asked) + len(told) for asked, told in pairs)):
+        for some in shares(pairs, (len(asked) + len(told) for asked, told in pairs)):
             asked = tokenizer([one for one, _ in some], return_attention_mask=False, verbose=False)["input_ids"]
             for ids in asked:
                 while ids and ids[-1] == end:
                     ids.pop()
             answers = _tokenized(tokenizer, [other for _, other in some], add_special_tokens=False)
-            yield interleaved(unscored(asked), _closed(answers, tokenizer)), len(some)
-
-
-def of_messages(dataset: Dataset, tokenizer: Any, column: str, template: str | None, rows: range) -> Found:
-    """A conversation in the tokenizer's chat template; only what the assistant says is scored, tokens that reach over
-    into it among it."""
-    for start, batch in shards.batches(dataset.select_columns([column]), rows):
-        told = [_conversation(tokenizer, m, template, number) for number, m in enumerate(batch[column], start)]
-        for some in _shares(told, (len(whole) for whole, _ in told)):
-            texts = [whole for whole, _ in some]
-            found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            lengths, ids = flat(found["input_ids"])
-            ends = np.fromiter((end for _, end in chain.from_iterable(found["offset_mapping"])), np.int64, len(ids))
-            documents = measured(texts, ids, lengths, ends)
-            scored = np.zeros(len(ids), dtype=bool)
-            stops = documents.ends
-            for (_, spans), first, stop in zip(some, stops - lengths, stops, strict=True):
-                for begin, over in spans:
-                    scored[first:stop] |= (ends[first:stop] > begin) & (ends[first:stop] <= over)
-            last = np.zeros(len(lengths), dtype=bool)  # the end token belongs to the last message
-            last[lengths > 0] = scored[stops[lengths > 0] - 1]
-            documents.scored[:] = scored
-            yield _closed(documents, tokenizer, last), len(some)
-
-
-def _conversation(
-    tokenizer: Any, row: list[dict], template: str | None, number: int
-) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation as a text, and from where to where the assistant speaks. Errors: `RunError`."""
-
-    def text(messages: list[dict], opened: bool) -> str:
-        return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=opened
-        )
-
-    messages = [{"role": m["role"], "content": m["content"]} for m in row]
-    spans = []
-    try:
-        whole = text(messages, False)
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before, after = text(messages[:i], True), text(messages[: i + 1], False)
-                if not whole.startswith(after) or not after.startswith(before):
-                    raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
-                spans.append((len(before), len(after)))
-    except Exception as error:  # a template is a program of its own
-        said = " ".join(str(error).split())
-        raise RunError(f"task.messages: the chat template cannot be used on row {number}: {said}") from error
-    return whole, spans
+            yield interleaved(unscored(asked), closed(answers, tokenizer)), len(some)
 
 
 def unscored(rows: Sequence[Sequence[int]]) -> Documents:
@@ -140,8 +92,8 @@ def end_of(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
 
-def _closed(documents: Documents, tokenizer: Any, scored: np.ndarray | None = None) -> Documents:
-    """The same, each with its end token. `scored`: whether that is predicted, bool [documents]; None: all of them."""
+def closed(documents: Documents, tokenizer: Any, scored: np.ndarray | None = None) -> Documents:
+    """Documents, each with its end token. `scored`: whether that is predicted, bool [documents]; None: all of them."""
     end = end_of(tokenizer)
     if end is None:
         return documents

@@ -26,6 +26,7 @@ SCHEMA = pa.schema(
     [("input_ids", _NUMBERS), ("targets", _NUMBERS), *((name, pa.int64()) for name in ("count", "bytes", "words"))]
 )
 WITH_STARTS = SCHEMA.append(pa.field("starts", _NUMBERS))
+WITH_LEFT = SCHEMA.append(pa.field("left", pa.int64()))  # tokens that were cut off its text
 _STREAM = pa.schema(
     [("ids", pa.int32()), ("scored", pa.bool_()), ("bytes", pa.int32()), ("words", pa.int32()), ("starts", pa.bool_())]
 )
@@ -42,6 +43,7 @@ class Documents:
     words: np.ndarray  # int32 [N]: words of the text that begin with it or inside it
     lengths: np.ndarray  # int64 [D]: tokens of each text
     starts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))  # bool [N]: a text begins; [0]: unknown
+    left: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64 [D]: tokens cut off each; [0]: none
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -62,8 +64,9 @@ class Documents:
         return Documents(self.ids[tokens], self.scored[tokens], self.bytes[tokens], self.words[tokens], lengths, starts)
 
     def beginnings(self, most: int) -> Documents:
-        """The first `most` tokens of each text."""
-        return self.only(self.within < most, np.minimum(self.lengths, most))
+        """The first `most` tokens of each text; how many are left out is kept."""
+        lengths = np.minimum(self.lengths, most)
+        return replace(self.only(self.within < most, lengths), left=self.lengths - lengths)
 
 
 def measured(
@@ -151,6 +154,9 @@ def examples(documents: Documents, size: int) -> pa.RecordBatch:
     if len(documents.starts):
         columns.append(pa.ListArray.from_arrays(offsets.astype(np.int32), documents.starts[read].astype(np.int32)))
         schema = WITH_STARTS
+    if len(documents.left):
+        columns.append(pa.array(np.repeat(documents.left[some], parts), pa.int64()))
+        schema = WITH_LEFT
     found = pa.record_batch(columns, schema=schema)
     return found if (counts[0] > 0).all() else found.filter(pa.array(counts[0] > 0))
 
@@ -160,14 +166,17 @@ def examples(documents: Documents, size: int) -> pa.RecordBatch:
 Tokens = Callable[[range], Iterable[tuple[Documents, int]]]  # of some rows: documents, and of how many rows they are
 
 
-def write(parts: list[range], make: Tokens, size: int, packed: bool, key: str, starts: bool = False) -> str:
+def write(
+    parts: list[range], make: Tokens, size: int, packed: bool, key: str, starts: bool = False, cut: bool = False
+) -> str:
     """The examples of a split, made if not yet cached, or not as they were. `parts`: the rows that make a shard each.
     `packed`: texts follow each other without regard to where they end, so that every example but the last is full.
-    `starts`: they say where documents do, see `apart`. The caller holds the lock. `key` stands for what they are made
-    of. Errors: `RunError` when the cache cannot be written."""
+    `starts`: they say where documents do, see `apart`; `cut`: what was left out of texts, see `beginnings`. The caller
+    holds the lock. `key` stands for what they are made of. Errors: `RunError` when the cache cannot be written."""
     schema = WITH_STARTS if starts else SCHEMA
     if not packed:
-        return shards.written(key, SCHEMA, parts, lambda rows: _examples(make(rows), size), "tokenising")
+        kept = WITH_LEFT if cut else SCHEMA
+        return shards.written(key, kept, parts, lambda rows: _examples(make(rows), size), "tokenising")
     path = folder_of("tokens") / f"{key}.arrow"
     if damage(path) is None:
         return str(path)

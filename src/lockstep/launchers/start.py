@@ -73,7 +73,7 @@ def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | N
     PLACE.at("importing torch and transformers")
     from lockstep.checkpoint import export as hub
     from lockstep.checkpoint import exported, mirror
-    from lockstep.checkpoint.manifest import check_resumable, ended, finished
+    from lockstep.checkpoint.manifest import check_resumable, ended, export_of, finished, other_export
 
     for note in (*hub.check(run), *mirror.check(run)):
         console.note(note)
@@ -89,8 +89,11 @@ def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | N
             conclude(run, prepared, manifest.step)
         return manifest.step
     if manifest is not None and ended(run, manifest) and (run.folder / "export").exists():
-        fault = exported.damage(run.folder)
-        console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
+        if (other := other_export(run)) is not None:
+            console.note(f"{run.folder}/export is that of export: {other}; {export_of(run)} is asked for and written")
+        else:
+            fault = exported.damage(run.folder)
+            console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
     return None
 
 

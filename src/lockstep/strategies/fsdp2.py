@@ -29,6 +29,7 @@ from lockstep.strategies.engines.fsdp import (
     Uses,
     cuts,
     leaves_layers_out,
+    reshard,
     roomy,
     sums_in_float32,
 )
@@ -96,7 +97,7 @@ class FSDP2(Strategy):
     def decided(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
         """`gather: step` where what it holds, without activations, takes half of the memory at most."""
         held = FSDP2Step.bytes_held(run, processes)
-        rest = held["gradients"] + held["optimizer"] + FSDP2Step.partial_sums(run, processes)
+        rest = sum(held.values()) - held["weights"] + FSDP2Step.partial_sums(run, processes)
         fits = 2 * (parameters * held["weights"] + trained * rest) <= memory
         options = {**run.strategy.options, "gather": fsdp_config.STEP if fits else fsdp_config.MICRO_BATCH}
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
@@ -310,7 +311,7 @@ class FSDP2(Strategy):
         self.model.eval()
         with torch.no_grad(), self.autocast():
             logits = self.model(**inputs).logits
-        self.root.reshard()
+        reshard(self.model)
         self.model.train()
         return logits
 
@@ -319,7 +320,7 @@ class FSDP2(Strategy):
         self.root.unshard()  # an encoder is called by itself, not through the root
         with torch.no_grad(), self.autocast():  # every forward gathers weights: all ranks do as many
             tokens = decoding.by_transformers(self.model, inputs, how, synced=self.world.size > 1)
-        self.root.reshard()
+        reshard(self.model)
         self.model.train()
         return tokens
 

@@ -42,7 +42,7 @@ class FSDP2Step(Native):
     @classmethod
     def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
         held = super().bytes_held(run, processes)
-        return held | {"optimizer": held["optimizer"] / processes}
+        return held | {name: held[name] / processes for name in ("optimizer", "average") if name in held}
 
     # -- who holds what ----------------------------------------------------------------------------------------------
 

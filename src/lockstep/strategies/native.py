@@ -218,6 +218,9 @@ class Native(Strategy):
         """What this rank has of a trained parameter, its gradient or its moment, as a part of the whole."""
         return tensor
 
+    def updated_parts(self) -> list[tuple[str, Tensor]]:
+        return [(name, self.spread(name, tensor.detach())) for name, tensor in self.stepped.items()]
+
     def to_save(self) -> dict[str, Tensor]:
         """Weights and buffers; of a weight that has a master, the master."""
         own = {} if self.stepped is self.places else self.stepped

@@ -293,6 +293,9 @@ class Pipeline(Strategy):
         owned = {name for held in self.held for name in held.owned}
         return held_state.sharded(self.weights(), self.stepper, self.scaling, owned)
 
+    def updated_parts(self) -> list[tuple[str, Tensor]]:
+        return [(name, p.detach()) for held in self.held for name, p in held.parameters.items()]
+
     def weights(self) -> dict[str, Tensor]:
         """The parameters and buffers that this rank answers for."""
         return {

@@ -25,8 +25,9 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.phases import Phases
 from lockstep.distributed.sharded import Given, Saved, gather
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import held_state, masters, optim
+from lockstep.strategies.exact import averaging, held_state, masters, optim
 from lockstep.strategies.exact.gradient import Gradient
+from lockstep.strategies.exact.gradient import NotFinite as NotFinite
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
 from lockstep.strategies.exact.statistics import Statistics, buffers_kept
@@ -35,14 +36,6 @@ from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
-
-
-class NotFinite(ArithmeticError):
-    """A loss or a gradient that is no finite number, under `on_nonfinite: stop`; nothing was updated."""
-
-    def __init__(self, step: int, micro_batches: list[int], norm: float) -> None:
-        super().__init__(f"step {step}: micro-batches {micro_batches}, gradient norm {norm}")
-        self.step, self.micro_batches, self.norm = step, micro_batches, norm  # micro-batches whose loss is not finite
 
 
 @dataclass(frozen=True)
@@ -142,12 +135,11 @@ class Strategy(ABC):
     @classmethod
     def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
         """Bytes that a process holds for each parameter of the model between two micro-batches: `weights`, and of those
-        that are trained `gradients` and `optimizer`. On average over processes, where the model is cut up: the sums of
-        docs/strategies.md."""
-        moments = optimizers.rule(run.optim).bytes_held()
+        that are trained `gradients`, `optimizer`, `average`; a mean over processes, the sums of docs/strategies.md."""
+        held = {"weights": 4.0, "gradients": 4.0, "optimizer": optimizers.rule(run.optim).bytes_held()}
         if run.model.trained_in_bfloat16:
-            return {"weights": 2.0, "gradients": 4.0, "optimizer": moments + 4.0 * masters.wanted(run)}
-        return {"weights": 4.0, "gradients": 4.0, "optimizer": moments}
+            held |= {"weights": 2.0, "optimizer": held["optimizer"] + 4.0 * masters.wanted(run)}
+        return held if run.average.ema is None else held | {"average": 4.0}
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
@@ -231,6 +223,10 @@ class Strategy(ABC):
     def weights_changed(self) -> None:
         """What the optimizer updates holds other numbers: into the model with them. Collective."""
         self.round_masters()
+
+    def updated_parts(self) -> list[tuple[str, Tensor]]:
+        """What this rank updates of each trained parameter, in memory; DTensors of parts; tied ones maybe repeated."""
+        return [(name, parameter.detach()) for name, parameter in self.named.items()]
 
     def averaged(self) -> AbstractContextManager[bool]:
         """In here the model is what is evaluated and exported, where that is something else than what is trained."""
@@ -389,6 +385,7 @@ def checked_strategy(run: Run, processes: int) -> type[Strategy]:
     optimizers.check(run, found.flat_parts)
     masters.check(run, found.trains_bfloat16, found.without_masters)
     quantized.check(run, found.takes_4_bits)
+    averaging.check(run, found.flat_parts)
     found.check(run, processes)
     task: type[Task] = plugins.find("tasks", run.task.name)
     if found.generate is Strategy.generate and not task.writes_greedily(run):

@@ -11,15 +11,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, long_texts, missing, mixed, packing, scan, shards, source, tokenizer
+from lockstep.data import (
+    apart,
+    conversations,
+    documents,
+    long_texts,
+    missing,
+    mixed,
+    packing,
+    shards,
+    source,
+    tokenizer,
+)
 from lockstep.data.cache import discard
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
+from lockstep.tasks.models.language_options import LanguageModelingOptions
 from lockstep.tasks.per_token import PerToken
 
 if TYPE_CHECKING:
@@ -30,62 +41,6 @@ if TYPE_CHECKING:
     from lockstep.tasks.models.decoding import Decoding
 
 _DOUBTFUL = 700.0  # math.exp of more overflows
-
-
-class LanguageModelingOptions(BaseModel):
-    """The task's own keys in the run file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    text: str = Field("text", description="column of the text; a .txt file has this one only")
-    document: Literal["file", "line"] = Field("file", description="what of a .txt file is one text")
-    prompt: str | None = Field(None, description="column of a prompt, which is read and not learned; with response")
-    response: str | None = Field(None, description="column of the response to learn; with prompt")
-    messages: str | None = Field(
-        None, description="column of conversations (lists of role and content); the assistant's words are learned"
-    )
-    chat_template: str | None = Field(None, description="Jinja template of conversations; default: the tokenizer's")
-    block_size: int = Field(256, ge=2, description="tokens an example has, at most")
-    packing: bool | None = Field(
-        None, description="texts follow each other in blocks that are all full; default: true for texts alone"
-    )
-    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
-        None,
-        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
-        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
-    )
-    cross_documents: bool = Field(
-        True, description="of packed texts: whether a text is read after those before it in its block; false: by itself"
-    )
-    samples: int = Field(2, ge=0, description="continuations to show after each evaluation")
-    sample_prompt: str | None = Field(None, description="what they continue; default: beginnings of validation texts")
-    sample_tokens: int = Field(64, ge=1, description="tokens of a continuation, at most")
-    temperature: float = Field(0.8, ge=0, description="of continuations; 0: the likeliest token each time")
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> LanguageModelingOptions:
-        if (self.prompt is None) != (self.response is None):
-            raise ValueError("give prompt and response, or neither")
-        if self.prompt is not None and self.messages is not None:
-            raise ValueError("give prompt and response, or messages, and not both")
-        if self.chat_template is not None and self.messages is None:
-            raise ValueError("chat_template is for messages; name their column")
-        if not self.cross_documents and not self.packed:
-            raise ValueError("cross_documents is about packed texts, and these are not packed; leave it out")
-        return self
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Key of the run file -> the column of texts that it names."""
-        if self.messages is not None:
-            return {}
-        if self.prompt is not None and self.response is not None:
-            return {"task.prompt": self.prompt, "task.response": self.response}
-        return {"task.text": self.text}
-
-    @property
-    def packed(self) -> bool:
-        plain = self.messages is None and self.prompt is None
-        return plain if self.packing is None else self.packing
 
 
 class LanguageModeling(PerToken):
@@ -101,7 +56,7 @@ class LanguageModeling(PerToken):
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
         options = LanguageModelingOptions.model_validate(run.task.options)
-        asked = options.columns or {"task.messages": str(options.messages)}
+        asked = options.columns or options.writing.columns
         data = source.load(run.data, run.seed, plain=options.document, columns=asked)
         splits = {s: _whole(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
         columns = list(asked.values())
@@ -115,13 +70,14 @@ class LanguageModeling(PerToken):
         if options.messages is not None and not tok.is_fast:
             raise RunError("task.messages: the tokenizer does not tell which characters its tokens stand for")
         _check_model(run, options)
-        kept = ("text", "prompt", "response", "messages", "chat_template", "block_size")
-        values = {k: v for k, v in options.model_dump().items() if k in kept}
-        values |= {} if options.cross_documents else {"cross_documents": False}
         files: dict[str, str] = {}
+        names: list[tuple[str, str]] = []
         for split, dataset in splits.items():
+            values = options.values(dataset)
             key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed)
-            files[split], counts = mixed.each_alone(dataset, key, partial(_encode, tok=tok, options=options))
+            own = digest("with what was cut", key) if options.cut else key
+            files[split], counts = mixed.each_alone(dataset, own, partial(_encode, tok=tok, options=options))
+            names.append((split, f"{digest(key, counts) if counts else key}.arrow"))
             if counts:
                 left_out["sources"]["rows"][split] = counts
             if examples_in(files[split]) == 0:
@@ -130,9 +86,10 @@ class LanguageModeling(PerToken):
                     f"task: no token is left to predict in the {split} split of {data.name}: texts of one token, or "
                     f"prompts that fill all {options.block_size} tokens of task.block_size"
                 )
-        tokens = sorted((split, Path(file).name) for split, file in files.items())
         facts = {"source": data.name, "texts": {split: len(dataset) for split, dataset in splits.items()}} | left_out
-        return Prepared(digest(tokens), files, str(folder), facts)
+        if ends := {split: told for split in files if (told := _cut(splits[split], files[split], options))}:
+            facts["cut"] = ends
+        return Prepared(digest(sorted(names)), files, str(folder), facts)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -254,12 +211,12 @@ class LanguageModeling(PerToken):
 
         options = LanguageModelingOptions.model_validate(run.task.options)
         model, tok = models.exported("causal", folder, run)
-        end, template = documents.end_of(tok), {"chat_template": options.chat_template, "add_generation_prompt": True}
+        end = documents.end_of(tok)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             ((text,),) = rows  # each has room of its own to write, and draws of its own
             if options.messages is not None:
-                text = tok.apply_chat_template([{"role": "user", "content": text}], tokenize=False, **template)
+                text = options.writing.text(tok, [{"role": "user", "content": text}], None, True)
             ids = tok(text, verbose=False, add_special_tokens=options.messages is None)["input_ids"]
             ids = ids[:-1] if ids and ids[-1] == end else ids
             ids = ids[-(options.block_size - 1) :] or [tok.pad_token_id if end is None else end]
@@ -285,24 +242,10 @@ class LanguageModeling(PerToken):
 
 def _whole(dataset: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
     """The rows with something to read. Errors: `RunError`."""
-    column = options.messages
-    if column is None:
+    if options.messages is None:
         return missing.texts(dataset, options.columns, split, name, drop)
-    missing.present(dataset, {"task.messages": column}, split, name)
-    lacks = []
-    for first, part in scan.lists(dataset, column):
-        for row, messages in enumerate(part, first):
-            good = isinstance(messages, list) and all(
-                isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
-                for m in messages
-            )
-            if messages is not None and not good:
-                raise RunError(
-                    f"task.messages: column {column!r} of the {split} split must hold lists of role and content; row "
-                    f"{row} holds {str(messages)[:80]}"
-                )
-        lacks.append(np.array([not messages or any(m["content"] is None for m in messages) for messages in part]))
-    return missing.without(dataset, {"task.messages": (column, np.concatenate(lacks))}, split, name, drop)
+    missing.present(dataset, options.writing.columns, split, name)
+    return conversations.whole(dataset, options.messages, split, name, drop)
 
 
 def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[str]]:
@@ -310,7 +253,7 @@ def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[
     for start in range(0, len(train), 1000):
         rows = train[start : start + 1000]
         if options.messages is not None:
-            yield [message["content"] for messages in rows[options.messages] for message in messages]
+            yield [message.get("content") or "" for messages in rows[options.messages] for message in messages]
         else:
             texts = (text for column in options.columns.values() for text in rows[column])
             yield [piece for text in texts for piece in long_texts.pieces(text)]
@@ -319,21 +262,34 @@ def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[
 def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:
     def tokens(rows: range) -> documents.Found:
         if options.messages is not None:
-            found = documents.of_messages(dataset, tok, options.messages, options.chat_template, rows)
+            found = conversations.documents_of(dataset, tok, options.writing, rows)
         elif options.prompt is not None and options.response is not None:
             found = documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
         else:
             found = documents.of_texts(dataset, tok, options.text, rows)
         if options.packed:
             return found if options.cross_documents else ((packing.apart(each), count) for each, count in found)
-        if list(options.columns) == ["task.text"]:
+        if not options.cut:
             return found
         most = options.block_size + 1  # a response is not read without its prompt
         return ((each.beginnings(most), count) for each, count in found)
 
-    read = [options.messages] if options.messages is not None else list(options.columns.values())
+    read = list((options.columns or options.writing.columns).values())
     parts = shards.cuts(dataset.select_columns(list(dict.fromkeys(read))))
-    return packing.write(parts, tokens, options.block_size, options.packed, key, not options.cross_documents)
+    apart = not options.cross_documents
+    return packing.write(parts, tokens, options.block_size, options.packed, key, apart, options.cut)
+
+
+def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[str, Any]:
+    """What the block's size left out of a split's texts, for those who read about the run; nothing where all is
+    there."""
+    if not options.cut:
+        return {}
+    columns = Columns(file)
+    left = columns.flat("left")[np.arange(len(columns))]
+    of = conversations.documents_in(dataset, options.writing) if options.messages is not None else len(dataset)
+    told = {"texts": int((left > 0).sum()), "tokens": int(left.sum()), "nothing": of - len(columns), "of": of}
+    return told | {"most": options.block_size, "key": "task.block_size"} if told["texts"] or told["nothing"] else {}
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:

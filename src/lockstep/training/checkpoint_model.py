@@ -57,7 +57,9 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         task: Task = task_class(run, prepared)
         task.settle(manifest.scores)
         saved = [name.removeprefix("model.") for name in files.names if name.startswith("model.")]
-        weights = {name: files.whole(f"model.{name}") for name in saved}
+        # the average of a weight, where there is one, as in an export
+        of = {name: f"ema.{name}" if f"ema.{name}" in files else f"model.{name}" for name in saved}
+        weights = {name: files.whole(each) for name, each in of.items()}
         names = _under_all_names(task.model(empty=True), evaluated(run, files, weights))
         aside.mkdir(parents=True)
         task.write(aside, names)

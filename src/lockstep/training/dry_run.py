@@ -57,7 +57,7 @@ def try_the_end(session: Session) -> None:
     """What comes after the first step, before it: a checkpoint's memory, evaluation of the longest examples, samples,
     and an export unless the model is large. A mistake in a task of one's own is found here and not after hours; nothing
     is left behind. Collective."""
-    session.checkpoints.dry_run(session.strategy)
+    session.checkpoints.dry_run(session.averaged)
     try:
         _tried(session)
     except Exception as caught:

@@ -51,6 +51,7 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
         if run.model.trained_in_bfloat16:
             values["model"]["dtype"] = run.model.dtype
     values["model"]["compile"] = False  # training only
+    values["average"] = {}
     values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
     values["launch"] |= {"name": "local", "processes": 1, "master": None, "rank": None, "world_size": None}
     return Run.model_validate(values | {"output": str(output)})

@@ -31,7 +31,7 @@ from lockstep.training import gathering
 from lockstep.training.feed import Feed
 from lockstep.training.guard import Corrupted, Guard
 from lockstep.training.session import Session
-from lockstep.training.sizes import evaluated_at_once
+from lockstep.training.sizes import evaluated_at_once, validation_rows
 
 
 class Meter:
@@ -200,6 +200,8 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
             rate = optim.learning_rate(run.optim, step, feed.total)
             result = guard.trained(batch, rate)
             step += 1
+            with phases("optimizer"):
+                session.averaged.follow(step)
             last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
             meter.add(batch, result, strategy.scaling)
             fingerprints.step(step, result)
@@ -265,7 +267,7 @@ def between_steps(session: Session, meter: Meter, profiler: Profiler, step: int,
         PLACE.at(f"saving after step {step}")
         checkpoints.meter = meter.state() | ({"owed": True} if owed else {})
         with phases("checkpoint"):
-            checkpoints.save(step, strategy, scores)  # the step waits for a copy, and for the save before
+            checkpoints.save(step, session.averaged, scores)  # the step waits for a copy, and for the save before
     return last
 
 
@@ -273,15 +275,17 @@ def evaluation(session: Session, step: int, last: bool = False) -> dict[str, flo
     """Scores after `step`; none once all are asked to stop: the next start makes up for it. Collective."""
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     columns = task.splits["validation"]
-    try:
-        with strategy.phases("evaluation"):
-            scores, _ = scored(
-                run, world, task, strategy, columns, stop=lambda: last or world.asked_to_stop(by_clock=False)
-            )
-            session.sinks.log(step, "validation", scores)
-            session.sinks.show(step, samples(task, strategy, world))
-    except Interrupted:
-        return {}
+
+    def stop() -> bool:
+        return last or world.asked_to_stop(by_clock=False)
+
+    with strategy.phases("evaluation"), session.averaged.in_place():
+        try:
+            scores, _ = scored(run, world, task, strategy, columns, validation_rows(run, columns), stop=stop)
+        except Interrupted:
+            return {}
+        session.sinks.log(step, "validation", scores)
+        session.sinks.show(step, samples(task, strategy, world))
     session.journal.event("evaluation", step)
     return scores
 

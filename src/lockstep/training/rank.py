@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import transformers
 
-from lockstep.checkpoint import mirror
+from lockstep.checkpoint import exported, mirror
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import require, write_export
-from lockstep.checkpoint.progress import score_of
+from lockstep.checkpoint.manifest import export_of
 from lockstep.config import plugins
 from lockstep.config.disclosure import said, struck_all
 from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
@@ -53,10 +53,11 @@ from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.training.delivery import at_a_stop, delivered
 from lockstep.training.dry_run import try_a_step, try_the_end
+from lockstep.training.ending import final_scores
 from lockstep.training.fingerprints import Fingerprints
-from lockstep.training.loop import Counts, Interrupted, TrainingFailed, samples, scored, train
+from lockstep.training.loop import Counts, TrainingFailed, samples, train
 from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
-from lockstep.training.summary import closing, digest_of, facts, precisions
+from lockstep.training.summary import closing, digest_of, facts
 
 
 def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -180,7 +181,7 @@ def resumed(session: Session, console: Console) -> int:
     PLACE.at("looking for a checkpoint")
     if world.is_main:
         launched.arrived(run.folder, world.size, session.feed.total)
-    step, notes = session.checkpoints.resume(strategy)
+    step, notes = session.checkpoints.resume(session.averaged)
     for text in notes:
         console.note(text)
     if step:
@@ -223,7 +224,9 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
         exported, found = final
         with strategy.phases("evaluation"):
             for split, (scores, _) in found.items():
-                if split != "validation" or exported == step:  # else logged after its own step
+                # else it was logged after its own step
+                known = session.checkpoints.progress.over(run) and run.average.last is None
+                if split != "validation" or (exported == step and not known):
                     sinks.log(step, split, scores)
             sinks.show(step, samples(task, strategy, world))
         session.journal.event("evaluation", step)
@@ -245,61 +248,6 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
         trackers.close(end)
 
 
-def final_scores(
-    session: Session, console: Console, sinks: Sinks, step: int
-) -> tuple[int, dict[str, tuple[dict[str, float], dict[str, Any]]]] | None:
-    """Which step's model is exported, which the strategy holds from here on, and its metrics and tables of each split.
-    None when all were asked to stop, and the next start can go on from the last step. Collective."""
-    run, world, task, strategy = session.run, session.world, session.task, session.strategy
-    console.facts({"precision": precisions(run, strategy)})
-
-    def final(split: str) -> tuple[dict[str, float], dict[str, Any]]:
-        def stop() -> bool:
-            return world.asked_to_stop(by_clock=False) and session.checkpoints.newest == step
-
-        return scored(run, world, task, strategy, task.splits[split], stop=stop)
-
-    with strategy.phases("evaluation"):
-        splits = [split for split in ("validation", "test") if split in task.splits]
-        try:
-            exported = step
-            found: dict[str, tuple[dict[str, float], dict[str, Any]]] = {}
-            if run.export == "best":
-                exported, found = best_model(session, console, step, final)
-                if exported != step and found:
-                    sinks.log(step, "validation", found.pop("validation")[0])
-            for split in splits:  # validation first, which decides what others are scored with
-                found[split] = found[split] if split in found else final(split)
-                if split == "validation":
-                    task.settle(found[split][0])
-            return exported, found
-        except Interrupted:
-            return None
-
-
-def best_model(
-    session: Session, console: Console, step: int, final: Callable[[str], tuple[dict[str, float], dict[str, Any]]]
-) -> tuple[int, dict[str, tuple[dict[str, float], dict[str, Any]]]]:
-    """Let the strategy hold the best evaluated model, of which a checkpoint is kept, unless the last is better. Returns
-    its step, and what the last one scored if that was asked. Collective. Errors: `Interrupted`."""
-    run, checkpoints, progress = session.run, session.checkpoints, session.checkpoints.progress
-    found = {}
-    if progress.over(run):  # the last one was evaluated, and is not the best
-        console.say(
-            f"training ends after step {step} of {session.feed.total}: {progress.since} evaluations since step "
-            f"{progress.step} were not better by {run.checkpoint.best} (evaluate.patience)"
-        )
-    else:
-        found["validation"] = final("validation")
-    last = score_of(run, found["validation"][0]) if found else None
-    exported, notes = checkpoints.take_best(session.strategy, step, last)
-    for text in notes:
-        console.note(text)
-    which = "that of the last step" if exported == step else f"that of step {exported} of {step}"
-    console.say(f"the best model by {run.checkpoint.best} is {which}, and is exported")
-    return exported, found
-
-
 def stopped_at(session: Session, step: int) -> str:
     """The last words of a run that was asked to stop."""
     newest = session.checkpoints.newest
@@ -316,7 +264,10 @@ def deliver(session: Session, console: Console, found: Trained, weights: Mapping
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
     collective. Rank 0 only. Returns the exit status."""
     run, task, steps = session.run, session.task, found.step
-    told = {"tables.json": found.tables, history.SCORES: {"step": found.exported, "splits": found.scores}}
+    scores = {"step": found.exported, "export": export_of(run), "splits": found.scores}
+    told = {"tables.json": found.tables, history.SCORES: scores}
+    with suppress(OSError):
+        (run.folder / exported.FILE).unlink()  # the export that is there, if any, is not what these are of
     for name, values in told.items():
         with suppress(OSError):  # before the export, which is what says that the run is finished
             aside = run.folder / aside_of(name)

@@ -25,6 +25,7 @@ from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.engines import blocks, compiled
+from lockstep.strategies.exact.averaging import Averaged
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks import own_metrics
 from lockstep.tasks.models import attention, chunked_loss, padding
@@ -34,7 +35,7 @@ from lockstep.training import first_look
 from lockstep.training.checkpoint_model import fetch
 from lockstep.training.feed import Feed
 from lockstep.training.fingerprints import Fingerprints
-from lockstep.training.sizes import decided
+from lockstep.training.sizes import check_average, decided
 
 
 class Sinks:
@@ -58,6 +59,7 @@ class Session:
     world: World
     task: Task
     strategy: Strategy  # built
+    averaged: Averaged  # the state of it that is saved, with the average of its weights where the run asks for one
     feed: Feed
     checkpoints: Checkpoints
     bytes_before: int  # of tensors, before there was a model
@@ -106,4 +108,7 @@ def build_session(
     compiled.warm_up(run, strategy, task)
     first_look.provide(whole, world, task, strategy, prepared, trained)
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)
-    return Session(run, world, task, strategy, feed, Checkpoints(run, world, prepared, feed.total, say), before)
+    check_average(run, feed)
+    every = feed.interval(run.checkpoint.every)
+    checkpoints = Checkpoints(run, world, prepared, feed.total, say, every)
+    return Session(run, world, task, strategy, Averaged(run, strategy), feed, checkpoints, before)

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.checkpoint.manifest import averaged
 from lockstep.config import plugins
-from lockstep.config.run import Run
+from lockstep.config.run import Run, RunError
 from lockstep.config.schedules import drawn
 from lockstep.data.apart import left_out
-from lockstep.data.tokens import Prepared
+from lockstep.data.tokens import Columns, Prepared
 from lockstep.distributed.memory import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.exact.treatment import Treated, assigned, freeze
@@ -25,6 +26,7 @@ from lockstep.tasks.models import quantized
 from lockstep.tasks.task import Task
 from lockstep.training.feed import Feed
 
+PART = 17  # beside the seed, so that a part of validation is drawn as nothing else is
 LOOKED_AT = 32  # steps, evenly spread, whose tokens are counted
 
 
@@ -33,6 +35,7 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
     feed = Feed(run, task, [], torch.device("cpu"))
+    check_average(run, feed)
     model = freeze(run, task.model(empty=True))
     every, trained = counts(model)
     of_them = f", of which {trained / 1e6:.2f}M are trained" if trained < every else ""
@@ -45,6 +48,7 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
         "optimizer": treatment(run, model),
         **({task.unit: units(feed)} if task.unit else {}),
         **padding(run, task),
+        **chosen(run, task),
         "memory": memory(run, processes, every, trained, quantized.count(model)),
     }
 
@@ -91,6 +95,16 @@ def data(task: Task) -> str:
     return f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}"
 
 
+def check_average(run: Run, feed: Feed) -> None:
+    """Errors: `RunError`, where a run writes fewer checkpoints than `average.last` takes the mean of."""
+    every = feed.interval(run.checkpoint.every)
+    if run.average.last is not None and (there := len(averaged(run, feed.total, every))) < run.average.last:
+        raise RunError(
+            f"average.last: the mean of {run.average.last} checkpoints is asked for, and a run of {feed.total:,} steps "
+            f"with one every {every:,} has {there}; lower it, or checkpoint.every"
+        )
+
+
 def length(run: Run, feed: Feed) -> str:
     """Steps and epochs, and the evaluations and checkpoints between them."""
     each = feed.order.steps_per_epoch
@@ -113,6 +127,25 @@ def padding(run: Run, task: Task) -> dict[str, str]:
     """That padding is computed where the run asks for none, and why."""
     why = task.padded_because if run.data.padding == "none" and task.head is not None else None
     return {"padding": f"computed, as with data.padding=batch: {why}"} if why else {}
+
+
+def validation_rows(run: Run, columns: Columns) -> np.ndarray | None:
+    """The examples of validation that evaluations use, int64, drawn with the seed; None: all."""
+    most = run.evaluate.limit
+    if most is None or most >= len(columns):
+        return None
+    return np.sort(np.random.default_rng([run.seed, PART]).permutation(len(columns))[:most])
+
+
+def chosen(run: Run, task: Task) -> dict[str, str]:
+    """What is evaluated and exported, where that is not all of validation and the weights."""
+    found, of = {}, len(task.splits["validation"])
+    if run.evaluate.limit is not None and run.evaluate.limit < of:
+        found["evaluation"] = f"{run.evaluate.limit:,} of {of:,} validation examples, drawn with the seed"
+    if run.average.told:
+        both = "evaluated and exported" if run.average.ema is not None else "exported"
+        found["average"] = f"{run.average.told} is {both}"
+    return found
 
 
 def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0) -> str:

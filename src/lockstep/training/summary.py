@@ -24,6 +24,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console, clock
 from lockstep.training.feed import Feed
+from lockstep.training.sizes import chosen
 from lockstep.training.sizes import padding as padding_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
         "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
         **padding_of(run, task),
         **task.opening,
+        **chosen(run, task),
         "processes": f"{world.size} ({run.strategy.name}{strategy.told}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "

@@ -48,6 +48,13 @@ def leaves_layers_out(model: nn.Module) -> None:
         module._is_fsdp_managed_module = False  # type: ignore[assignment]
 
 
+def reshard(model: nn.Module) -> None:
+    """Let go of every gathered weight: what is written into shards from here on is what the next forward gathers."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 class Shown:
     """Shows FSDP the tensors that a module returns inside of an object of the user's own.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.config.foreign_nowhere import AGAIN
 from lockstep.tools.starter.moving.table import (
-    AGAIN,
     CACHED,
     OPTIMIZERS,
     QUANTISED,

@@ -13,7 +13,6 @@ from typing import Any
 from lockstep.config import plugins
 
 # Why there is no counterpart, where several systems have the key.
-AGAIN = "a layer is computed again from its inputs, in one way"
 CACHED = "tokens are cached by their content"
 QUANTISED = "the base of an adapter can be in 4 bits: model.quantization: nf4"
 _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)

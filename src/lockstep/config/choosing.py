@@ -1,0 +1,112 @@
+"""Evaluations on the way, which model they choose, and averages of weights: `evaluate`, `average`, `export`.
+
+In: mappings that were read from YAML. Out: frozen values, and what follows from one key for another.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from lockstep.config.sections import Interval, Positive, Section
+
+# Metrics of lockstep's own of which less is better, by name: losses (also of one source), perplexities, errors.
+_LESS = re.compile(r"(\w+_)?(loss|perplexity|mse|mae|rmse|ece)|loss_\w+|bits_per_byte")
+_MORE = re.compile(r"(\w+_)?(accuracy|f1|precision|recall|bleu|chrf)")
+
+
+class EvaluateSection(Section):
+    every: Interval = Field(0, description="steps between evaluations, or epoch; 0: only at the end")
+    patience: Positive | None = Field(
+        None, description="evaluations in a row without a better one by checkpoint.best, after which training ends"
+    )
+    min_delta: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="how much better than the best before an evaluation has to be, for evaluate.patience to count anew",
+    )
+    limit: Positive | None = Field(
+        None,
+        description="examples of validation that evaluations use, the same ones each time, drawn with the seed; "
+        "default: all. A test split is always used whole",
+    )
+    batch_size: Positive | None = Field(
+        None, description="examples per evaluation batch on a rank; default: 4 micro-batches"
+    )
+
+    @model_validator(mode="after")
+    def _delta_of_something(self) -> EvaluateSection:
+        if self.min_delta and self.patience is None:
+            raise ValueError("min_delta is of patience, which is not given: set evaluate.patience, or leave it out")
+        return self
+
+
+class AverageSection(Section):
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="keep an exponential moving average of the weights with this decay (0.999); it is evaluated, and "
+        "exported, in place of the weights",
+    )
+    ema_warmup: bool = Field(
+        True, description="of ema: after update t the decay is (1 + t) / (10 + t), until that is more than ema"
+    )
+    last: int | None = Field(
+        None, ge=2, description="export the mean of the weights of the last so many checkpoints by checkpoint.every"
+    )
+
+    @model_validator(mode="after")
+    def _one_average(self) -> AverageSection:
+        if self.ema is not None and self.last is not None:
+            raise ValueError("give ema or last, and not both")
+        if not self.ema_warmup and self.ema is None:
+            raise ValueError("ema_warmup is of ema, which is not given: set average.ema, or leave it out")
+        return self
+
+    @property
+    def told(self) -> str:
+        """What is exported in place of the last weights; empty: they are."""
+        if self.ema is not None:
+            return f"the moving average of the weights (decay {self.ema:g}{', with a warm-up' * self.ema_warmup})"
+        return "" if self.last is None else f"the mean of the weights at the last {self.last} checkpoints"
+
+    def decay(self, updates: int) -> float:
+        """Of the moving average, after so many updates."""
+        assert self.ema is not None
+        return min(self.ema, (1 + updates) / (10 + updates)) if self.ema_warmup else self.ema
+
+
+def choose_best(values: dict[str, Any]) -> None:
+    """Fill in which model is exported, and by which metric the best one is found, in a run file's top level."""
+    given = {key: values.get(key) or {} for key in ("evaluate", "checkpoint", "average")}
+    given = {key: found.model_dump() if isinstance(found, Section) else found for key, found in given.items()}
+    if not all(isinstance(found, dict) for found in given.values()):
+        return  # a mistake that validation tells of
+    asked = given["checkpoint"].get("best") is not None or given["evaluate"].get("patience") is not None
+    if values.get("export") is None:
+        values["export"] = "best" if asked and given["average"].get("last") is None else "last"
+    if given["checkpoint"].get("best") is None and (asked or values["export"] == "best"):
+        values["checkpoint"] = given["checkpoint"] | {"best": "-loss"}
+
+
+def check(best: str | None, evaluated: bool, every: Any, average: AverageSection, export: str | None) -> None:
+    """What of `checkpoint.best`, `evaluate.every` (whether it is set), `checkpoint.every`, `average` and `export` does
+    not go together. Errors: `ValueError`."""
+    if best is not None and not evaluated:
+        raise ValueError("the best model is chosen from evaluations: set evaluate.every to steps, or to epoch")
+    if best is not None and (_LESS if best[0] != "-" else _MORE).fullmatch(name := best.removeprefix("-")):
+        less = best[0] != "-"
+        raise ValueError(
+            f"checkpoint.best: of {name} {'less' if less else 'more'} is better, and {best!r} would choose the "
+            f"{'highest' if less else 'lowest'}; write {'-' * less}{name}"
+        )
+    if average.last is not None and export == "best":
+        raise ValueError(
+            "average.last exports the mean of the last checkpoints, and export: best one of them; leave one of both out"
+        )
+    if average.last is not None and not every:
+        raise ValueError("average.last is the mean of checkpoints on the way: set checkpoint.every to steps, or epoch")

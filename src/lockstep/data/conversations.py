@@ -1,0 +1,198 @@
+"""Conversations -> documents of tokens, by a chat template: only what the assistant says is scored.
+
+In: rows of a data set, a tokenizer, and how conversations are written. Out: `Documents`, a conversation each, or one
+for each of its assistant's turns.
+
+Where the assistant speaks is found by writing the conversation's beginnings: up to a turn and asking for it, and with
+it. That is right only where each is the beginning of what comes after. Templates of reasoning models write an earlier
+turn otherwise once a later one is there (they drop its thinking): such conversations are refused, with the turn, or
+each turn is trained as it is written when it is the last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain, takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.config.run import RunError
+from lockstep.data import missing, scan, shards
+from lockstep.data.documents import Found, closed, flat, shares
+from lockstep.data.packing import Documents, measured
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Written = tuple[str, list[tuple[int, int]]]  # a text, and from where to where in it the assistant is learned
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How conversations are written."""
+
+    column: str  # of the messages
+    template: str | None = None  # Jinja; None: the tokenizer's
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # variables of the template, such as enable_thinking
+    tools: str | None = None  # column of what the assistant may call: a list of schemas, or that as JSON
+    each: bool = False  # every assistant's turn is a document, the last of its conversation up to there
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Key of the run file -> the column that it names."""
+        return {"task.messages": self.column} | ({} if self.tools is None else {"task.tools": self.tools})
+
+    def text(self, tokenizer: Any, messages: list[dict], tools: Any, opened: bool) -> str:
+        """Messages as a text. `opened`: with what asks the assistant to speak. Errors: whatever a template raises."""
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=opened,
+            **self.arguments,
+        )
+
+
+def whole(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
+    """The rows in which the assistant says something, and every message has a content, or calls. Errors:
+    `RunError`."""
+    missing.present(dataset, {"task.messages": column}, split, name)
+    lacks = []
+    for first, part in scan.lists(dataset, column):
+        for row, messages in enumerate(part, first):
+            good = isinstance(messages, list) and all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
+                for m in messages
+            )
+            if messages is not None and not good:
+                raise RunError(
+                    f"task.messages: column {column!r} of the {split} split must hold lists of role and content; row "
+                    f"{row} holds {str(messages)[:80]}"
+                )
+        lacks.append(np.array([not messages or _lacks(messages) for messages in part]))
+    return missing.without(dataset, {"task.messages": (column, np.concatenate(lacks))}, split, name, drop)
+
+
+def _lacks(messages: list[dict]) -> bool:
+    return not turns(messages) or any(m.get("content") is None and not m.get("tool_calls") for m in messages)
+
+
+def turns(messages: list[dict]) -> int:
+    """How often the assistant speaks."""
+    return sum(message["role"] == "assistant" for message in messages)
+
+
+def documents_in(dataset: Dataset, how: Writing) -> int:
+    """How many documents come of a split."""
+    if not how.each:
+        return len(dataset)
+    return sum(turns(messages) for _, part in scan.lists(dataset, how.column) for messages in part)
+
+
+def further_keys(dataset: Dataset, column: str) -> list[str]:
+    """What messages have besides role and content."""
+    inner = getattr(dataset.features[column], "feature", None)
+    if not isinstance(inner, Mapping):  # values of any kind, told by none of the features
+        inner = {key for _, part in scan.lists(dataset, column) for row in part for each in row for key in each}
+    return sorted(set(inner) - {"role", "content"})
+
+
+def without_nulls(value: Any) -> Any:
+    """The same without entries of mappings that are null: of rows whose mappings have different keys, each has all of
+    them when it is read from a table, and templates ask which keys are there."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) -> Found:
+    """The documents of some rows; tokens that reach over into what is learned are learned, too. Errors: `RunError`."""
+    columns = [how.column] if how.tools is None else [how.column, how.tools]
+    for start, batch in shards.batches(dataset.select_columns(columns), rows):
+        offered = batch[how.tools] if how.tools is not None else [None] * len(batch[how.column])
+        held = zip(batch[how.column], offered, strict=True)
+        told = [written(tokenizer, messages, tools, how, row) for row, (messages, tools) in enumerate(held, start)]
+        for some in shares(told, (sum(len(text) for text, _ in texts) for texts in told)):
+            yield _documents([each for texts in some for each in texts], tokenizer), len(some)
+
+
+def _documents(some: list[Written], tokenizer: Any) -> Documents:
+    texts = [text for text, _ in some]
+    found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    lengths, ids = flat(found["input_ids"])
+    ends = np.fromiter((end for _, end in chain.from_iterable(found["offset_mapping"])), np.int64, len(ids))
+    documents = measured(texts, ids, lengths, ends)
+    scored = np.zeros(len(ids), dtype=bool)
+    stops = documents.ends
+    for (_, spans), first, stop in zip(some, stops - lengths, stops, strict=True):
+        for begin, over in spans:
+            scored[first:stop] |= (ends[first:stop] > begin) & (ends[first:stop] <= over)
+    last = np.zeros(len(lengths), dtype=bool)  # the end token belongs to the last message
+    last[lengths > 0] = scored[stops[lengths > 0] - 1]
+    documents.scored[:] = scored
+    return closed(documents, tokenizer, last)
+
+
+def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: int) -> list[Written]:
+    """A conversation as one text, or as one for each of the assistant's turns. Errors: `RunError`, with the row and
+    the message."""
+    messages = [without_nulls(message) for message in row]
+    messages = [message | {"content": message.get("content", "")} for message in messages]  # there may be a call only
+    offered = _offered(tools, how, number)
+
+    def text(count: int, opened: bool = False) -> str:
+        try:
+            return how.text(tokenizer, messages[:count], offered, opened)
+        except Exception as error:  # a template is a program of its own
+            said = " ".join(str(error).split())
+            part = "" if count == len(messages) else f" up to message {count - 1}"
+            raise RunError(f"task.messages: the chat template cannot be used on row {number}{part}: {said}") from error
+
+    whole, spans, found = "" if how.each else text(len(messages)), [], []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        where = f"task.messages: row {number}, message {place} (assistant)"
+        if place == 0:
+            raise RunError(f"{where}: nothing is before it that it answers; leave such rows out")
+        before, after = text(place, opened=True), text(place + 1)
+        if not after.startswith(before):
+            raise RunError(
+                f"{where}: the chat template asks for a turn with {_shown(before, after)}, and writes the turn without "
+                "it, so that what is to be learned cannot be told. Another task.chat_template or "
+                "task.template_arguments may do"
+            )
+        if not how.each and not whole.startswith(after):
+            raise RunError(
+                f"{where}: the chat template writes this turn, or what is before it, otherwise once later messages "
+                "follow (reasoning models drop the thinking of earlier turns). task.turns=each trains every turn on "
+                "the conversation as it is written up to there"
+            )
+        spans.append((len(before), len(after)))
+        found.append((after, spans[-1:]))
+    return found if how.each else [(whole, spans)]
+
+
+def _offered(tools: Any, how: Writing, number: int) -> Any:
+    """The schemas of a row's tools; None for none. Errors: `RunError`."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise RunError(f"task.tools: column {how.tools!r} of row {number} is not JSON: {error}") from None
+    if tools and not (isinstance(tools, list) and all(isinstance(each, Mapping) for each in tools)):
+        raise RunError(
+            f"task.tools: column {how.tools!r} must hold lists of schemas, or JSON of them; row {number} holds "
+            f"{str(tools)[:80]}"
+        )
+    return without_nulls(tools) if tools else None
+
+
+def _shown(before: str, after: str) -> str:
+    """What comes in `before` from where it is no longer as in `after`."""
+    same = len(list(takewhile(lambda both: both[0] == both[1], zip(before, after, strict=False))))
+    return repr(before[max(0, same - 10) :][:60])
