@@ -5,6 +5,7 @@ mean nothing on a machine that does other work. Imports are done before. Example
   python benchmarks/data_scale.py prepare --rows 1000000 --cores 1 --task classification
   python benchmarks/data_scale.py map --rows 1000000 --cores 2       datasets.map(num_proc) with the same tokenizer
   python benchmarks/data_scale.py index --rows 100000000
+  python benchmarks/data_scale.py table --rows 1000000               all of it beside datasets.map and Trainer's way
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import resource
+import subprocess
 import sys
 import tempfile
 import threading
@@ -61,6 +63,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.before, self.most, self._over = self.now(), 0, threading.Event()
+        self.spent = 0.0  # seconds of processor time that looking took
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
@@ -80,6 +83,7 @@ class Memory:
     def _look(self) -> None:
         while not self._over.wait(0.5):
             self.most = max(self.most, self.now() - self.before)
+        self.spent = time.thread_time()
 
     def over(self) -> float:
         """In MiB."""
@@ -94,11 +98,13 @@ def measured(work: Callable[[], Any], rows: int, cores: int) -> dict[str, Any]:
     memory, own, wall = Memory(), time.process_time(), time.perf_counter()
     work()
     own, wall = time.process_time() - own, time.perf_counter() - wall
+    held = memory.over()
+    own -= memory.spent
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     children = used.ru_utime + used.ru_stime
     each = {"own_us": own / rows * 1e6, "children_us": children / rows * 1e6}
     each |= {"total_us": sum(each.values()), "critical_us": each["own_us"] + each["children_us"] / cores}
-    return {k: round(v, 2) for k, v in each.items()} | {"wall_s": round(wall, 1), "mib_above_imports": memory.over()}
+    return {k: round(v, 2) for k, v in each.items()} | {"wall_s": round(wall, 1), "mib_above_imports": held}
 
 
 def run_of(file: Path, task: str) -> Run:
@@ -200,20 +206,137 @@ def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found | medians | {"mib_steps": memory.over(), "steps_per_epoch": feed.order.steps_per_epoch}
 
 
+# -- beside others ---------------------------------------------------------------------------------------------------
+
+WAYS = {
+    "lockstep": "lockstep",
+    "map": "`datasets.map(tokenize, batched=True, num_proc=N)`",
+    "trainer": "Trainer's way: `run_glue.py`, padded to max_length",
+}
+MAX_LENGTH, AT_ONCE = 32, 8  # tokens of a text; examples of a step, as Trainer has them by default
+
+
+def one_way(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """From the Parquet files to a step's examples: all that is not imports. `folder`: of caches, which stay."""
+    file = texts(Path(arguments.texts) / f"{arguments.rows}.parquet", arguments.rows)
+    small = texts(file.with_name("validation.parquet"), 1000)
+    os.environ["LOCKSTEP_CACHE"] = str(folder / "lockstep")
+    run = known(run_of(file, "classification"), file)
+    run = run.model_copy(update={"batch_size": AT_ONCE})
+    tok = tokenizer.load(str(run.tokenizer.source))
+    datasets.disable_progress_bars()
+    made: dict[str, Any] = {}
+    rows_of = {"first": file, "warm": small}
+
+    def lockstep(which: str) -> None:
+        data = run.data.model_copy(update={"train": str(rows_of[which]), "overlap": "warn"})
+        made["run"] = run.model_copy(update={"data": data})
+        made["prepared"] = prepare(made["run"], find("tasks", "classification"))
+
+    def mapped(which: str, padding: bool | str = False) -> None:
+        found = datasets.load_dataset("parquet", data_files={"train": str(rows_of[which]), "validation": str(small)})
+
+        def preprocess(examples: dict[str, list]) -> Any:
+            result = tok(examples["text"], padding=padding, max_length=MAX_LENGTH, truncation=True)
+            result["label"] = examples["label"]
+            return result
+
+        processes = arguments.cores if arguments.cores > 1 else None
+        made["rows"] = found.map(preprocess, batched=True, num_proc=processes, load_from_cache_file=True)
+
+    works: dict[str, Callable[[str], None]] = {
+        "lockstep": lockstep,
+        "map": mapped,
+        "trainer": lambda which: mapped(which, "max_length"),
+    }
+    resume = {"lockstep": _resume_lockstep, "trainer": _resume_trainer}.get(arguments.way)
+    works[arguments.way]("warm")  # imports
+    if resume is not None:
+        resume(made, 1000, folder)
+    found = measured(lambda: works[arguments.way]("first"), arguments.rows, arguments.cores)
+    return found if resume is None else found | {"resume_ms": resume(made, arguments.rows, folder)}
+
+
+def _step_late(rows: int) -> int:
+    """In the middle of the epoch in which step 10^6 is."""
+    epoch = -(-rows // AT_ONCE)
+    return 10**6 // epoch * epoch + epoch // 2
+
+
+def _resume_lockstep(made: dict[str, Any], rows: int, folder: Path) -> float:
+    """Milliseconds of processor time until the examples of a late step are there."""
+    clock = time.process_time()
+    task: Any = find("tasks", "classification")
+    Feed(made["run"], task(made["run"], made["prepared"]), range(AT_ONCE), torch.device("cpu")).make(_step_late(rows))
+    return round((time.process_time() - clock) * 1e3, 1)
+
+
+def _resume_trainer(made: dict[str, Any], rows: int, folder: Path) -> float:
+    """The same with what `Trainer.train(resume_from_checkpoint=...)` does for it (transformers 5)."""
+    from accelerate import skip_first_batches
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    given = {"per_device_train_batch_size": AT_ONCE, "use_cpu": True, "report_to": "none"}
+    args = TrainingArguments(str(folder / "out"), remove_unused_columns=False, **given)
+    train = made["rows"]["train"].remove_columns("text")
+    trainer = Trainer(torch.nn.Linear(1, 1), args, default_data_collator, train)
+    epoch, within = divmod(_step_late(rows), -(-len(train) // AT_ONCE))
+    clock = time.process_time()
+    loader = skip_first_batches(trainer.get_train_dataloader(), within)
+    loader.set_epoch(epoch)
+    next(iter(loader))
+    return round((time.process_time() - clock) * 1e3, 1)
+
+
+def table(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Each way with each number of processes, each in a process of its own, and once more as it finds its caches."""
+    held = Path(arguments.texts or folder)
+    held.mkdir(parents=True, exist_ok=True)
+    lines = ["| way | processes | us a row, all processes | until done | MiB above imports | again, ms | resume, ms |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for way in arguments.ways:
+        for cores in (1, 2):
+            caches = folder / f"{way}-{cores}"
+            caches.mkdir()
+            command = [sys.executable, __file__, "way", "--way", way, "--rows", str(arguments.rows)]
+            command += ["--cores", str(cores), "--texts", str(held), "--caches", str(caches)]
+            both = []
+            for _ in range(2):
+                done = subprocess.run(
+                    command, env=os.environ | {"HF_DATASETS_CACHE": f"{caches}/hf"}, stdout=subprocess.PIPE, check=True
+                )
+                both.append(json.loads(done.stdout.splitlines()[-1]))
+                print(json.dumps(both[-1]), file=sys.stderr, flush=True)
+            first, again = both
+            lines.append(
+                f"| {WAYS[way]} | {cores} | {first['total_us']:.1f} | {first['critical_us']:.1f} | "
+                f"{first['mib_above_imports']:,.0f} | {again['total_us'] * arguments.rows / 1e3:,.0f} | "
+                f"{again.get('resume_ms', '')} |"
+            )
+    print("\n".join(lines))
+    return {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["prepare", "map", "index"])
+    parser.add_argument("what", choices=["prepare", "map", "index", "way", "table"])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--task", choices=["classification", "language_modeling"], default="classification")
     parser.add_argument("--group", type=int, default=1, help="data.group_by_length")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--texts", help="a folder to keep the texts in, for the next time")
+    parser.add_argument("--way", choices=list(WAYS), default="lockstep")
+    parser.add_argument("--ways", choices=list(WAYS), nargs="+", default=list(WAYS), help="of a table")
+    parser.add_argument("--caches", help="a folder for what a way keeps, for the next time")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("HF_DATASETS_CACHE", f"{folder}/datasets")
-        found = (indexed if arguments.what == "index" else preparing)(arguments, Path(folder))
-    print(json.dumps({k: v for k, v in vars(arguments).items() if k != "texts"} | found))
+        work = {"index": indexed, "way": one_way, "table": table}.get(arguments.what, preparing)
+        found = work(arguments, Path(arguments.caches or folder))
+    kept = {k: v for k, v in vars(arguments).items() if k not in ("texts", "caches", "ways")}
+    if found:
+        print(json.dumps(kept | found))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,10 @@ import pytest
 from test_init import LAPTOP, written
 from test_init_shapes import check_arithmetic
 
+from lockstep.cli import main
+from lockstep.config import plugins
+from lockstep.config.run import Run, load
+from lockstep.data.prepare import prepare
 from lockstep.tools.starter import guesses
 
 WORDS = ("sad", "happy", "tired", "the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody")
@@ -91,3 +95,61 @@ def test_examples_in_two_splits_are_noted(here: Path, capsys: pytest.CaptureFixt
     written("--data", "both", "--model", "scratch")
     assert "note: 3 of 4 test examples stand in train, too" in " ".join(capsys.readouterr().out.split())
     assert "Note: 3 of 4 test examples stand in train, too" in (here / "run.yaml").read_text()
+
+
+# -- several together ------------------------------------------------------------------------------------------------
+
+
+def rows_of(run: Run) -> dict[str, list[int]]:
+    rows: dict[str, list[int]] = prepare(run, plugins.find("tasks", run.task.name)).facts["sources"]["rows"]  # type: ignore[type-abstract]
+    return rows
+
+
+def test_several_sources_become_a_mixture(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "web.jsonl.gz").write_bytes(gzip.compress(lines(LABELLED[:80])))
+    (here / "chat.csv").write_text("".join(f'"I feel it, {r["text"]}",{r["label"]}\n' for r in LABELLED[80:]))
+    for i, row in enumerate(LABELLED[:20]):
+        place = here / "boxes" / row["label"] / f"{i}.txt"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"boxed {row['text']}")
+    deep = [{"said": {"text": f"book {r['text']}"}, "mood": r["label"]} for r in LABELLED[:40]]
+    (here / "book.jsonl").write_bytes(lines(deep))
+    (here / "runs").mkdir()
+    given = [word for name in ("web.jsonl.gz", "chat.csv", "boxes", "book.jsonl") for word in ("--data", name)]
+    path = "runs/mixed.yaml"
+    assert main(["init", path, "--yes", "--model", "scratch", *given, "data.max_length=24"]) == 0
+    run = load(path, [])
+    web, chat, boxes, book = run.data.sources or []
+    assert (web.name, web.source, web.rename) == ("web", "web.jsonl.gz", {})
+    assert (chat.name, chat.source, chat.columns) == ("chat", "chat.csv", ["text", "label"])
+    assert (boxes.name, boxes.source, boxes.layout) == ("boxes", "boxes", "class_folders")
+    assert (book.name, book.source) == ("book", "book.jsonl")
+    assert book.rename == {"text": "said.text", "label": "mood"}
+    assert run.data.max_length == 24
+    assert rows_of(run) == {"train": [72, 36, 18, 36], "validation": [8, 4, 2, 4]}
+    assert "book.jsonl: text is called said.text, label is called mood" in capsys.readouterr().out
+    check_arithmetic(here / path)
+
+
+def test_files_of_the_same_name_are_called_by_their_folders(here: Path) -> None:
+    for folder in ("a", "b"):
+        (here / folder).mkdir()
+        (here / folder / "train.jsonl").write_bytes(lines([{"body": text} for text in texts(60)]))
+    (here / "c.txt").write_text("\n".join(texts(60)))
+    given = ["--data", "a/train.jsonl", "--data", "b/train.jsonl", "--data", "c.txt"]
+    run = written(*given, "--model", "scratch")
+    sources = run.data.sources or []
+    assert [(each.name, each.rename) for each in sources] == [("a_train", {}), ("b_train", {}), ("c", {"body": "text"})]
+    assert (run.task.name, run.task.options["document"]) == ("language_modeling", "line")
+
+
+def test_sources_that_do_not_fit_each_other_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "a.jsonl").write_bytes(lines(LABELLED))
+    (here / "b.jsonl").write_bytes(lines([{"amount": i} for i in range(40)]))
+    assert main(["init", "run.yaml", "--yes", "--model", "scratch", "--data", "a.jsonl", "--data", "b.jsonl"]) == 2
+    told = capsys.readouterr().err
+    assert "--data: b.jsonl has no column 'text', and nothing says which of its columns is that one" in told
+    assert not (here / "run.yaml").exists()
+    (here / "ds.json").write_text("{}")
+    assert main(["init", "--from", "ds.json", "--data", "a.jsonl", "--data", "b.jsonl"]) == 2
+    assert "--from: give --data once" in capsys.readouterr().err

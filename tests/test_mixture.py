@@ -2,6 +2,7 @@
 epoch after epoch, their columns are renamed, and each has a loss of its own."""
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_feed import CPU, rows_in, wanted_rows
 
+from lockstep.checkpoint.manifest import Manifest, changed
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.mixture import PERIOD, MixedOrder, _counts
+from lockstep.data.order import ByLength
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
+from lockstep.distributed.agreement import facts
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
 from lockstep.training.feed import Feed
@@ -93,6 +97,32 @@ def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) 
     assert max(costs) <= 2 * PERIOD + 512
 
 
+@settings(max_examples=10)
+@given(st.booleans(), st.integers(1, 40), st.integers(2, 9), st.integers(0, 1000))
+def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
+    weighted: bool, batch: int, window: int, seed: int
+) -> None:
+    sizes = [70, 9, 31]
+    lengths = np.random.default_rng(seed).integers(1, 50, sum(sizes))
+    schedules = [[(0, 2.0), (7, 1.0)], [(0, 1.0)], [(0, 1.0), (11, 9.0)]] if weighted else [[], [], []]
+    plain = MixedOrder(sizes, schedules, batch, seed)
+    order = ByLength(plain, lengths, window)
+    count = order.steps_per_epoch
+    steps = [order.step(t) for t in range(3 * count)]
+    for epoch in range(0, 3 * count, count):
+        for first in range(epoch, epoch + count, window):
+            some = range(first, min(first + window, epoch + count))
+            rows = np.concatenate([steps[t] for t in some])
+            assert sorted(rows) == sorted(np.concatenate([plain.step(t) for t in some]))
+            whole = [lengths[steps[t]] for t in some if len(steps[t]) == batch]
+            spans = sorted((part.min(), part.max()) for part in whole)
+            assert all(high <= low for (_, high), (low, _) in itertools.pairwise(spans))
+    for t in np.random.default_rng(seed).permutation(3 * count)[:8]:  # from anywhere
+        again = ByLength(MixedOrder(sizes, schedules, batch, seed), lengths, window)
+        assert again.step(int(t)).tolist() == steps[t].tolist()
+        assert len(steps[t]) == len(plain.step(int(t)))
+
+
 # -- the run file ----------------------------------------------------------------------------------------------------
 
 
@@ -127,8 +157,6 @@ def test_what_each_source_says_is_not_said_beside_them() -> None:
         tiny("data.source=null", "data.sources=[a.jsonl]", "data.filter={a: 1}")
     with pytest.raises(RunError, match=r"data: source is given in each of data.sources"):
         tiny("data.source=b.jsonl", "data.sources=[a.jsonl]")
-    with pytest.raises(RunError, match=r"group_by_length sorts the examples of one source"):
-        tiny("data.source=null", "data.sources=[a.jsonl]", "data.group_by_length=5")
 
 
 def test_paths_of_sources_are_found_beside_the_run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,6 +320,30 @@ def test_tags_and_translations_are_mixed_too(tmp_path: Path) -> None:
     sources = [{"source": str(tmp_path / f"{name}.jsonl")} for name in ("x", "y")]
     found = prepared(tiny(data={"sources": sources, "max_length": 32}, **values))
     assert found.facts["sources"]["rows"]["train"] == [27, 18]
+
+
+def test_moved_sources_are_the_same_data_and_where_they_end_is_part_of_it(tmp_path: Path) -> None:
+    valid = str(texts(tmp_path, "valid", 8))
+    rows = [json.dumps({"text": f"it says {i}", "label": "joy" if i % 2 else "fear"}) + "\n" for i in range(60)]
+
+    def of(folder: str, end: int) -> tuple[Run, Prepared]:
+        (tmp_path / folder).mkdir()
+        for name, some in (("a", rows[:end]), ("b", rows[end:])):
+            (tmp_path / folder / f"{name}.jsonl").write_text("".join(some))
+        sources = [{"train": str(tmp_path / f"{folder}/{name}.jsonl"), "validation": valid} for name in "ab"]
+        run = tiny(data={"sources": sources, "max_length": 32})
+        return run, prepared(run)
+
+    first, moved, other = of("one", 30), of("two", 30), of("three", 40)
+    assert first[1].key == moved[1].key != other[1].key
+    assert sorted(first[1].splits) == sorted(other[1].splits)
+    assert facts(first[0], first[1].key) == facts(moved[0], moved[1].key)
+    manifest = Manifest(1, 6, first[0].arithmetic(), first[1].key, "ddp", 1, True, "cpu", 1, {}, {})
+    assert changed(*moved, manifest) is None
+    assert "data.sources" in str(changed(*other, manifest))
+    heavier = [each.model_copy(update={"weight": 2.0}) for each in moved[0].data.sources or []]
+    weighted = moved[0].model_copy(update={"data": moved[0].data.model_copy(update={"sources": heavier})})
+    assert "other arithmetic" in str(changed(weighted, moved[1], manifest))
 
 
 # -- training --------------------------------------------------------------------------------------------------------

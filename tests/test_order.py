@@ -28,7 +28,7 @@ def test_by_length_every_example_comes_once_and_from_any_starting_point(
     examples: int, batch: int, window: int, seed: int
 ) -> None:
     lengths = np.random.default_rng(seed).integers(1, 50, examples)
-    order = ByLength(lengths, batch, seed, window)
+    order = ByLength(Order(examples, batch, seed), lengths, window)
     count = order.steps_per_epoch
     steps = [order.step(t) for t in range(2 * count)]
     for epoch in (steps[:count], steps[count:]):
@@ -36,12 +36,13 @@ def test_by_length_every_example_comes_once_and_from_any_starting_point(
         assert [len(s) for s in epoch] == [len(Order(examples, batch, seed).step(t)) for t in range(count)]
     for t in np.random.default_rng(seed).permutation(2 * count)[:20]:  # in another order, and each by one that is new
         assert (order.step(int(t)) == steps[t]).all()
-        assert (ByLength(lengths, batch, seed, window).step(int(t)) == steps[t]).all()
+        assert (ByLength(Order(examples, batch, seed), lengths, window).step(int(t)) == steps[t]).all()
 
 
 def test_by_length_a_window_has_the_examples_it_would_have_and_each_step_has_like_ones() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 1000)
-    order, plain = ByLength(lengths, 10, 3, 20), Order(1000, 10, 3)
+    plain = Order(1000, 10, 3)
+    order = ByLength(plain, lengths, 20)
     for first in range(0, 100, 20):
         window = [order.step(t) for t in range(first, first + 20)]
         assert sorted(np.concatenate(window)) == sorted(np.concatenate([plain.step(first + i) for i in range(20)]))

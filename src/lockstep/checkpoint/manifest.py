@@ -213,7 +213,8 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     then = {key: value for key, value in then.items() if key in now or not key.startswith("optim.")}
     differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
     if manifest.data == prepared.key:  # the same tokens: where they were read from is no reason
-        differing = [key for key in differing if key not in _READ_FROM]
+        same = {"data.sources"} if _drawn(now) == _drawn(then) else set()
+        differing = [key for key in differing if key not in _READ_FROM | same]
     rows = "\n".join(f"  {k}: {then.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in differing)
     if not set(differing) <= _READ_FROM:
         return (
@@ -234,6 +235,11 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
             f"the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
         )
     return None
+
+
+def _drawn(arithmetic: dict[str, Any]) -> list[Any]:
+    """What decides which source of a mixture comes when, beside how many examples each has."""
+    return [entry.get("weight") for entry in arithmetic.get("data.sources") or ()]
 
 
 def facts_of(world: World) -> dict[str, Any]:

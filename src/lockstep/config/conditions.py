@@ -27,10 +27,17 @@ class Condition(BaseModel):
     max_characters: Count | None = Field(None, description="the most characters that a text may have")
     min_words: Count | None = Field(None, description="the least words of a text, or items of a list")
     max_words: Count | None = Field(None, description="the most words of a text, or items of a list")
+    min_tokens: Count | None = Field(None, description="the least tokens that the run's tokenizer makes of a text")
+    max_tokens: Count | None = Field(None, description="the most tokens that the run's tokenizer makes of a text")
 
     @model_serializer(mode="wrap")
     def _what_is_given(self, write: Any) -> dict[str, Any]:
         return {key: value for key, value in write(self).items() if value is not None}
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a tokenizer is needed to tell if it holds."""
+        return self.min_tokens is not None or self.max_tokens is not None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -66,7 +73,7 @@ def _check(column: Any, value: Mapping[str, Any], allowed: str) -> None:
         raise ValueError(f"{column}: {wrong}: {value[wrong]!r} will not do: {about}") from None
     if not given:
         raise ValueError(f"{column}: {{}} is no condition; it is {allowed}")
-    for what in ("", "_characters", "_words"):
+    for what in ("", "_characters", "_words", "_tokens"):
         low, high = given.get(f"min{what}"), given.get(f"max{what}")
         if low is not None and high is not None and low > high:
             raise ValueError(f"{column}: min{what} ({low}) is more than max{what} ({high}): no row would be left")

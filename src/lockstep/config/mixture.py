@@ -70,6 +70,8 @@ def _explained(values: Any) -> Any:
     names = Counter(entry.name for entry in entries)
     if (twice := names.most_common(1)[0])[1] > 1:
         raise ValueError(f"two sources are called {twice[0]}: give each a name of its own")
+    if "scale" in names:
+        raise ValueError("a source may not be called scale: metrics have a loss_scale already; give it another name")
     without = [entry.name for entry in entries if entry.weight is None]
     if 0 < len(without) < len(entries):
         raise ValueError(f"{without[0]} has no weight, and others have: give one to every source, or to none")

@@ -126,7 +126,7 @@ class DataSection(Section):
     filter: Filter = Field(
         default_factory=dict,
         description="rows to use, of every split, by column: a value, a list of values, or {min, max, none_of, "
-        "min_words, max_words, min_characters, max_characters}; the others are left out and counted",
+        "min_words, max_words, min_characters, max_characters, min_tokens, max_tokens}; others are left out, counted",
     )
     deduplicate: bool = Field(
         False,
@@ -166,8 +166,6 @@ class DataSection(Section):
             return self
         if given := [key for key in OWN if getattr(self, key) != known[key].get_default(call_default_factory=True)]:
             raise ValueError(f"{given[0]} is given in each of data.sources, and not beside them")
-        if self.group_by_length > 1:
-            raise ValueError("group_by_length sorts the examples of one source; with data.sources leave it out")
         return self
 
     @model_validator(mode="after")

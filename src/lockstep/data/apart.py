@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import missing
+from lockstep.data import missing, scan
 from lockstep.data.source import SOURCE, Source
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def kept(
 
 def _counts(rows: Dataset, read: Source) -> list[int]:
     """Examples of each source."""
-    return np.bincount(np.asarray(rows[SOURCE]), minlength=len(read.sources)).tolist()
+    return np.bincount(scan.numbers(rows, SOURCE), minlength=len(read.sources)).tolist()
 
 
 def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> dict[str, Dataset]:
@@ -67,8 +67,9 @@ def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> di
     if not read.sources:
         return _cut_one(splits, run, cut, read.name, True)
     found: dict[str, list[Dataset]] = {}
+    of = {split: scan.numbers(dataset, SOURCE) for split, dataset in splits.items()}
     for number, name in enumerate(read.sources):
-        rows = {split: np.flatnonzero(np.asarray(dataset[SOURCE]) == number) for split, dataset in splits.items()}
+        rows = {split: np.flatnonzero(numbers == number) for split, numbers in of.items()}
         own = {split: splits[split].select(places) for split, places in rows.items() if len(places)}
         for split, dataset in _cut_one(own, run, cut, name, False).items():
             found.setdefault(split, []).append(dataset)

@@ -7,7 +7,8 @@ Glossary (one word an idea, used everywhere):
                 one forward and backward; its gradient is a leaf of the reduction tree, the one with its index
   target        a label the loss is summed over (-100 marks a position that is none)
   tokens        real tokens; padded: tokens including padding
-Letters in shape comments: B examples of a micro-batch, T padded length, C classes, M micro-batches of a step, W ranks.
+Letters in shape comments: B examples of a micro-batch, T padded length, C classes, M micro-batches of a step, W ranks,
+S sources of a mixture.
 """
 
 from __future__ import annotations
@@ -35,15 +36,19 @@ class MicroBatch:
     index: int  # among the step's, 0..M-1: its gradient's place in the reduction tree
     inputs: Mapping[str, Tensor]  # keyword arguments of the model, each [B, T]
     targets: Tensor  # int64 [B] or [B, T], or [B, C] as its task has them; IGNORED where there is none
+    sources: Tensor | None = None  # int64 [B]: which source of a mixture each example is from
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`; the copy may still be under way (pinned memory)."""
         inputs = {k: v.to(device, non_blocking=True) for k, v in self.inputs.items()}
-        return MicroBatch(self.index, inputs, self.targets.to(device, non_blocking=True))
+        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
+        return MicroBatch(self.index, inputs, self.targets.to(device, non_blocking=True), sources)
 
     def pinned(self) -> MicroBatch:
         """The same in page-locked memory, from which a GPU copies while the host goes on."""
-        return MicroBatch(self.index, {k: v.pin_memory() for k, v in self.inputs.items()}, self.targets.pin_memory())
+        inputs = {k: v.pin_memory() for k, v in self.inputs.items()}
+        sources = None if self.sources is None else self.sources.pin_memory()
+        return MicroBatch(self.index, inputs, self.targets.pin_memory(), sources)
 
     def blank(self) -> MicroBatch:
         """A micro-batch of one example whose every target is ignored: its gradient is zero."""
@@ -65,6 +70,7 @@ class StepBatch:
     padded: int  # of the whole step, with padding
     padded_by_chance: int  # what cutting in the order the examples came would have padded to
     ids: np.ndarray  # int64, of the whole step: positions in the training split
+    targets_of: np.ndarray | None = None  # float64 [S], of the whole step: targets of each source of a mixture
 
     def to(self, device: torch.device) -> StepBatch:
         """The same with its micro-batches on `device`."""
@@ -78,3 +84,4 @@ class StepResult:
     loss: Tensor  # float64 scalar: mean over the step's targets, before the update
     grad_norm: Tensor  # float32 scalar: 2-norm of the whole gradient, before clipping
     used: Tensor | bool = True  # False: no update was made; loss or gradient is not finite (`on_nonfinite: skip`)
+    loss_sums_of: Tensor | None = None  # float64 [S]: loss sum of each source of a mixture, where the task tells losses

@@ -109,9 +109,12 @@ def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None
         seal(aside, path)
         os.rename(aside, path)
         _sync(path.parent)
-    except OSError as error:
+    except (OSError, RunError) as error:
         if damage(path) is None:  # another machine was faster, over a folder whose locks reach one machine only
+            _remove(aside)
             return
+        if isinstance(error, RunError):
+            raise
         raise RunError(
             f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; make room, or set "
             "LOCKSTEP_CACHE to another folder"

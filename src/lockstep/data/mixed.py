@@ -15,7 +15,8 @@ import numpy as np
 from lockstep.config.mixture import OneSource
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import nested, row_files, shards, source
+from lockstep.data import nested, row_files, scan, shards, source
+from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import digest, examples_in
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 _PAIR = "translation"  # the Hub's column of {language: text}
 
 
-def load(data: DataSection, seed: int, plain: str | None, columns: Mapping[str, str]) -> source.Source:
+def load(
+    data: DataSection, seed: int, plain: str | None, columns: Mapping[str, str], tokens: TokenCounts | None
+) -> source.Source:
     """Read every source. `columns`: those that are read, by their keys in the run file; none: all. Errors:
     `RunError`."""
     import datasets
@@ -34,7 +37,7 @@ def load(data: DataSection, seed: int, plain: str | None, columns: Mapping[str, 
     fewer: Counter[str] = Counter()
     for number, (entry, section) in enumerate(zip(data.sources, source.sections(data), strict=True)):
         try:
-            found = source.load(section, seed, plain)
+            found = source.load(section, seed, plain, tokens=tokens and tokens.renamed(entry.rename))
         except RunError as error:
             raise RunError(f"data.sources: {entry.name}: {error}") from error
         fewer.update(found.left_out)
@@ -55,7 +58,7 @@ def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]
     no block of tokens holds texts of two, in one file, and how many examples each has. Errors: `RunError`."""
     if source.SOURCE not in dataset.column_names:
         return encode(dataset, key), []
-    of = np.asarray(dataset[source.SOURCE])
+    of = scan.numbers(dataset, source.SOURCE)
     files = []
     for number in range(int(of.max()) + 1):
         rows = np.flatnonzero(of == number)

@@ -43,23 +43,22 @@ def total_steps(epochs: float | None, steps: int | None, steps_per_epoch: int) -
 
 
 class ByLength(Order):
-    """The same, where the examples of a window of steps are sorted by length before they are cut into steps: each
-    step's examples are alike. The steps of a window come in an order drawn anew; an epoch's short step stays last."""
+    """Another order, where the examples of a window of steps are sorted by length before they are cut into steps: each
+    step's examples are alike. The steps of a window come in an order drawn anew; an epoch's short step stays last.
+    What holds of the examples of a step, such as the shares of a mixture's sources, then holds of those of a window."""
 
-    def __init__(self, lengths: np.ndarray, batch_size: int, seed: int, window: int) -> None:
-        super().__init__(len(lengths), batch_size, seed)
-        self.lengths, self.window = lengths, window
+    def __init__(self, order: Order, lengths: np.ndarray, window: int) -> None:
+        super().__init__(order.examples, order.batch_size, order.seed)
+        self.order, self.lengths, self.window = order, lengths, window
         self._sorted: tuple[int, np.ndarray] = (-1, lengths[:0])  # the window that was sorted last, and its examples
 
     def step(self, step: int) -> np.ndarray:
-        epoch, within = divmod(step, self.steps_per_epoch)
-        number, place = divmod(within, self.window)
-        first = number * self.window  # of the window's steps
-        name = step - place
+        within = step % self.steps_per_epoch
+        place = within % self.window
+        name = step - place  # of the window: its first step
         if self._sorted[0] != name:
-            end = min((first + self.window) * self.batch_size, self.examples)
-            positions = np.arange(first * self.batch_size, end, dtype=np.uint64)
-            rows = permute(positions, self.examples, self.seed, epoch)
+            steps = min(self.window, self.steps_per_epoch - (within - place))
+            rows = np.concatenate([self.order.step(name + number) for number in range(steps)])
             self._sorted = name, rows[np.argsort(-self.lengths[rows], kind="stable")]
         rows = self._sorted[1]
         whole = len(rows) // self.batch_size

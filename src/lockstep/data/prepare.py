@@ -71,6 +71,10 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                 found = task.prepare(run)
             if user_code.is_own(run.task.name):  # the key that such a task gives may follow its code, or its paths
                 found = replace(found, key=_content_of(found))
+            if (
+                sources := found.facts.get("sources")
+            ) is not None:  # where one ends and the next begins decides the order
+                found = replace(found, key=digest(found.key, sources["rows"]["train"]))
             for place in found.places:
                 if inside(place) and not sealed(place):  # a task of one's own wrote it
                     seal(place)

@@ -18,6 +18,7 @@ from lockstep.config.conditions import Condition, Scalar
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import nested
+from lockstep.data.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,12 +29,14 @@ Wanted = Scalar | list[Scalar] | Condition
 # -- by conditions ---------------------------------------------------------------------------------------------------
 
 
-def filtered(splits: dict[str, Dataset], data: DataSection, name: str) -> tuple[dict[str, Dataset], dict[str, int]]:
-    """The rows for which every condition of `data.filter` holds, and how many others each split had. Errors:
-    `RunError`, also where a split has none left."""
+def filtered(
+    splits: dict[str, Dataset], data: DataSection, name: str, tokens: TokenCounts | None
+) -> tuple[dict[str, Dataset], dict[str, int]]:
+    """The rows for which every condition of `data.filter` holds, and how many others each split had. `tokens`: counts
+    them, where there is a tokenizer. Errors: `RunError`, also where a split has none left."""
     found, fewer = {}, {}
     for split, dataset in splits.items():
-        masks = {c: _mask(dataset, c, wanted, split, name) for c, wanted in data.filter.items()}
+        masks = {c: _mask(dataset, c, wanted, split, name, tokens) for c, wanted in data.filter.items()}
         kept = np.logical_and.reduce([np.ones(len(dataset), dtype=bool), *masks.values()])
         if len(dataset) and not kept.any():
             each = ", ".join(f"{_told(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items())
@@ -49,7 +52,7 @@ def _told(wanted: Wanted) -> str:
     return repr(wanted)
 
 
-def _mask(dataset: Dataset, path: str, wanted: Wanted, split: str, name: str) -> np.ndarray:
+def _mask(dataset: Dataset, path: str, wanted: Wanted, split: str, name: str, tokens: TokenCounts | None) -> np.ndarray:
     """Whether a condition holds for each row: bool [rows]. A row that has nothing there is left out."""
     names = getattr(dataset.features.get(path), "names", None)
     parts = [np.empty(0, dtype=bool)]
@@ -59,7 +62,14 @@ def _mask(dataset: Dataset, path: str, wanted: Wanted, split: str, name: str) ->
         except _Unlike as error:
             raise RunError(f"data.filter: {path}: the {split} split of {name} holds {error}") from None
         parts.append(pc.fill_null(holds, False).to_numpy(zero_copy_only=False))
-    return np.concatenate(parts)
+    mask = np.concatenate(parts)
+    if not isinstance(wanted, Condition) or not wanted.counts_tokens or len(mask) == 0:
+        return mask
+    if tokens is None:
+        raise RunError(f"data.filter: {path}: this task has no tokenizer that counts tokens; give min_words, max_words")
+    counts = tokens(dataset, path, split, name)
+    least, most = wanted.min_tokens or 0, np.inf if wanted.max_tokens is None else wanted.max_tokens
+    return mask & (counts >= least) & (counts <= most)
 
 
 class _Unlike(ValueError):
@@ -77,8 +87,10 @@ def _holds(column: pa.Array, wanted: Wanted) -> pa.Array:
     """Bool [rows], null where the column is. Errors: `_Unlike`."""
     if not isinstance(wanted, Condition):
         return _among(column, wanted if isinstance(wanted, list) else [wanted])
-    given, found = wanted.given, []
-    for key, value in given.items():
+    found = [pc.is_valid(column)]
+    for key, value in wanted.given.items():
+        if key.endswith("_tokens"):
+            continue  # of all rows at once, by `_mask`
         if key == "none_of":
             found.append(pc.invert(_among(column, value)))
         else:

@@ -18,6 +18,7 @@ from lockstep.config.sections import DataSection
 from lockstep.data import nested, remote, row_files, selected, text_files
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
+from lockstep.data.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -79,18 +80,25 @@ def elsewhere(data: DataSection) -> list[list[remote.Fact]]:
     return [remote.facts(section, local_splits) for section in sections(data) if remote.given(section)]
 
 
-def load(data: DataSection, seed: int, plain: str | None = None, columns: Mapping[str, str] | None = None) -> Source:
+def load(
+    data: DataSection,
+    seed: int,
+    plain: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    tokens: TokenCounts | None = None,
+) -> Source:
     """Read all splits. `plain`: a .txt file is text and nothing else, each `line` or the whole `file` an example.
-    `columns`: those that are read, by their keys in the run file; dotted paths among them become columns.
+    `columns`: those that are read, by their keys in the run file; dotted paths among them become columns. `tokens`:
+    counts them for `data.filter`.
 
     Errors: `RunError`."""
     if data.sources is not None:
         from lockstep.data import mixed
 
-        return mixed.load(data, seed, plain, columns or {})
+        return mixed.load(data, seed, plain, columns or {}, tokens)
     if remote.given(data):
         with remote.here(data, local_splits) as downloaded:
-            return replace(load(downloaded, seed, plain, columns), name=data.source or "files elsewhere")
+            return replace(load(downloaded, seed, plain, columns, tokens), name=data.source or "files elsewhere")
     _quiet()
     if (data.source == BUILTIN or local_splits(data) is None) and (data.layout != "rows" or data.columns is not None):
         key = "columns" if data.columns is not None else "layout"
@@ -108,7 +116,7 @@ def load(data: DataSection, seed: int, plain: str | None = None, columns: Mappin
         source = _from_hub(data)
     if "train" not in source.splits:
         raise RunError(f"data.train: no training split in {source.name}; name it or its files in data.train")
-    splits, left_out = selected.filtered(source.splits, data, source.name)
+    splits, left_out = selected.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
         splits = selected.told_apart(splits, data, source.name, USUAL)
     splits = {split: nested.added(rows, columns or {}, split, source.name) for split, rows in splits.items()}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +23,13 @@ from lockstep.data import shards
 from lockstep.data.cache import damage, inside
 from lockstep.data.columns import Columns as Columns
 from lockstep.data.columns import examples_in as examples_in
+from lockstep.distributed.processor import available_cores
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
+_HASHED = 10_000  # rows whose bytes are hashed together
+_AHEAD_BYTES = 64 * 2**20  # of them, at most, that wait to be hashed
 VERSION = 1  # of what the cache holds; a new number makes old entries unused
 
 
@@ -78,23 +83,28 @@ def digest(*values: Any) -> str:
 
 
 def content(dataset: Dataset, columns: list[str]) -> str:
-    """A hash of what some columns of a data set hold, whatever file or order of loading they came from."""
+    """A hash of what some columns of a data set hold, whatever file or order of loading they came from. It is one hash
+    of all bytes in order, which one core makes; what it is made of is read and written out by others meanwhile."""
     seen = hashlib.sha256()
-
-    class Sink:
-        closed = False
-
-        def write(self, data: Any) -> None:
-            seen.update(memoryview(data))
-
-        def flush(self) -> None: ...
-
     table = dataset.select_columns(columns).with_format("arrow")
-    sink = pa.PythonFile(Sink(), mode="w")
-    for start in range(0, len(dataset), 10_000):  # fixed batches: the hash must not depend on the file's own chunks
-        batch = table[start : start + 10_000].combine_chunks().replace_schema_metadata(None)
+
+    def written(start: int) -> pa.Buffer:
+        batch = table[start : start + _HASHED].combine_chunks().replace_schema_metadata(None)
+        sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as stream:
             stream.write_table(batch)
+        return sink.getvalue()
+
+    size = dataset.data.nbytes / max(1, dataset.data.num_rows) * _HASHED
+    ahead = int(min(2 * available_cores(), max(1, _AHEAD_BYTES // max(1, size))))
+    with ThreadPoolExecutor(ahead, "lockstep-hash") as pool:
+        asked: deque[Future[pa.Buffer]] = deque()
+        for start in range(0, len(dataset), _HASHED):  # fixed: the hash must not depend on the file's own chunks
+            asked.append(pool.submit(written, start))
+            if len(asked) > ahead:
+                seen.update(asked.popleft().result())
+        for each in asked:
+            seen.update(each.result())
     return seen.hexdigest()[:24]
 
 

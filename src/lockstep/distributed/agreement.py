@@ -35,6 +35,10 @@ def facts(run: Run, data: str) -> dict[str, str]:
     values: dict[str, Any] = run.model_dump(mode="json")
     for key in _OWN:
         del values[key]
+    for entry in values["data"]["sources"] or ():  # of a mixture
+        for key in ("source", "train", "validation", "test"):
+            if _is_local({"data": entry}, f"data.{key}"):
+                del entry[key]
     found = {key: repr(value) for key, value in messages.flat(values).items()}
     for key in _PATHS:
         found = {k: v for k, v in found.items() if not (k.split("[")[0] == key and _is_local(values, key))}

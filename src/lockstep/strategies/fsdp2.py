@@ -254,7 +254,7 @@ class FSDP2(Strategy):
             self.root.set_requires_all_reduce(self.last)
             seed_everything(self.run.seed, batch.step, micro.index)
             with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
-                loss = self.task.loss_sum(self.model(**micro.inputs), micro.targets)
+                loss = self.sources.loss_sum(self.task, self.model(**micro.inputs), micro)
             with self.phases("backward"):
                 self.scaled(loss / batch.targets).backward()
                 self.uses.check_reduced()
@@ -269,7 +269,7 @@ class FSDP2(Strategy):
         with self.phases("optimizer"):
             norm, used = self.update(batch.step, self.whole_gradient(), learning_rate, losses, uses)
         self.statistics.finish(self.data_parallel.sum, used)
-        return StepResult(losses.sum() / batch.targets, norm, used)
+        return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
 
     @property
     def root(self) -> FSDPModule:

@@ -97,17 +97,17 @@ class HFTrainer(Hooked):
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
         """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor that `run_piece` was given."""
-        loss = self.task.loss_sum(outputs, targets)
-        self.loss_sum = loss.detach()
+        loss = self.sources.loss_sum(self.task, outputs, self.micro)
+        self.loss_of_micro = loss.detach()
         with self.autocast(False):
             return self.scaled(loss / num_items_in_batch)
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
-        inputs = {**micro.inputs, "labels": micro.targets}
+        inputs, self.micro = {**micro.inputs, "labels": micro.targets}, micro
         phase = self.phases("overlapped" if self.travelling else "forward+backward")
         with phase, self.autocast(False):  # Trainer has its own around forward; backward runs outside of it
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
-        return self.loss_sum
+        return self.loss_of_micro
 
     def close(self) -> None:
         super().close()

@@ -103,7 +103,7 @@ class Native(Strategy):
         with self.phases("optimizer"):
             norm, used = self.update(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
         self.statistics.finish(self.world.sum, used)
-        return StepResult(losses.sum() / batch.targets, norm, used)
+        return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         """One micro-batch, forward and backward; its gradient goes into the tree. Returns the micro-batch's loss
@@ -120,7 +120,7 @@ class Native(Strategy):
         """Forward and backward of one micro-batch on `self.wrapped`, the gradient being that of loss sum / divisor.
         Returns the loss sum, detached."""
         with self.phases("forward"):
-            loss = self.task.loss_sum(self.wrapped(**micro.inputs), micro.targets)
+            loss = self.sources.loss_sum(self.task, self.wrapped(**micro.inputs), micro)
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             self.scaled(loss / divisor).backward()
         return loss.detach()

@@ -199,7 +199,7 @@ class Pipeline(Strategy):
             losses, uses = self.agree(self.losses, own)
         with self.phases("optimizer"):
             norm, used = self.update(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
-        return StepResult(losses.sum() / batch.targets, norm, used)
+        return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
 
     def begin(self, micro: MicroBatch) -> None:
         """Starts the micro-batch's random numbers, as a single process does; later stages then go on with torch's."""
@@ -207,7 +207,7 @@ class Pipeline(Strategy):
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """What the last stage calls backward on."""
-        loss = self.task.loss_sum(outputs, micro.targets)
+        loss = self.sources.loss_sum(self.task, outputs, micro)
         self.losses[micro.index] = loss.detach()
         with self.autocast(False):
             return self.scaled(loss / self.batch.targets)

@@ -30,6 +30,7 @@ from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.gradient import NotFinite as NotFinite
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
+from lockstep.strategies.exact.source_sums import SourceSums
 from lockstep.strategies.exact.statistics import Statistics, buffers_kept
 from lockstep.strategies.exact.treatment import freeze
 from lockstep.strategies.optimizers import optimizer as optimizers
@@ -65,7 +66,6 @@ class Strategy(ABC):
     plugin: ClassVar[str] = "strategies"
     exact: ClassVar[bool] = False  # whether it can give the same bits as `single` at every number of processes
     needs: ClassVar[tuple[str, ...]] = ()  # packages beyond the core, as they are imported; extras have their names
-
     told: ClassVar[str] = ""  # what the opening lines say of it besides its name
 
     trains_bfloat16: ClassVar[bool] = False  # whether weights may be trained in bfloat16
@@ -95,8 +95,8 @@ class Strategy(ABC):
         # whether a step was usable: while the next one is computed
         self.asks_late = world.device.type == "cuda" and optimizers.rule(run.optim).heeds_skipped
         self.scaling = LossScale(world.device) if run.precision == "fp16" else None
-        # step, losses, norm and loss scale that nobody has looked at
-        self._doubt: tuple[int, Tensor, Tensor, Tensor | None] | None = None
+        self.sources = SourceSums(len(run.data.sources or ()))
+        self._doubt: tuple[int, Tensor, Tensor, Tensor | None] | None = None  # step, losses, norm, scale not looked at
 
     @classmethod
     @abstractmethod
@@ -266,10 +266,10 @@ class Strategy(ABC):
             self.usable(*doubt)
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Sums over ranks: the losses of the step's micro-batches [M], and for each trainable parameter how many
-        micro-batches gave it a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every
-        rank."""
-        losses, found = self.sums_of_step(losses, uses)
+        """Sums over ranks: the losses of the step's micro-batches [M], and how many of them gave each trainable
+        parameter a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every rank."""
+        losses, found = self.sums_of_step(losses, [*uses, self.sources.noted])
+        self.sources.agree(found.pop(), losses, self.sum_of_step)
         if not any(found):
             raise RunError(
                 "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "

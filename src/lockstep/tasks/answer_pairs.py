@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import apart, documents, missing, scan, source, tokenizer
+from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks.task import Task
 
@@ -68,7 +69,7 @@ class AnswerPairs(Task):
     def prepare(cls, run: Run) -> Prepared:
         options = cls.Options.model_validate(run.task.options)
         columns = list(options.columns.values())
-        data = source.load(run.data, run.seed, columns=options.columns)
+        data = source.load(run.data, run.seed, columns=options.columns, tokens=TokenCounts.of(run))
         splits = {s: _whole(rows, options, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()}
         splits, left_out = apart.kept(data, splits, run, columns, [], documents.cut)
         hashes = {split: content(dataset, columns) for split, dataset in splits.items()}

@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep.config.run import Run
 from lockstep.data import apart, labels, missing, source, tokenizer
+from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks.objectives.numbers import Numbers
 from lockstep.tasks.objectives.objective import Codes, Objective
@@ -57,7 +58,7 @@ class Classification(Task):
     def prepare(cls, run: Run) -> Prepared:
         options = ClassificationOptions.model_validate(run.task.options)
         asked, kind = options.columns | options.labels, objective_of(options)
-        data = source.load(run.data, run.seed, columns=asked)
+        data = source.load(run.data, run.seed, columns=asked, tokens=TokenCounts.of(run))
         splits = dict(data.splits)
         texts, learned = list(options.columns.values()), list(options.labels.values())
         for split, dataset in data.splits.items():
@@ -144,6 +145,15 @@ class Classification(Task):
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         return self.objective.loss_sum(outputs.logits.float(), targets)
+
+    def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        import torch
+
+        logits = outputs.logits.float()
+        loss = self.objective.loss_sum(logits, targets)
+        with torch.no_grad():  # logits are small here, and this goes with whatever the objective sums
+            rows = zip(logits.split(1), targets.split(1), strict=True)
+            return loss, torch.stack([self.objective.loss_sum(row, target) for row, target in rows])
 
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
         found = self.objective.score(forward(batch.inputs).float(), batch.targets)

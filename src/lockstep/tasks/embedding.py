@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lockstep.config.run import Run, RunError
 from lockstep.data import apart, documents, pairs, source, tokenizer
 from lockstep.data.micro_batches import by_chance
+from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
 from lockstep.tasks.models import pooling, retrieval
 from lockstep.tasks.task import Task
@@ -115,7 +116,7 @@ class Embedding(Task):
 
         options = EmbeddingOptions.model_validate(run.task.options)
         score = {} if options.score is None else {"task.score": options.score}
-        data = source.load(run.data, run.seed, columns=options.columns | score)
+        data = source.load(run.data, run.seed, columns=options.columns | score, tokens=TokenCounts.of(run))
         splits = {
             split: pairs.whole(rows, options.columns, options.score, options.score_range, split, data.name, run)
             for split, rows in data.splits.items()

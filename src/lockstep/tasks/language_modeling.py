@@ -29,6 +29,7 @@ from lockstep.data import (
     tokenizer,
 )
 from lockstep.data.cache import discard
+from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.models.language_options import LanguageModelingOptions
 from lockstep.tasks.per_token import PerToken
@@ -57,7 +58,7 @@ class LanguageModeling(PerToken):
     def prepare(cls, run: Run) -> Prepared:
         options = LanguageModelingOptions.model_validate(run.task.options)
         asked = options.columns or options.writing.columns
-        data = source.load(run.data, run.seed, plain=options.document, columns=asked)
+        data = source.load(run.data, run.seed, options.document, asked, TokenCounts.of(run))
         splits = {s: _whole(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
         columns = list(asked.values())
         cut = partial(documents.cut, column=options.text if list(asked) == ["task.text"] else None)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lockstep.config.run import Run, RunError
 from lockstep.data import apart, documents, long_texts, masking, missing, mixed, packing, shards, source, tokenizer
 from lockstep.data.cache import discard
+from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.per_token import PerToken
 
@@ -72,7 +73,7 @@ class MaskedLanguageModeling(PerToken):
 
         options = MaskedLanguageModelingOptions.model_validate(run.task.options)
         asked = {"task.text": options.text}
-        data = source.load(run.data, run.seed, plain=options.document, columns=asked)
+        data = source.load(run.data, run.seed, plain=options.document, columns=asked, tokens=TokenCounts.of(run))
         splits = {s: missing.texts(rows, asked, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()}
         cut = partial(documents.cut, column=options.text)
         splits, left_out = apart.kept(data, splits, run, [options.text], [], cut)

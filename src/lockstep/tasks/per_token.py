@@ -44,7 +44,13 @@ class PerToken(Task):
         return int(columns.flat("count")[rows].sum())
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        return outputs.loss if self.loss_chunk else _loss_sum(outputs.logits.float(), targets)
+        return outputs.loss if self.loss_chunk else summed_losses(outputs.logits.float(), targets)
+
+    def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.loss_chunk:
+            return outputs.loss, of_examples(outputs.logits)
+        each = losses(outputs.logits.float(), targets)
+        return each.sum(), of_examples(each)
 
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
         found = forward(batch.inputs).float()
@@ -58,14 +64,28 @@ class PerToken(Task):
         """Loss, examples, targets and how many of them are the likeliest, of float32 logits [B, T, V]."""
         real = targets >= 0  # [B, T]
         return {
-            "loss": _loss_sum(logits, targets).double(),
+            "loss": summed_losses(logits, targets).double(),
             "examples": real.any(1).sum().double(),
             "targets": real.sum().double(),
             "right": ((logits.argmax(-1) == targets) & real).sum().double(),
         }
 
 
-def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+def losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Of each target [B, T], of float32 logits [B, T, V]; 0 where there is none."""
     from torch.nn.functional import cross_entropy
 
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing)
+    return each.view(targets.shape)
+
+
+def of_examples(each: Tensor | None) -> Tensor | None:
+    """[B], without a gradient, of losses of targets [B, T]; None of none."""
+    return None if each is None else each.detach().sum(1)
+
+
+def summed_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Their sum."""
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=smoothing)

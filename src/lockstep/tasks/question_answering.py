@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import apart, documents, questions, source, tokenizer
+from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
 from lockstep.tasks.task import Task
 
@@ -77,7 +78,9 @@ class QuestionAnswering(Task):
         from lockstep.tasks.models import models
 
         options = QuestionAnsweringOptions.model_validate(run.task.options)
-        data = source.load(run.data, run.seed, columns=options.columns | {"task.answers": options.answers})
+        data = source.load(
+            run.data, run.seed, columns=options.columns | {"task.answers": options.answers}, tokens=TokenCounts.of(run)
+        )
         drop = run.data.drop_missing
         splits = {
             split: questions.whole(rows, options.columns, options.answers, options.unanswerable, split, data.name, drop)

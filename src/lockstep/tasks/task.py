@@ -192,6 +192,21 @@ class Task(ABC):
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         """The sum (never the mean) of the losses over targets: float32 scalar."""
 
+    def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`loss_sum`, and the losses of the examples that it is the sum of: [B], without a gradient; None where they
+        are not known one by one. Of a mixture of sources each then has a training loss."""
+        return self.loss_sum(outputs, targets), None
+
+    @property
+    def tells_losses(self) -> bool:
+        """Whether `loss_each` may stand for `loss_sum`: not where a class of the user's overrides the latter alone, or
+        somebody listens to it."""
+        if "loss_sum" in vars(self):
+            return False
+        classes = type(self).__mro__
+        each, whole = (next(i for i, c in enumerate(classes) if name in vars(c)) for name in ("loss_each", "loss_sum"))
+        return each <= whole
+
     @abstractmethod
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
         """Sums over the examples of a batch, `examples` among them, that `metrics` is a function of; and what is

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import apart, documents, missing, scan, source, tokenizer
+from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Prepared, content, digest, encode
 from lockstep.tasks.per_token import PerToken
 
@@ -48,7 +49,7 @@ class TokenClassification(PerToken):
     def prepare(cls, run: Run) -> Prepared:
         options = TokenClassificationOptions.model_validate(run.task.options)
         asked = {"task.words": options.words, "task.tags": options.tags}
-        data = source.load(run.data, run.seed, columns=asked)
+        data = source.load(run.data, run.seed, columns=asked, tokens=TokenCounts.of(run))
         splits = {s: _rows(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
         names = sorted(_tags(splits["train"]))
         splits, left_out = apart.kept(data, splits, run, ["words"], ["tags"], documents.cut)

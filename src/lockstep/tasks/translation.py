@@ -16,8 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import apart, documents, missing, source, tokenizer
+from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks.models import bleu
+from lockstep.tasks.per_token import losses, of_examples, summed_losses
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class Translation(Task):
         options: Any = cls.Options.model_validate(run.task.options)
         cls.overlap_of(options)
         asked = {"task.source": options.source, "task.target": options.target}
-        data = source.load(run.data, run.seed, columns=asked)
+        data = source.load(run.data, run.seed, columns=asked, tokens=TokenCounts.of(run, [options.target]))
         splits = {s: _pairs(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
         splits, left_out = apart.kept(data, splits, run, ["source", "target"], [], documents.cut)
         hashes = {split: content(dataset, ["source", "target"]) for split, dataset in splits.items()}
@@ -141,7 +143,13 @@ class Translation(Task):
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         if self.options.loss_chunk:
             return outputs.loss
-        return _cross_entropy(outputs.logits, targets, self.options.label_smoothing)
+        return summed_losses(outputs.logits.float(), targets, self.options.label_smoothing)
+
+    def loss_each(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.options.loss_chunk:
+            return outputs.loss, of_examples(outputs.logits)
+        each = losses(outputs.logits.float(), targets, self.options.label_smoothing)
+        return each.sum(), of_examples(each)
 
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
         logits = forward(batch.inputs)  # [B, T, V]
@@ -151,7 +159,7 @@ class Translation(Task):
             return scored(logits, batch.targets)
         real = batch.targets >= 0  # [B, T]
         return {
-            "loss": _cross_entropy(logits, batch.targets, 0.0).double(),
+            "loss": summed_losses(logits.float(), batch.targets).double(),
             "examples": real.any(1).sum().double(),
             "targets": real.sum().double(),
             "right": ((logits.argmax(-1) == batch.targets) & real).sum().double(),
@@ -272,14 +280,6 @@ def _most(run: Run, options: WritingOptions) -> int:
 def _asked(batch: MicroBatch) -> dict[str, Tensor]:
     """What is to be translated, without what the decoder would read."""
     return {name: batch.inputs[name] for name in ("input_ids", "attention_mask")}
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """The sum over targets that are not IGNORED."""
-    from torch.nn.functional import cross_entropy
-
-    flat = logits.float().flatten(0, 1)
-    return cross_entropy(flat, targets.flatten(), reduction="sum", label_smoothing=smoothing)
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------

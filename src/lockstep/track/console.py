@@ -184,7 +184,7 @@ class Console:
         if "spike" in numbers:
             self.note(f"step {step}: the loss jumped to {numbers['loss']:.4g}")
         parts = [
-            f"loss {numbers['loss']:.4f}",
+            f"loss {numbers['loss']:.4f}{_of_sources(numbers)}",
             f"epoch {step / self._per_epoch:.2f}/{round(self._total / self._per_epoch, 2):g}"
             if self._per_epoch
             else "",
@@ -298,6 +298,13 @@ class _Bar(Progress):
         yield from super().get_renderables()
         if self.numbers:
             yield Text(self.numbers, no_wrap=True, overflow="ellipsis")
+
+
+def _of_sources(numbers: Mapping[str, float]) -> str:
+    """The losses of the sources of a mixture, of many the least and the most."""
+    found = sorted((v, k.removeprefix("loss_")) for k, v in numbers.items() if k[:5] == "loss_" and k != "loss_scale")
+    told = [f"{name} {loss:.4f}" for loss, name in (found if len(found) < 4 else [found[0], found[-1]])]
+    return f" ({'...'.join(told) if len(found) > 3 else ', '.join(told)})" if told else ""
 
 
 def _listed(numbers: Mapping[str, float]) -> str:

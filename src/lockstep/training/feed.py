@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -39,13 +39,15 @@ class Feed:
     def __init__(self, run: Run, task: Task, indices: Iterable[int], device: torch.device) -> None:
         self.task, self.indices, self.device = task, list(indices), device
         self.columns = task.splits["train"]
+        self.sources = task.sources(self.columns)
         self.order = Order(len(self.columns), run.batch_size, run.seed)
-        if run.data.group_by_length > 1:
-            self.order = ByLength(self.columns.lengths, run.batch_size, run.seed, run.data.group_by_length)
+        self.mixed: MixedOrder | None = None
         if run.data.sources is not None:
-            sizes = [len(rows) for rows in task.sources(self.columns).values()]
             schedules = [each.schedule for each in run.data.sources]
-            self.order = MixedOrder(sizes, schedules, run.batch_size, run.seed)
+            self.mixed = MixedOrder([len(r) for r in self.sources.values()], schedules, run.batch_size, run.seed)
+            self.order = self.mixed
+        if run.data.group_by_length > 1:
+            self.order = ByLength(self.order, self.columns.lengths, run.data.group_by_length)
         self.micro_batches, self.seed = run.micro_batches, run.seed
         self.pads = task.padded_because is not None
         self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
@@ -53,9 +55,7 @@ class Feed:
     @property
     def mixture(self) -> dict[str, str]:
         """An opening line about several sources; none of one."""
-        if not isinstance(self.order, MixedOrder):
-            return {}
-        return {"mixture": self.order.told(list(self.task.sources(self.columns)), self.total)}
+        return {} if self.mixed is None else {"mixture": self.mixed.told(list(self.sources), self.total)}
 
     def interval(self, every: int | Literal["epoch"]) -> int:
         """In steps."""
@@ -78,6 +78,7 @@ class Feed:
     def _batch(self, step: int, rows: np.ndarray, made: Iterator[MicroBatch] | None = None) -> StepBatch:
         lengths = self.columns.lengths[rows]
         groups = self.task.cut(self.columns, rows)
+        targets_of = None if self.mixed is None else self._targets_of(rows, step)
         micro_batches = [self._collated(step, rows[groups[k]], k) if made is None else next(made) for k in self.indices]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
@@ -91,12 +92,28 @@ class Feed:
             padded=self.task.padded(self.columns, rows, groups) if self.pads else int(lengths.sum()),
             padded_by_chance=self.task.padded(self.columns, rows, by_chance(len(rows), self.micro_batches)),
             ids=rows,
+            targets_of=targets_of,
         )
+
+    def _source_of(self, rows: np.ndarray) -> np.ndarray:
+        """Which source of the mixture each is from: int64, same shape."""
+        return np.searchsorted([found.stop for found in self.sources.values()], rows, side="right")
+
+    def _targets_of(self, rows: np.ndarray, step: int) -> np.ndarray:
+        """Of each source of the mixture: float64 [S]."""
+        of = self._source_of(rows)
+        some = [rows[of == source] for source in range(len(self.sources))]
+        counts = [self.task.count_targets_at(self.columns, r, step) if len(r) else 0 for r in some]
+        return np.array(counts, dtype=np.float64)
 
     def _collated(self, step: int, rows: np.ndarray, index: int) -> MicroBatch:
         if not self.task.ahead():  # it may draw; in a thread it does not, and what is seeded here is the model's
             seed_everything(self.seed, step, index, 1)
-        return self.task.collate_at(self.columns, rows, index, step)
+        found = self.task.collate_at(self.columns, rows, index, step)
+        if self.mixed is None:
+            return found
+        of = self._source_of(rows if len(rows) else np.zeros(1, dtype=np.int64))  # blank: of one example
+        return replace(found, sources=torch.from_numpy(of))
 
     def _jobs(self, after: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """This rank's micro-batches of the steps from `after` on: step, index and rows."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
@@ -32,31 +32,34 @@ from lockstep.training.feed import Feed
 from lockstep.training.guard import Corrupted, Guard
 from lockstep.training.session import Session
 from lockstep.training.sizes import evaluated_at_once, validation_rows
+from lockstep.training.source_losses import SourceLosses
 
 
 class Meter:
     """Counts examples, tokens and seconds of steps; evaluation and checkpoints do not count as time."""
 
-    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        """`state`: what `state` gave when the checkpoint was made that the run goes on from."""
+    def __init__(self, state: Mapping[str, Any] | None = None, sources: Iterable[str] = ()) -> None:
+        """`state`: what `state` gave at the checkpoint that the run goes on from. `sources`: names, of a mixture."""
         began = Counts(**state["line"]) if state else Counts()
         self.total = Counts(*(-number for number in astuple(began)))  # what was done before does not count
         self._line = began
         self._spikes = Spikes(*state["spikes"]) if state else Spikes()
         self._used: list[Tensor | bool] = []  # of the steps since the last line; may still be on the device
         self._overflowed: list[Tensor] = []  # the same: by the loss scale of fp16
+        self._of_sources = SourceLosses(list(sources), (state or {}).get("sources"))
         self._since = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
         """What the next line of the log needs to know of the steps so far; the same on every rank but for seconds."""
         self._count_skipped()
-        return {"line": asdict(self._line), "spikes": self._spikes.state}
+        return {"line": asdict(self._line), "spikes": self._spikes.state} | self._of_sources.state
 
     def add(self, batch: StepBatch, result: StepResult, scaling: LossScale | None = None) -> None:
         """One step more; `scaling`: of the loss, after it."""
         counts = (batch.examples, batch.tokens, batch.padded, batch.padded_by_chance)
         self._line += Counts(1, *counts)
         self._used.append(result.used)
+        self._of_sources.add(batch, result)
         self._overflowed += [scaling.overflowed] if scaling else []
 
     def line(
@@ -67,6 +70,7 @@ class Meter:
         numbers = {"loss": float(result.loss), "learning_rate": rate, "grad_norm": float(result.grad_norm)}
         self._stop_clock()
         self._count_skipped()
+        numbers |= self._of_sources.take()
         line, self.total, self._line = self._line, self.total + self._line, Counts()
         if line.skipped:
             numbers["skipped_steps"] = line.skipped
@@ -182,7 +186,7 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
     checkpoints, journal, sinks = session.checkpoints, session.journal, session.sinks
     fingerprints = session.fingerprints
-    meter, profiler, phases = Meter(checkpoints.meter), Profiler(run, world), strategy.phases
+    meter, profiler, phases = Meter(checkpoints.meter, feed.sources), Profiler(run, world), strategy.phases
     guard = Guard(session)
     if checkpoints.meter.get("owed") and due(step, feed.interval(run.evaluate.every), False):
         with meter.paused():

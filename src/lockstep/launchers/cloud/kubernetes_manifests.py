@@ -9,8 +9,10 @@ counts for nothing, as does an eviction; anything else counts up to `launch.max_
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import re
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -90,15 +92,13 @@ def check(run: Run, options: Any) -> None:
         if getattr(options, key) is None:
             raise RunError(f"launch.{key}: missing; kubernetes needs {what}")
     mounts = [OUTPUTS, *volumes_of(options).values()]
-    for key in ("data.source", "model.source", "tokenizer.source"):
-        section, _, field = key.partition(".")
-        path = getattr(getattr(run, section), field)
-        if path is None or any(PurePosixPath(path).is_relative_to(mount) for mount in mounts):
+    for key, path in _named_paths(run):
+        if any(PurePosixPath(path).is_relative_to(mount) for mount in mounts):
             continue
-        if Path(path).expanduser().exists():
+        if glob.glob(str(Path(path).expanduser())):
             raise RunError(
                 f"{key}: {path} is on this machine, where no pod sees it. Put it on a volume, mount that with "
-                f"launch.volumes=[CLAIM=/data] and write {key}=/data/..., or use an id of the Hub"
+                "launch.volumes=[CLAIM=/data] and write /data/... there, or use an id of the Hub"
             )
     if run.launch.device == "cuda" and not options.gpus:
         raise RunError("launch.device: cuda, but launch.gpus (a pod) is 0")
@@ -108,6 +108,19 @@ def check(run: Run, options: Any) -> None:
         raise RunError(
             f"{hidden} looks like a secret. Put it into a Secret of the cluster and name it in launch.secrets"
         )
+
+
+def _named_paths(run: Run) -> Iterator[tuple[str, str]]:
+    """What the run file names that may be a local path, by its key."""
+    several = {f"data.sources: {entry.name}: ": entry for entry in run.data.sources or ()}
+    for place, entry in several.items() if several else [("data.", run.data)]:
+        # beside a source the others name splits of it, or files in it
+        for key in ("source",) if entry.source is not None else ("train", "validation", "test"):
+            value = getattr(entry, key)
+            yield from ((place + key, path) for path in (value if isinstance(value, list) else [value]) if path)
+    for section in ("model", "tokenizer"):
+        if (path := getattr(run, section).source) is not None:
+            yield f"{section}.source", path
 
 
 def volumes_of(options: Any) -> dict[str, str]:

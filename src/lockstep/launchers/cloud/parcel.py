@@ -6,6 +6,7 @@ lockstep itself with the user's own modules. Nothing here imports torch.
 
 from __future__ import annotations
 
+import glob
 import gzip
 import importlib.metadata
 import io
@@ -20,9 +21,9 @@ from typing import Any
 import lockstep
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import LaunchSection
-from lockstep.data import compressed
-from lockstep.data.source import files_of, given, local_splits
+from lockstep.config.sections import DataSection, LaunchSection
+from lockstep.data import compressed, text_files
+from lockstep.data.source import given, local_splits, sections
 
 DISTRIBUTION = "lockstep-train"
 
@@ -40,20 +41,16 @@ def packed(run: Run, output: str, data: str) -> Parcel:
     """`output` and `data` are the folders there. Errors: `RunError` for local files that are not there."""
     files: dict[str, Path] = {}
     changes: dict[str, Any] = {"output": output}
-    if run.data.sources is not None and files_of(run.data):
-        raise RunError(
-            f"data.sources: local files of several sources cannot be sent along by launch.name={run.launch.name}; put "
-            "them on the Hub, or give one source"
-        )
-    if run.data.sources is None and given(run.data) and (splits := local_splits(run.data)) is not None:
-        there: dict[str, Any] = {"source": None}
-        for split, found in splits.items():
-            names = [
-                f"{split}-{i:03d}{compressed.ending(file)}" if len(found) > 1 else f"{split}{compressed.ending(file)}"
-                for i, file in enumerate(found)
-            ]
-            files |= dict(zip(names, found, strict=True))
-            there[split] = [f"{data}/{name}" for name in names] or None
+    if run.data.sources is not None:
+        entries = []
+        for entry, section in zip(run.data.sources, sections(run.data), strict=True):
+            sent, there = _data_there(section, data, f"sources/{entry.name}/")
+            files |= sent
+            entries.append(entry.model_copy(update=there))
+        changes["data"] = run.data.model_copy(update={"sources": entries})
+    elif given(run.data):
+        sent, there = _data_there(run.data, data)
+        files |= sent
         changes["data"] = run.data.model_copy(update=there)
     for part in ("model", "tokenizer"):
         section = getattr(run, part)
@@ -61,6 +58,48 @@ def packed(run: Run, output: str, data: str) -> Parcel:
             files |= {f"{part}/{f.relative_to(root)}": f for f in sorted(root.rglob("*")) if f.is_file()}
             changes[part] = section.model_copy(update={"source": f"{data}/{part}"})
     return Parcel(run.model_copy(update=changes), files, modules_of(run))
+
+
+def _data_there(section: DataSection, data: str, below: str = "") -> tuple[dict[str, Path], dict[str, Any]]:
+    """The local files of one source by the names that they get `below` the folder `data` there, and the keys that name
+    them there. Nothing of what is on the Hub, or built in. Errors: `RunError`."""
+    files: dict[str, Path] = {}
+    keys: dict[str, Any] = {}
+    for split, found in (local_splits(section) or {}).items():
+        if section.layout == "class_folders":
+            names, told = _class_names(found, split)
+        else:
+            names = _side_names(found, split) if section.layout == "parallel" else _row_names(found, split)
+            told = names
+        files |= {f"{below}{name}": file for name, file in zip(names, found, strict=True)}
+        keys[split] = [f"{data}/{below}{name}" for name in told] or None
+    return files, keys | ({"source": None} if keys else {})
+
+
+def _row_names(found: list[Path], split: str) -> list[str]:
+    """Each file keeps its ending."""
+    if len(found) == 1:
+        return [split + compressed.ending(found[0])]
+    return [f"{split}-{i:03d}{compressed.ending(file)}" for i, file in enumerate(found)]
+
+
+def _side_names(found: list[Path], split: str) -> list[str]:
+    """Files that are read beside each other keep what they share of their names, and their sides."""
+    stems = list(dict.fromkeys(file.parent / text_files.named(file)[0] for file in found))
+    names = []
+    for file in found:
+        stem, side = text_files.named(file)
+        packing = file.suffix if compressed.is_compressed(file) else ""
+        names.append(f"{split}-{stems.index(file.parent / stem):03d}.{side}{packing}")
+    return names
+
+
+def _class_names(found: list[Path], split: str) -> tuple[list[str], list[str]]:
+    """Files keep their names and their folders, which are labels; and the folders, in order. Those of one label may
+    have come from several folders."""
+    folders = list(dict.fromkeys(file.parent for file in found))
+    places = {folder: f"{split}/{i:03d}/{folder.name}" for i, folder in enumerate(folders)}
+    return [f"{places[file.parent]}/{file.name}" for file in found], [glob.escape(name) for name in places.values()]
 
 
 def inside(run: Run, machines: int, meet: str) -> LaunchSection:

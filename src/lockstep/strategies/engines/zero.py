@@ -147,7 +147,7 @@ class Sharded(Strategy):
             seed_everything(self.run.seed, batch.step, micro.index)
             self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
             with self.phases("forward"), self.autocast(not self.low_precision):
-                loss = self.task.loss_sum(self._run(micro.inputs), micro.targets)
+                loss = self.sources.loss_sum(self.task, self._run(micro.inputs), micro)
             # DeepSpeed averages over ranks: multiply back
             with self.phases("backward"):
                 self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
@@ -173,7 +173,7 @@ class Sharded(Strategy):
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         self.usable(batch.step, losses, norm)
         self.statistics.finish(self.data_parallel.sum)
-        return StepResult(losses.sum() / batch.targets, norm)
+        return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.sources.of_step)
 
     def _count(self, name: str) -> None:
         self.uses[name] += self.counting

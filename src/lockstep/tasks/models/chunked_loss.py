@@ -104,8 +104,9 @@ class Finish:
 
 def install(model: nn.Module, chunk: int | str | None, smoothing: float = 0.0) -> nn.Module:
     """The model, whose forward takes its `TARGETS` beside its inputs and then gives, as an output's `loss`, the sum of
-    their losses (label smoothing as in torch) or, in evaluation mode, as `logits` what `scored` reads. Without targets
-    it gives logits. Errors: `RunError` when the model makes something else of its logits than is known here."""
+    their losses (label smoothing as in torch), and as `logits` each of them [B, T], where they are known; or, in
+    evaluation mode, as `logits` what `scored` reads. Without targets it gives logits. Errors: `RunError` when the model
+    makes something else of its logits than is known here."""
     if chunk is None:
         return model
     head = head_of(model)
@@ -123,7 +124,7 @@ class _Installed:
         self.head, self.finish, self.chunk, self.smoothing = head, finish, chunk, smoothing
         self.plain = head.forward
         self.targets: Tensor | None = None  # [B, T], of the forward that is under way
-        self.scores: Tensor | None = None  # [B, T, 2]
+        self.scores: Tensor | None = None  # [B, T, 2]; in training [B, T]
         self.loss: Tensor | None = None
         self.last: Any = None
         head.forward = self.forward  # type: ignore[method-assign]
@@ -163,15 +164,22 @@ class _Installed:
         wanted = self.targets.flatten()
         rows = (wanted >= 0).nonzero().flatten()  # on CUDA the host waits here
         states, wanted = hidden.flatten(0, 1), wanted[rows]
+
+        def placed(found: Tensor) -> Tensor:
+            """At the positions that have a target, 0 elsewhere: [B, T, ...]."""
+            every = found.new_zeros(len(states), *found.shape[1:]).index_copy_(0, rows, found)
+            return every.view(*hidden.shape[:2], *found.shape[1:])
+
         if not self.head.training:
-            scores = _scores(states[rows], wanted, self.plain, self.finish, _size(self.chunk))
-            self.scores = scores.new_zeros(len(states), 2).index_copy_(0, rows, scores).view(*hidden.shape[:2], 2)
-            return scores.new_zeros(1, 1, 1)
+            self.scores = placed(_scores(states[rows], wanted, self.plain, self.finish, _size(self.chunk)))
+            return self.scores.new_zeros(1, 1, 1)
         if self.chunk == LIGER:
             return _by_liger(states[rows], wanted, self.head, self.finish, self.smoothing).view(1, 1, 1)
         weight, bias = self.head.weight, self.head.bias
         how = (self.finish, _size(self.chunk), self.smoothing, _compute_dtype(states))
-        return _Loss.apply(states, rows, wanted, weight, bias, how).view(1, 1, 1)
+        loss, each = _Loss.apply(states, rows, wanted, weight, bias, how)
+        self.scores = placed(each)
+        return loss.view(1, 1, 1)
 
 
 def _size(chunk: int | str) -> int:
@@ -186,12 +194,15 @@ def _compute_dtype(states: Tensor) -> torch.dtype:
 
 
 class _Loss(torch.autograd.Function):
-    """The sum of cross-entropies of some rows of `states` [N, H]: float32 scalar. Products are in the compute dtype (as
+    """The sum of cross-entropies of some rows of `states` [N, H]: float32 scalar; and each of them, without a gradient:
+    [n]. Products are in the compute dtype (as
     autocast would have them; their logits are rounded to it), all else is float32: softmax, loss, and the sums over
     chunks of the gradients of weight and bias, in the order of the chunks."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, rows: Tensor, targets: Tensor, weight: Tensor, bias: Any, how: Any) -> Tensor:
+    def forward(
+        ctx: Any, states: Tensor, rows: Tensor, targets: Tensor, weight: Tensor, bias: Any, how: Any
+    ) -> tuple[Tensor, Tensor]:
         finish, size, smoothing, dtype = how
         asked = ctx.needs_input_grad
         used = states[rows].to(dtype)  # [n, H]
@@ -218,10 +229,12 @@ class _Loss(torch.autograd.Function):
                 else:
                     to_weight += slope.t() @ part
         ctx.given, ctx.dtypes = (to_states, to_weight, to_bias), (weight.dtype, None if bias is None else bias.dtype)
-        return torch.cat(losses).sum()
+        each = torch.cat(losses)
+        ctx.mark_non_differentiable(each)
+        return each.sum(), each
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor, of_each: None = None) -> Any:
         (states, weight, bias), ctx.given = ctx.given, None  # held no longer than needed: backward runs once
         for each in (states, weight, bias):
             if each is not None:

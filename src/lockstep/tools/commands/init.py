@@ -12,7 +12,11 @@ HELP = "write a commented run file for your own data, after a few questions"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="RUN.yaml", help="the file to write (default: run.yaml), key=value")
-    parser.add_argument("--data", help="a folder, a file, a Hub id, or builtin/emotion")
+    parser.add_argument(
+        "--data",
+        action="append",
+        help="a folder, a file, a Hub id, or builtin/emotion; given several times: a mixture of them",
+    )
     parser.add_argument(
         "--from",
         dest="origin",
@@ -33,10 +37,13 @@ def main(known: argparse.Namespace) -> int:
     paths = [word for word in known.words if "=" not in word]
     if len(paths) > 1:
         raise RunError(f"one run file is written at a time, not {' and '.join(paths)}")
-    flags = {"data": known.data, "task": known.task, "model": known.model}
+    first, *more = known.data or [None]
+    flags = {"data": first, "task": known.task, "model": known.model}
     ask = None if known.yes or not talk.can_ask() else talk.terminal
     path = Path(paths[0] if paths else "run.yaml")
     overrides = [word for word in known.words if "=" in word]
     if known.origin is not None:
+        if more:
+            raise RunError("--from: give --data once; several sources are written by hand: data.sources")
         return moving.move(path, Path(known.origin), flags, overrides, known.force, ask)
-    return starter.init(path, flags, overrides, known.force, ask)
+    return starter.init(path, flags, overrides, known.force, ask, more)

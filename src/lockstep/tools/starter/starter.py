@@ -8,19 +8,20 @@ asked, or said where nobody can be asked.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import places, plugins
+from lockstep.config.mixture import OWN
 from lockstep.config.overrides import overrides_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import apart
 from lockstep.data.source import BUILTIN, local_splits
-from lockstep.tools.starter import fit, guesses, shapes, sheet
+from lockstep.tools.starter import fit, guesses, several, shapes, sheet
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.guesses import CHAT, SCRATCH, Here
 from lockstep.tools.starter.talk import Ask, NoAnswerMends, Talk, one_of
@@ -39,8 +40,16 @@ class Trial:
     warnings: tuple[str, ...] = ()  # of the data, that training will say
 
 
-def init(path: Path, flags: dict[str, str | None], overrides: list[str], force: bool, ask: Ask | None) -> int:
-    """The whole command. `flags`: data, task and model where given; `ask`: None where nobody can be asked.
+def init(
+    path: Path,
+    flags: dict[str, str | None],
+    overrides: list[str],
+    force: bool,
+    ask: Ask | None,
+    more: Sequence[str] = (),
+) -> int:
+    """The whole command. `flags`: data, task and model where given; `ask`: None where nobody can be asked; `more`: data
+    sources besides the first.
 
     Errors: `RunError`; then nothing was written.
     """
@@ -48,9 +57,14 @@ def init(path: Path, flags: dict[str, str | None], overrides: list[str], force: 
     console = Console(True)
     talk, given = Talk(ask, console), keys_of(overrides)
     data, found = _data(flags.get("data") or given.get("data.source"), given, talk)
-    console.say(f"{found.source}: {_sizes(found)}; columns {found.described()}")
+    parts = [(data, found), *(_data(each, given, talk) for each in more)]
+    for _, each in parts:
+        console.say(f"{each.source}: {_sizes(each)}; columns {each.described()}")
     task = _task(found, flags.get("task") or given.get("task.name"), given, talk)
-    data = _without_test(data, task, found, talk)
+    if more:
+        data, found, task = several.together(parts, task, talk)
+    else:
+        data = _without_test(data, task, found, talk)
     console.say(f"task: {', '.join(f'{key} {value}' for key, value in task.items())}{_unread(found, task)}")
     here = Here.look()
     filled, trial = _tried_with_model(path, data, task, found, here, flags.get("model"), given, talk)
@@ -205,7 +219,8 @@ def _tried_with_model(
     def tried(model: str) -> tuple[dict[str, Any], Trial]:
         filled = guesses.values(path, _from(path, "data", data), task, local(path, model), found, here)
         for key, value in given.items():
-            if not (key.startswith("data.") and key.partition(".")[2] in places.PATHS["data"]):
+            section, _, inner = key.partition(".")
+            if not (section == "data" and inner in (places.PATHS["data"] if data.sources is None else OWN)):
                 set_key(filled, key, value)
         if filled["task"].get("bleu") is False and "task.bleu" not in given:
             talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
@@ -282,8 +297,13 @@ def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> T
 
 def _from(path: Path, section: str, values: DataSection) -> DataSection:
     """The same with local paths as the run file has to write them: from its own folder."""
-    paths = {key: local(path, value) for key in places.PATHS[section] if (value := getattr(values, key)) is not None}
-    return values.model_copy(update=paths)
+
+    def moved(entry: Any) -> dict[str, Any]:
+        return {key: local(path, value) for key in places.PATHS[section] if (value := getattr(entry, key)) is not None}
+
+    if values.sources is not None:
+        return values.model_copy(update={"sources": [each.model_copy(update=moved(each)) for each in values.sources]})
+    return values.model_copy(update=moved(values))
 
 
 def local(path: Path, value: Any) -> Any:

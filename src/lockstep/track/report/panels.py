@@ -71,7 +71,9 @@ def curves(history: History) -> list[str]:
         for title, lines in _CURVES.items()
     }
     loss = found.pop("loss")
-    metrics = {key.replace("_", " "): {"validation": history.series("validation", key)} for key in _metrics(history)}
+    metrics = {
+        key.replace("_", " "): {s: history.series(s, key) for s in ("train", "validation")} for key in _metrics(history)
+    }
     if found["learning rate"]["rate"]:
         found["learning rate"]["as planned"] = history.planned_rates
     drawn = {"loss": loss} | metrics | found
