@@ -41,13 +41,13 @@ def together(
             characters[ours] = max(characters.get(ours, 0), theirs)
         own = {key: getattr(section, key) for key in OWN if key in section.model_fields_set}
         given = {key: value for key, value in own.items() if value not in (None, {})}
-        entries.append(OneSource(name=name, **given, **({"rename": rename} if rename else {})))
+        entries.append(OneSource.model_validate({"name": name, **given} | ({"rename": rename} if rename else {})))
     sizes: Counter[str] = Counter()
     for _, found in parts:
         sizes.update(found.sizes)
     source = ", ".join(entry.name for entry in entries)
     look = replace(first, source=source, sizes=dict(sizes), characters=characters, lacking={})
-    return DataSection(sources=entries), look, task
+    return DataSection.model_validate({"sources": entries}), look, task
 
 
 def _columns(task: dict[str, Any], first: Look) -> list[str]:
@@ -63,10 +63,10 @@ def _rename(columns: list[str], task: dict[str, Any], found: Look, talk: Talk) -
     there = {"text"} if found.plain else {*found.kinds, *found.languages}
     if not (missing := [column for column in columns if column not in there]):
         return {}
-    fitted = fit.fit(task["name"], found)
+    fitted = fit.fit(task["name"], found) or fit.Fit({})
     key_of = {value: key for key, value in task.items() if key != "name"}
     known: dict[str, str] = {}
-    for ours in missing if fitted is not None else ():
+    for ours in missing:
         theirs = "text" if found.plain else fitted.keys.get(key_of.get(ours, "text"))
         if theirs is not None and theirs not in columns:
             known[ours] = theirs
@@ -78,8 +78,8 @@ def _rename(columns: list[str], task: dict[str, Any], found: Look, talk: Talk) -
         )
     told = ", ".join(f"{ours} is called {theirs}" for ours, theirs in known.items())
     talk.console.say(f"{found.source}: {told}")
-    for key, why in (fitted.doubts if fitted is not None else {}).items():
-        talk.note(f"{found.source}: task.{key}: {fitted.keys.get(key) if fitted else ''}; {why}")
+    for key, why in fitted.doubts.items():
+        talk.note(f"{found.source}: task.{key}: {fitted.keys.get(key)}; {why}")
     return known
 
 
