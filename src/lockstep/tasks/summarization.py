@@ -26,7 +26,7 @@ class SummarizationOptions(WritingOptions):
 class Summarization(Translation):
     """One text for another, shorter or not."""
 
-    Options = SummarizationOptions  # type: ignore[assignment]  # its keys are those of a translation, but for three
+    Options = SummarizationOptions
     pipeline = "summarization"
     shown = ("rouge", "beams", "samples")
     answer = "summary"
