@@ -58,7 +58,7 @@ def test_every_format_gives_the_examples_that_the_cache_would_hold(ending: str, 
     assert columns.mean_length == pytest.approx(np.mean([len(row[0]) for row in wanted]))
 
 
-@pytest.mark.parametrize("kind", ["documents", "prompts", "messages", "pairs"])
+@pytest.mark.parametrize("kind", ["documents", "prompts", "messages", "two texts"])
 def test_every_kind_of_example_is_streamed(kind: str, tmp_path: Path) -> None:
     import random
 
@@ -67,11 +67,11 @@ def test_every_kind_of_example_is_streamed(kind: str, tmp_path: Path) -> None:
         "documents": {"name": "language_modeling", "block_size": 12, "packing": False},
         "prompts": {"name": "language_modeling", "prompt": "question", "response": "answer", "block_size": 32},
         "messages": {"name": "language_modeling", "messages": "messages", "chat_template": TEMPLATE, "block_size": 32},
-        "pairs": {"name": "classification", "text": "said.0", "text_pair": "said.1", "label": "right"},
+        "two texts": {"name": "classification", "text": "said.0", "text_pair": "said.1", "label": "right"},
     }[kind]
     for name, count in (("train-0", 30), ("train-1", 25), ("validation", 12)):
         rows = [rows_of_kind(kind, draw) for _ in range(count)]
-        if kind == "pairs":
+        if kind == "two texts":
             rows = [{"said": [row["text"], "b c"], "right": bool(i % 2)} for i, row in enumerate(rows)]
         write(tmp_path / f"{name}.jsonl", rows)
     run = streamed(tmp_path, task=asked, micro_batches=2, batch_size=8)

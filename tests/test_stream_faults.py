@@ -59,6 +59,8 @@ def test_keys_that_do_not_go_with_a_stream_are_refused(override: str, told: str,
 def test_tasks_that_cannot_stream_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"data.stream: the task translation cannot; classification and language_mod"):
         streamed(tmp_path, task={"name": "translation", "source": "en", "target": "de"})
+    with pytest.raises(RunError, match=r"data.stream: it goes with one label a text, and not with multi_label"):
+        streamed(tmp_path, task={"multi_label": True})
     with pytest.raises(RunError, match=r"data.*sources does not go with data.stream: a stream is one source"):
         tiny("data.source=null", "data.limit=null", "data.sources=[a.jsonl]", "data.stream=true")
 
