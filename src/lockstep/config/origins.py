@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config import streaming
 from lockstep.config.sections import ONE_ORIGIN
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def wrong(run: Run, task: Any) -> dict[str, str]:
     """Key -> what is missing there, or of no use."""
     if task.own_model:
-        return dict(task.refused(run))
+        return dict(task.refused(run)) | streaming.wrong(run, task)
     found = {key: "missing, and it has no default" for key in ("data", "model") if key not in run.model_fields_set}
     if not found and run.model.source is None and run.model.type is None:
         found["model"] = ONE_ORIGIN
@@ -24,4 +25,4 @@ def wrong(run: Run, task: Any) -> dict[str, str]:
         found["data.workers"] = (
             f"the task {run.task.name} reads prepared tokens and has no use for workers; set it to 0"
         )
-    return found or dict(task.refused(run))
+    return found or {**task.refused(run), **streaming.wrong(run, task)}

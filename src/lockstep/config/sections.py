@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from lockstep.config.conditions import Filter
 from lockstep.config.mixture import OWN, Mixture
+from lockstep.config.streaming import Streaming
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -52,8 +53,6 @@ def _dtype(value: Any) -> Any:
 Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)]
 Precision = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(lambda value: PRECISIONS.get(str(value), value))]
 Names = Annotated[list[str], BeforeValidator(_listed)]
-
-
 ONE_ORIGIN = "give either source (pretrained) or type (from scratch), and not both"
 
 
@@ -87,7 +86,7 @@ class TaskSection(PluginSection):
     )
 
 
-class DataSection(Section):
+class DataSection(Streaming, Section):
     source: str | None = Field(None, description="Hub id, local folder, file or glob, or builtin/emotion")
     sources: Mixture | None = Field(
         None,

@@ -29,9 +29,17 @@ def kept(
     read: Source, splits: dict[str, Dataset], run: Run, texts: Sequence[str], label: Sequence[str], cut: Cut
 ) -> tuple[dict[str, Dataset], dict[str, Any]]:
     """Splits and facts. `splits`: the rows of `read` that lack nothing; `texts`: the columns that make two examples the
-    same for an evaluation; `label`: what must be equal, too, where one of them is left out. Errors: `RunError`."""
+    same for an evaluation; `label`: what must be equal, too, where one of them is left out. Of a stream `splits` has no
+    train. Errors: `RunError`."""
     facts: dict[str, Any] = missing.left_out(read.splits, splits)
     facts |= {"filtered": read.left_out} if read.left_out else {}
+    if run.data.stream:
+        if "validation" not in splits:
+            raise RunError(
+                "data.validation: missing; a share of a stream cannot be cut off, which needs all of its rows at once. "
+                "Name files, or put validation.* beside train.*"
+            )
+        return splits, facts
     if run.data.deduplicate:
         train, rows = splits["train"], first_of(hashes(splits["train"], [*texts, *label]))
         if len(rows) < len(train):

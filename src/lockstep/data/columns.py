@@ -28,6 +28,7 @@ class Shards:
         path = Path(path)
         self.index: dict[str, Any] | None = None
         self._opened: dict[int, pa.RecordBatch] = {}
+        self._lists: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}  # of the shards that were used
         self._files: list[Path] = []
         if path.is_dir():
             self.index = json.loads((path / INDEX).read_text(encoding="utf-8"))
@@ -46,6 +47,14 @@ class Shards:
     def of(self, rows: Any) -> Any:
         """The shard that each row is in, or a single one."""
         return np.searchsorted(self.first, rows, side="right") - 1
+
+    def lists(self, shard: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Values and offsets of a column of lists of a shard: views."""
+        found = self._lists.get((shard, name))
+        if found is None:
+            column = self.column(shard, name)
+            self._lists[shard, name] = found = _numbers(column.values), _numbers(column.offsets)
+        return found
 
     def column(self, shard: int, name: str) -> pa.Array:
         """A column of a shard, memory-mapped."""
@@ -211,24 +220,17 @@ class Ragged:
 
     def __init__(self, shards: Shards, name: str) -> None:
         self._shards, self._name = shards, name
-        self._views: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # values and offsets of the shards that were used
         self.lengths = Numbers(shards, self.lengths_in)  # int32 [examples]
-
-    def _view(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        if shard not in self._views:
-            column = self._shards.column(shard, self._name)
-            self._views[shard] = _numbers(column.values), _numbers(column.offsets)
-        return self._views[shard]
 
     def lengths_in(self, shard: int, rows: np.ndarray) -> np.ndarray:
         """Of rows that are counted within a shard: int32, same shape."""
-        offsets = self._view(shard)[1]
+        offsets = self._shards.lists(shard, self._name)[1]
         return (offsets[rows + 1] - offsets[rows]).astype(np.int32)
 
     def row(self, index: int) -> np.ndarray:
         """One example's numbers: a view."""
         shard = int(self._shards.of(index))
-        values, offsets = self._view(shard)
+        values, offsets = self._shards.lists(shard, self._name)
         within = index - int(self._shards.first[shard])
         return values[offsets[within] : offsets[within + 1]]
 

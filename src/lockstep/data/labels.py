@@ -6,6 +6,7 @@ and what gives labels codes, or a `RunError` that names the row.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
     """Names and codes of the labels of all splits. `wanted`: the names that the run file gives integers. Errors:
     `RunError`."""
     given = getattr(splits["train"].features[column], "names", None)
-    held = _distinct(splits["train"], column, "train")
+    held = distinct(splits["train"], column, "train")
     values = list(range(len(given))) if given else held
     if wanted is None:
         names = given or _named_by_column(splits["train"], column, values) or [str(v) for v in values]
@@ -91,7 +92,7 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
         )
     known = set(values)
     for split, dataset in splits.items():
-        if (unknown := set(_distinct(dataset, column, split)) - known) != set():
+        if (unknown := set(distinct(dataset, column, split)) - known) != set():
             row, label = _first(dataset, column, lambda label: label in unknown)
             raise RunError(
                 f"task.label: the {split} split of {name} has the label {label!r} (row {row}), which the "
@@ -101,13 +102,34 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
     return Codes(column, list(names), values)
 
 
+def told(rows: Dataset, column: str) -> dict[str, list]:
+    """The labels that some rows hold and how often, as JSON has it, for `together`. Errors: `RunError`."""
+    distinct(rows, column, "train")  # refuses what is no label
+    held = Counter(rows[column])
+    return {"labels": sorted(held.items()), "names": getattr(rows.features[column], "names", None) or []}
+
+
+def together(found: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
+    """A data set of one row a label, of what `told` says of parts, and how often each is there. Errors: `RunError`."""
+    import datasets
+
+    values: Counter[Any] = Counter()
+    for part in found:
+        values.update(dict(map(tuple, part["labels"])))
+    if len({*map(type, values)}) > 1:
+        raise RunError(f"task.label: column {column!r} of the train split mixes integers and strings")
+    names = next((part["names"] for part in found if part["names"]), [])
+    features = datasets.Features({column: datasets.ClassLabel(names=names)}) if names else None
+    return datasets.Dataset.from_dict({column: sorted(values)}, features=features), values
+
+
 def _first(dataset: Dataset, column: str, wanted: Callable[[Any], bool]) -> tuple[int, Any]:
     """The first row with such a label, and the label."""
     parts = scan.lists(dataset, column)
     return next((first + i, label) for first, part in parts for i, label in enumerate(part) if wanted(label))
 
 
-def _distinct(dataset: Dataset, column: str, split: str) -> list:
+def distinct(dataset: Dataset, column: str, split: str) -> list:
     """The labels of a split, each once, in order. Errors: `RunError`."""
     if scan.plain(dataset, column) and (found := scan.distinct(dataset, column)) and None not in found:
         return sorted(found)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
+class NothingLeft(RunError):
+    """Every row lacks something, and such rows are left out."""
+
+
 def present(dataset: Dataset, columns: Mapping[str, str], split: str, name: str) -> None:
     """Every column is there. Errors: `RunError`."""
     for key, column in columns.items():
@@ -49,7 +53,7 @@ def without(
     kept = np.flatnonzero(~np.logical_or.reduce([rows for _, rows in lacks.values()]))
     if len(kept) == 0:
         columns = " and ".join(repr(column) for column, _ in lacks.values())
-        raise RunError(f"data.drop_missing: no row of the {split} split of {name} has something in {columns}")
+        raise NothingLeft(f"data.drop_missing: no row of the {split} split of {name} has something in {columns}")
     return dataset.select(kept)
 
 

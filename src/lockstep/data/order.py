@@ -1,7 +1,8 @@
 """Which examples step t uses: a pure function of (seed, t), with nothing to store and nothing to skip.
 
 In: the number of examples, the batch size, the seed and a step. Out: positions in the training split.
-`ByLength` also takes the examples' lengths, and lets examples of like length meet in a step.
+`ByLength` also takes the examples' lengths, and lets examples of like length meet in a step. `ByShard` takes how many
+examples each shard has, and uses those of a shard near each other.
 A seeded permutation is evaluated at any position by a Feistel network with cycle walking (Black and Rogaway,
 "Ciphers with arbitrary finite domains", CT-RSA 2002), so that step 10^9 costs what step 0 costs.
 """
@@ -14,6 +15,7 @@ import numpy as np
 
 _ROUNDS = 6
 _OF_WINDOWS = 0x5DEECE66D  # sets the seed of the order within windows apart
+_OF_SHARDS = 0x2127599BF4325C37  # and that of the order of shards
 
 
 @dataclass
@@ -65,6 +67,59 @@ class ByLength(Order):
         if place < whole:
             place = int(permute(np.array([place]), whole, self.seed ^ _OF_WINDOWS, name)[0])
         return rows[place * self.batch_size : (place + 1) * self.batch_size]
+
+
+class ByShard(Order):
+    """The same, where the examples of a shard come near each other: an epoch goes through the shards in a seeded order,
+    and what follows each other in them is shuffled window by window. Examples are numbered shard by shard."""
+
+    def __init__(self, sizes: np.ndarray, batch_size: int, seed: int, window: int) -> None:
+        """`sizes`: examples of each shard, int64 [shards]. An epoch costs as much as there are shards, once."""
+        super().__init__(int(sizes.sum()), batch_size, seed)
+        self.sizes, self.first, self.window = sizes, np.cumsum(sizes) - sizes, window
+        self._shards: tuple[int, np.ndarray, np.ndarray] = (-1, sizes, sizes)  # an epoch; its shards, and their ends
+
+    def step(self, step: int) -> np.ndarray:
+        epoch, start, stop = self._places(step)
+        places = np.arange(start, stop)
+        numbers = places // self.window
+        for number in np.unique(numbers):
+            now, first = numbers == number, int(number) * self.window
+            size = min(self.window, self.examples - first)
+            name = epoch * -(-self.examples // self.window) + int(number)
+            places[now] = first + permute(places[now] - first, size, self.seed ^ _OF_WINDOWS, name)
+        shards, ends = self._epoch(epoch)
+        at = np.searchsorted(ends, places, side="right")
+        return self.first[shards[at]] + places - (ends - self.sizes[shards])[at]
+
+    def near(self, step: int) -> list[range]:
+        """Examples to have at hand, in the order of an epoch: those of the windows of a step, and as many behind them
+        as steps have used of them, so that the next window is read little by little."""
+        epoch, start, stop = self._places(step)
+        at, stop = start - start % self.window, min(stop + self.window, self.examples)
+        shards, ends = self._epoch(epoch)
+        found = []
+        for place in range(int(np.searchsorted(ends, at, side="right")), len(ends)):
+            end = int(ends[place])
+            begin = end - int(self.sizes[shards[place]])
+            if begin >= stop:
+                break
+            first = int(self.first[shards[place]]) - begin
+            if some := range(first + max(at, begin), first + min(stop, end)):
+                found.append(some)
+        return found
+
+    def _places(self, step: int) -> tuple[int, int, int]:
+        """The epoch of a step, and from where to where its examples are in it."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.batch_size
+        return epoch, start, min(start + self.batch_size, self.examples)
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._shards[0] != epoch:
+            shards = permute(np.arange(len(self.sizes)), len(self.sizes), self.seed ^ _OF_SHARDS, epoch)
+            self._shards = epoch, shards, np.cumsum(self.sizes[shards])
+        return self._shards[1:]
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:

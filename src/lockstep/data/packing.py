@@ -129,6 +129,16 @@ def apart(documents: Documents) -> Documents:
     return replace(documents, scored=documents.scored & ~first, starts=first)
 
 
+def joined(parts: Sequence[Documents], as_one: bool) -> Documents:
+    """All texts of several, or one text that they make together."""
+    arrays = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("ids", "scored", "bytes", "words", "lengths", "starts", "left")
+    }
+    whole = Documents(**arrays)
+    return replace(whole, lengths=np.array([len(whole)])) if as_one else whole
+
+
 def examples(documents: Documents, size: int) -> pa.RecordBatch:
     """Every text cut into parts of `size` + 1 tokens at most, which overlap by one: the last token of a part is the
     first of the next. What is stored of a part: inputs and the targets that follow them; nothing of one in which there

@@ -30,8 +30,12 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {"keep_default_na": False, "sep": "\t", "quoting": 3}),
     ".parquet": ("parquet", {}),
     ".txt": ("lines", {}),
+    ".tar": ("archive", {}),
 }
-READ = f"{', '.join(FORMATS)} (all but .parquet also with {', '.join(compressed.ENDINGS)} after it)"
+READ = (
+    f"{', '.join(FORMATS)} (all but .parquet also with {', '.join(compressed.ENDINGS)} after it; .tar with "
+    "data.stream=true)"
+)
 
 
 def format_of(file: Path) -> str | None:
@@ -56,6 +60,8 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
     import datasets
 
     for file in files:
+        if format_of(file) == ".tar":
+            raise RunError(f"{key}: {file} is an archive; archives are read in train, with data.stream=true")
         readable.check(file, key, data.encoding)
     parts: list[tuple[Path, Dataset]] = []
     with compressed.unpacked(files, key) as there:

@@ -36,14 +36,22 @@ def filtered(
     them, where there is a tokenizer. Errors: `RunError`, also where a split has none left."""
     found, fewer = {}, {}
     for split, dataset in splits.items():
-        masks = {c: _mask(dataset, c, wanted, split, name, tokens) for c, wanted in data.filter.items()}
-        kept = np.logical_and.reduce([np.ones(len(dataset), dtype=bool), *masks.values()])
+        masks, kept = holding(dataset, data, split, name, tokens)
         if len(dataset) and not kept.any():
             each = ", ".join(f"{_told(data.filter[c])} of {c!r} in {mask.sum():,}" for c, mask in masks.items())
             raise RunError(f"data.filter: no row of the {split} split of {name} is left; of {len(dataset):,}: {each}")
         fewer[split] = int(len(dataset) - kept.sum())
         found[split] = dataset.select(np.flatnonzero(kept)) if fewer[split] else dataset
     return found, {split: count for split, count in fewer.items() if count}
+
+
+def holding(
+    dataset: Dataset, data: DataSection, split: str, name: str, tokens: TokenCounts | None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Whether each condition of `data.filter`, by its column, holds for each row, and whether all do: bool [rows].
+    Errors: `RunError`."""
+    masks = {c: _mask(dataset, c, wanted, split, name, tokens) for c, wanted in data.filter.items()}
+    return masks, np.logical_and.reduce([np.ones(len(dataset), dtype=bool), *masks.values()])
 
 
 def _told(wanted: Wanted) -> str:

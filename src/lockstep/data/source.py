@@ -77,6 +77,8 @@ def is_local(data: DataSection) -> bool:
 def elsewhere(data: DataSection) -> list[list[remote.Fact]]:
     """Address, size and tag of every file that each source reads from an object store or another server. Asks them.
     Errors: `RunError`."""
+    if data.stream and remote.given(data):
+        raise RunError("data.stream: shards are read from local files only, and some of these are not; leave it out")
     return [remote.facts(section, local_splits) for section in sections(data) if remote.given(section)]
 
 
@@ -89,7 +91,7 @@ def load(
 ) -> Source:
     """Read all splits. `plain`: a .txt file is text and nothing else, each `line` or the whole `file` an example.
     `columns`: those that are read, by their keys in the run file; dotted paths among them become columns. `tokens`:
-    counts them for `data.filter`.
+    counts them for `data.filter`. Of a stream all splits but train.
 
     Errors: `RunError`."""
     if data.sources is not None:
@@ -103,18 +105,26 @@ def load(
     if (data.source == BUILTIN or local_splits(data) is None) and (data.layout != "rows" or data.columns is not None):
         key = "columns" if data.columns is not None else "layout"
         raise RunError(f"data.{key}: for local files, and {data.source} is none; leave it out")
-    if data.source == BUILTIN:
+    if data.source == BUILTIN and not data.stream:
         source = _builtin(seed)
     elif (files := local_splits(data)) is not None:
         if data.columns is not None:
             row_files.check_columns(files, data.columns)
         source = Source(
             data.source or "local files",
-            {s: _read(each, f"data.{s}", plain, data) for s, each in files.items() if each},
+            {
+                s: _read(each, f"data.{s}", plain, data)
+                for s, each in files.items()
+                if each and not (data.stream and s == "train")
+            },
+        )
+    elif data.stream:
+        raise RunError(
+            f"data.stream: {data.source} is no local file or folder, and others are not streamed; leave it out"
         )
     else:
         source = _from_hub(data)
-    if "train" not in source.splits:
+    if "train" not in source.splits and not data.stream:
         raise RunError(f"data.train: no training split in {source.name}; name it or its files in data.train")
     splits, left_out = selected.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:

@@ -108,6 +108,18 @@ def content(dataset: Dataset, columns: list[str]) -> str:
     return seen.hexdigest()[:24]
 
 
+def encoded(
+    batch: dict[str, list], encoder: Callable[[dict[str, list]], dict[str, Any]], schema: pa.Schema
+) -> pa.RecordBatch:
+    """What `encoder` makes of some rows. Errors: `RunError` where it is not as many examples."""
+    found, count = encoder(batch), len(next(iter(batch.values()), []))
+    columns = [pa.array(found[field.name], field.type) for field in schema]
+    if any(len(column) != count for column in columns):
+        sizes = ", ".join(f"{len(c)} of {n}" for c, n in zip(columns, schema.names, strict=True))
+        raise RunError(f"the encoder of this task made {sizes} of {count} examples")
+    return pa.record_batch(columns, schema=schema)
+
+
 def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, Any]], features: Features, key: str) -> str:
     """The shards of `dataset` mapped by `encoder` (batches of columns to batches of columns), made if not yet cached,
     or not as they were. The encoder runs in several processes, and sees some rows at a time.
@@ -118,11 +130,7 @@ def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, Any]
 
     def make(rows: range) -> Iterator[tuple[pa.RecordBatch, int]]:
         for _, batch in shards.batches(dataset, rows):
-            found, count = encoder(batch), len(next(iter(batch.values()), []))
-            columns = [pa.array(found[field.name], field.type) for field in schema]
-            if any(len(column) != count for column in columns):
-                sizes = ", ".join(f"{len(c)} of {n}" for c, n in zip(columns, schema.names, strict=True))
-                raise RunError(f"the encoder of this task made {sizes} of {count} examples")
-            yield pa.record_batch(columns, schema=schema), count
+            found = encoded(batch, encoder, schema)
+            yield found, len(found)
 
     return shards.written(key, schema, shards.cuts(dataset), make, "tokenising")

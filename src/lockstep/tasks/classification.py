@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
-from lockstep.config.run import Run
-from lockstep.data import apart, labels, missing, source, tokenizer
+from lockstep.config.run import Run, RunError
+from lockstep.data import apart, labels, missing, source, stream, tokenizer
+from lockstep.data.stream import Make, Stream
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode, encoded
 from lockstep.tasks.objectives.numbers import Numbers
 from lockstep.tasks.objectives.objective import Codes, Objective
 from lockstep.tasks.objectives.one_label import MOST_CLASSES, OneLabel, whole_numbers
@@ -25,7 +28,7 @@ from lockstep.tasks.objectives.several_labels import SeveralLabels
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
     from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
@@ -46,6 +49,7 @@ class Classification(Task):
     head = "classification"
     pipeline = "text-classification"
     shown = ("samples",)
+    streams = True
 
     @property
     def usage(self) -> str:
@@ -69,38 +73,84 @@ class Classification(Task):
             missing.present(dataset, asked, split, data.name)
         for split, dataset in splits.items():
             splits[split] = _whole(dataset, options, split, data.name, run.data.drop_missing)
-        codes = kind.codes(splits, options, data.name)
+        rows = cls.stream(run).found() if run.data.stream else None
+        codes, counts = (kind.codes(splits, options, data.name), []) if rows is None else _of(rows, options, splits)
 
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
             return kind.cut(codes, train, share, seed, key)
 
         splits, left_out = apart.kept(data, splits, run, texts, learned, cut)
-        counts = codes.counts(splits["train"])
-        kind(options, codes.names, counts, len(splits["train"]))  # refuses weights and thresholds of none of them
+        counts = codes.counts(splits["train"]) if rows is None else counts
+        examples = len(splits["train"]) if rows is None else sum(counts)
+        kind(options, codes.names, counts, examples)  # refuses weights and thresholds of none of them
         hashes = {split: content(dataset, [*texts, *learned]) for split, dataset in splits.items()}
 
-        def batches() -> Iterator[list[str]]:
-            for start in range(0, len(splits["train"]), 1000):
-                rows = splits["train"][start : start + 1000]
-                yield [text for column in texts for text in rows[column]]
+        def batches(train: Dataset) -> Iterator[list[str]]:
+            for start in range(0, len(train), 1000):
+                some = train[start : start + 1000]
+                yield [text for column in texts for text in some[column]]
 
-        folder = tokenizer.prepare(run, batches(), hashes["train"])
+        if rows is not None:
+            folder = rows.tokenizer(run, batches)
+        else:
+            folder = tokenizer.prepare(run, batches(splits["train"]), hashes["train"])
         _check_model(run)
         files = {}
+        kept = options.model_dump(include={"text", "text_pair", "label", "label_names"})
+        kept |= {} if kind is OneLabel else {"learned": kind.problem}
         for split, dataset in splits.items():
-            kept = options.model_dump(include={"text", "text_pair", "label", "label_names"})
-            kept |= {} if kind is OneLabel else {"learned": kind.problem}
             key = digest(VERSION, hashes[split], folder.name, run.data.max_length, kept, codes.names)
             files[split] = _encode(run, dataset, options, codes, str(folder), key)
         called = {"numbers": codes.names} if options.regression else {"labels": codes.names, "of_label": counts}
-        facts: dict[str, Any] = called | {"source": data.name} | left_out
+        facts: dict[str, Any] = called | {"source": data.name}
+        if rows is not None and isinstance(codes, labels.Codes):
+            facts["label_values"] = list(codes.place)
+            key = digest(VERSION, folder.name, run.data.max_length, kept, codes.names, facts["label_values"])
+            index = rows.index(cls.example_maker(run, str(folder), facts), key)
+            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
+        facts |= left_out
         if data.name == source.BUILTIN and learned == ["label"] and kind is OneLabel:
             facts["best_possible"] = {
                 split: {"accuracy": float(np.mean(np.array(d["label"]) == np.array(d["true_label"])))}
                 for split, d in splits.items()
             }
-        tokens = sorted((split, Path(file).name) for split, file in files.items())  # wherever the cache is
-        return Prepared(digest(tokens, codes.names), files, str(folder), facts)
+        return Prepared(digest(stream.names_of(files), codes.names), files, str(folder), facts)
+
+    @classmethod
+    def refused(cls, run: Run) -> dict[str, str]:
+        options = ClassificationOptions.model_validate(run.task.options)
+        if run.data.stream and objective_of(options) is not OneLabel:
+            return {
+                "data.stream": "it goes with one label a text, and not with multi_label or regression; leave it out"
+            }
+        return {}
+
+    @classmethod
+    def stream(cls, run: Run) -> Stream:
+        options = ClassificationOptions.model_validate(run.task.options)
+        asked = options.columns | options.labels
+
+        def whole(rows: Dataset, name: str) -> Dataset:
+            missing.present(rows, asked, "train", name)
+            rows = missing.complete(rows, asked, "train", name, run.data.drop_missing)
+            rows = missing.texts(rows, options.columns, "train", name, run.data.drop_missing)
+            return OneLabel.readable(rows, options)
+
+        return Stream(run.data, asked, whole)
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        options = ClassificationOptions.model_validate(run.task.options)
+        codes = labels.Codes(options.labels["task.label"], facts["labels"], facts["label_values"])
+        encoder, features = _encoder(run, options, codes, folder)
+        schema = pa.schema(list(features.arrow_schema))
+
+        def make(rows: Dataset) -> pa.RecordBatch:
+            if unknown := set(labels.distinct(rows, codes.column, "train")) - codes.place.keys():
+                raise RunError(f"task.label: the train split has a label that it had not before: {unknown.pop()!r}")
+            return encoded(rows[:], encoder, schema)
+
+        return make
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -260,6 +310,16 @@ def _whole(dataset: Dataset, options: ClassificationOptions, split: str, name: s
     return found if whole else whole_numbers(found, options.labels["task.label"])
 
 
+def _of(rows: Stream, options: ClassificationOptions, others: dict[str, Dataset]) -> tuple[labels.Codes, list[int]]:
+    """The codes of the labels of a stream and of the other splits, and how many examples each has in the stream.
+    Errors: `RunError`."""
+    column = options.labels["task.label"]
+    found = rows.told(partial(labels.told, column=column), "labels", "looking for the labels of the shards")
+    train, held = labels.together(found, column)
+    codes = labels.codes_of({"train": train} | others, column, options.label_names, rows.files[0].name)
+    return codes, [held[value] for value in codes.place]
+
+
 def _check_model(run: Run) -> None:
     from lockstep.tasks.models import models
 
@@ -275,10 +335,18 @@ def _instead_of_none(tok: Any) -> int:
 
 
 def _encode(run: Run, dataset: Dataset, options: ClassificationOptions, codes: Codes, folder: str, key: str) -> str:
+    encoder, features = _encoder(run, options, codes, folder)
+    read = [*options.columns.values(), *options.labels.values()]
+    return encode(dataset.select_columns(list(dict.fromkeys(read))), encoder, features, key)
+
+
+def _encoder(
+    run: Run, options: ClassificationOptions, codes: Codes, folder: str
+) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
+    """What makes tokens and labels of rows, and what these are."""
     import datasets
 
-    texts, learned = list(options.columns.values()), list(options.labels.values())
-
+    texts = list(options.columns.values())
     tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
     empty = _instead_of_none(tok)
     numbers = datasets.List(datasets.Value("int32"))
@@ -304,4 +372,4 @@ def _encode(run: Run, dataset: Dataset, options: ClassificationOptions, codes: C
             found["token_type_ids"] = [t or [0] for t in out["token_type_ids"]]
         return found
 
-    return encode(dataset.select_columns(list(dict.fromkeys([*texts, *learned]))), encoder, features, key)
+    return encoder, features

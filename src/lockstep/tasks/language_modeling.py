@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import (
@@ -26,9 +27,11 @@ from lockstep.data import (
     packing,
     shards,
     source,
+    stream,
     tokenizer,
 )
 from lockstep.data.cache import discard
+from lockstep.data.stream import Make, Stream
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.models.language_options import LanguageModelingOptions
@@ -50,6 +53,7 @@ class LanguageModeling(PerToken):
     Options = LanguageModelingOptions
     head = "causal"
     pipeline = "text-generation"
+    streams = True
     shown = ("samples", "sample_prompt", "sample_tokens", "temperature")
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -64,7 +68,11 @@ class LanguageModeling(PerToken):
         cut = partial(documents.cut, column=options.text if list(asked) == ["task.text"] else None)
         splits, left_out = apart.kept(data, splits, run, columns, [], cut)
         hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
-        folder = tokenizer.prepare(run, _batches(splits["train"], options), hashes["train"], generative=True)
+        rows = cls.stream(run).found() if run.data.stream else None
+        if rows is not None:
+            folder = rows.tokenizer(run, partial(_batches, options=options), generative=True)
+        else:
+            folder = tokenizer.prepare(run, _batches(splits["train"], options), hashes["train"], generative=True)
         tok = tokenizer.load(str(folder), run.model.trust_remote_code)
         if options.messages is not None and not (options.chat_template or tok.chat_template):
             raise RunError("task.messages: the tokenizer has no chat template; give task.chat_template")
@@ -87,10 +95,36 @@ class LanguageModeling(PerToken):
                     f"task: no token is left to predict in the {split} split of {data.name}: texts of one token, or "
                     f"prompts that fill all {options.block_size} tokens of task.block_size"
                 )
-        facts = {"source": data.name, "texts": {split: len(dataset) for split, dataset in splits.items()}} | left_out
+        facts: dict[str, Any] = {"source": data.name}
+        facts["texts"] = {split: len(dataset) for split, dataset in splits.items()}
         if ends := {split: told for split in files if (told := _cut(splits[split], files[split], options))}:
             facts["cut"] = ends
-        return Prepared(digest(sorted(names)), files, str(folder), facts)
+        if rows is not None:
+            asked_for = options.model_dump(exclude={*cls.shown, "loss_chunk"})
+            key = digest("language modelling", VERSION, folder.name, asked_for)
+            index = rows.index(cls.example_maker(run, str(folder), {}), key)
+            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
+            facts["texts"]["train"] = stream.about(index)["rows"]
+            names.append(("train", stream.about(index)["content"]))
+        return Prepared(digest(sorted(names)), files, str(folder), facts | left_out)
+
+    @classmethod
+    def stream(cls, run: Run) -> Stream:
+        options = LanguageModelingOptions.model_validate(run.task.options)
+        asked = options.columns or options.writing.columns
+        whole = partial(_whole, options=options, drop=run.data.drop_missing)
+        return Stream(run.data, asked, lambda rows, name: whole(rows, split="train", name=name), options.document)
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        options = LanguageModelingOptions.model_validate(run.task.options)
+        tok = tokenizer.load(folder, run.model.trust_remote_code)
+
+        def make(rows: Dataset) -> pa.RecordBatch:
+            found = [each for each, _ in _documents(rows, tok, options, range(len(rows)))]
+            return packing.examples(packing.joined(found, options.packed), options.block_size)
+
+        return make
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -260,20 +294,25 @@ def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[
             yield [piece for text in texts for piece in long_texts.pieces(text)]
 
 
+def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range) -> documents.Found:
+    """Some rows, as they are to be cut into examples."""
+    if options.messages is not None:
+        found = conversations.documents_of(dataset, tok, options.writing, rows)
+    elif options.prompt is not None and options.response is not None:
+        found = documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
+    else:
+        found = documents.of_texts(dataset, tok, options.text, rows)
+    if options.packed:
+        return found if options.cross_documents else ((packing.apart(each), count) for each, count in found)
+    if not options.cut:
+        return found
+    most = options.block_size + 1  # a response is not read without its prompt
+    return ((each.beginnings(most), count) for each, count in found)
+
+
 def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:
     def tokens(rows: range) -> documents.Found:
-        if options.messages is not None:
-            found = conversations.documents_of(dataset, tok, options.writing, rows)
-        elif options.prompt is not None and options.response is not None:
-            found = documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
-        else:
-            found = documents.of_texts(dataset, tok, options.text, rows)
-        if options.packed:
-            return found if options.cross_documents else ((packing.apart(each), count) for each, count in found)
-        if not options.cut:
-            return found
-        most = options.block_size + 1  # a response is not read without its prompt
-        return ((each.beginnings(most), count) for each, count in found)
+        return _documents(dataset, tok, options, rows)
 
     read = list((options.columns or options.writing.columns).values())
     parts = shards.cuts(dataset.select_columns(list(dict.fromkeys(read))))

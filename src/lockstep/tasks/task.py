@@ -17,7 +17,8 @@ import numpy as np
 from pydantic import BaseModel
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import micro_batches
+from lockstep.data import micro_batches, streamed
+from lockstep.data.stream import Make, Stream
 from lockstep.data.tokens import Columns, Prepared
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Task(ABC):
     """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
 
     head: ClassVar[str | None] = None  # of its model of transformers, as `models.HEADS` calls it
+    streams: ClassVar[bool] = False  # whether `data.stream` goes with it: it has the two methods about it
     functions: ClassVar[tuple[str, ...]] = ()  # its keys that name functions of the user's
     library: ClassVar[str] = "transformers"  # what loads the export
     loader: ClassVar[str] = "from_pretrained"  # by which function
@@ -63,8 +65,12 @@ class Task(ABC):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
-        self.splits = {name: Columns(path) for name, path in prepared.splits.items()}
         self.first_said: dict[str, np.ndarray] = {}  # by split, where it `asks_first`
+
+        def how() -> tuple[Stream, Make]:
+            return self.stream(run), self.example_maker(run, prepared.tokenizer, prepared.facts)
+
+        self.splits = {name: streamed.opened(path, how) for name, path in prepared.splits.items()}
 
     def sources(self, columns: Columns) -> dict[str, range]:
         """The rows of each source in a split, where there are several."""
@@ -124,6 +130,16 @@ class Task(ABC):
 
         Errors: `RunError` for bad data, columns, labels, tokenizers and models.
         """
+
+    @classmethod
+    def stream(cls, run: Run) -> Stream:
+        """Which rows of a streamed training split are used, without its files."""
+        raise NotImplementedError
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        """What makes examples of rows of a stream, with the tokenizer of a folder and the facts of `Prepared`."""
+        raise NotImplementedError
 
     @abstractmethod
     def model(self, empty: bool = False) -> nn.Module:

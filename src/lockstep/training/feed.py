@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,11 +20,15 @@ from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.micro_batches import by_chance
 from lockstep.data.mixture import MixedOrder
-from lockstep.data.order import ByLength, Order, total_steps
+from lockstep.data.order import ByLength, ByShard, Order, total_steps
+from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.world import World
 from lockstep.tasks.task import Task
+from lockstep.track.console import error
 
 AHEAD = 2  # steps made before they are asked for
+FORESEEN = 2  # of a stream, steps made before one is given out: ranks agree on a stop a step after it is asked for
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,17 @@ class Failure:
     """What a feeding thread met, to be raised where the batch is wanted."""
 
     error: BaseException
+
+
+def stopping(world: World) -> Callable[[Unreadable], None]:
+    """What asks all ranks to stop before a shard is needed that cannot be read, and says so."""
+
+    def ends(caught: Unreadable) -> None:
+        if world.local_rank == 0:  # the ranks of a machine read the same files
+            error(f"{caught}\nTraining stops before it is needed", world.log)
+        world.stop.came = True
+
+    return ends
 
 
 class Feed:
@@ -48,13 +64,18 @@ class Feed:
             self.order = self.mixed
         if run.data.group_by_length > 1:
             self.order = ByLength(self.order, self.columns.lengths, run.data.group_by_length)
+        if isinstance(self.columns, Streamed):
+            self.order = ByShard(self.columns.shard_sizes, run.batch_size, run.seed, run.data.stream_window)
         self.micro_batches, self.seed = run.micro_batches, run.seed
         self.pads = task.padded_because is not None
         self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
 
     @property
     def mixture(self) -> dict[str, str]:
-        """An opening line about several sources; none of one."""
+        """An opening line about several sources, or shards; none of one source."""
+        if isinstance(self.columns, Streamed):
+            window = min(self.task.run.data.stream_window, len(self.columns))
+            return {"stream": f"{len(self.columns.shard_sizes):,} shards, {window:,} examples shuffled together"}
         return {} if self.mixed is None else {"mixture": self.mixed.told(list(self.sources), self.total)}
 
     def interval(self, every: int | Literal["epoch"]) -> int:
@@ -64,6 +85,8 @@ class Feed:
     def make(self, step: int, made: Iterator[MicroBatch] | None = None) -> StepBatch:
         """One step's batch: every rank cuts the same micro-batches and collates its own, or takes those that workers
         have `made`."""
+        if isinstance(self.columns, Streamed) and isinstance(self.order, ByShard):
+            self.columns.hold(self.order.near(step))
         return self._batch(step, self.order.step(step), made)
 
     def one(self, step: int, index: int) -> MicroBatch:
@@ -122,10 +145,11 @@ class Feed:
             groups = self.task.cut(self.columns, rows)
             yield from ((step, k, rows[groups[k]]) for k in self.indices)
 
-    def steps(self, after: int) -> Iterator[StepBatch]:
-        """The batches of steps `after`, `after + 1`, ... to the run's last."""
+    def steps(self, after: int, ends: Callable[[Unreadable], None] = lambda error: None) -> Iterator[StepBatch]:
+        """The batches of steps `after`, `after + 1`, ... to the run's last. `ends` is told of a shard that cannot be
+        read while there are steps to stop at before it is needed. Errors: `Unreadable` when it is."""
         if self.task.ahead():
-            yield from self._made_ahead(after)
+            yield from self._foreseen(self._made_ahead(after), ends)
         else:
             made = self.task.in_workers(self.columns, self._jobs(after))
             for step in range(after, self.total):
@@ -134,7 +158,30 @@ class Feed:
     def _there(self, batch: StepBatch) -> StepBatch:
         return batch if self.device.type == "cpu" else batch.to(self.device)
 
-    def _made_ahead(self, after: int) -> Iterator[StepBatch]:
+    def _foreseen(
+        self, made: Generator[StepBatch | Failure], ends: Callable[[Unreadable], None]
+    ) -> Iterator[StepBatch]:
+        """Batches as they are needed, and of a stream so many of them looked at before."""
+        foreseen = FORESEEN if isinstance(self.columns, Streamed) else 0
+        waiting: deque[StepBatch | Failure] = deque()
+        over = False
+        try:
+            while waiting or not over:
+                while not over and len(waiting) <= foreseen:
+                    item = next(made, None)
+                    over = item is None or isinstance(item, Failure)
+                    waiting += [] if item is None else [item]
+                    if len(waiting) > 1 and isinstance(item, Failure) and isinstance(item.error, Unreadable):
+                        ends(item.error)
+                if waiting:
+                    item = waiting.popleft()
+                    if isinstance(item, Failure):
+                        raise item.error
+                    yield self._there(item)
+        finally:
+            made.close()
+
+    def _made_ahead(self, after: int) -> Generator[StepBatch | Failure]:
         ready: queue.Queue[StepBatch | Failure] = queue.Queue(maxsize=AHEAD)
         over = threading.Event()
 
@@ -159,10 +206,7 @@ class Feed:
         thread.start()
         try:
             for _ in range(after, self.total):
-                item = ready.get()
-                if isinstance(item, Failure):
-                    raise item.error
-                yield self._there(item)
+                yield ready.get()
         finally:
             over.set()
             thread.join()

@@ -28,7 +28,7 @@ from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 from lockstep.training import gathering
-from lockstep.training.feed import Feed
+from lockstep.training.feed import Feed, stopping
 from lockstep.training.guard import Corrupted, Guard
 from lockstep.training.session import Session
 from lockstep.training.sizes import evaluated_at_once, validation_rows
@@ -199,7 +199,7 @@ def train(session: Session, step: int) -> tuple[int, Counts]:
         return step, meter.total
     phases.take()  # what came before the first step is not in its phases
     try:
-        for batch in phases.during("data", feed.steps(after=step)):
+        for batch in phases.during("data", feed.steps(step, stopping(world))):
             PLACE.at(f"step {step}")
             rate = optim.learning_rate(run.optim, step, feed.total)
             result = guard.trained(batch, rate)

@@ -17,6 +17,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.schedules import drawn
 from lockstep.data.apart import left_out
+from lockstep.data.streamed import Streamed
 from lockstep.data.tokens import Columns, Prepared
 from lockstep.distributed.memory import capacity
 from lockstep.distributed.world import World, pick_device
@@ -117,7 +118,8 @@ def length(run: Run, feed: Feed) -> str:
 
 def units(feed: Feed) -> str:
     """Tokens (or what else counts an example's length) of a step, with and without padding."""
-    steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
+    last = 0 if isinstance(feed.columns, Streamed) else feed.total - 1  # later in a stream is another window to read
+    steps = np.unique(np.linspace(0, last, min(LOOKED_AT, feed.total)).astype(int))
     found = [feed.make(int(step)) for step in steps]
     real, padded = (sum(getattr(batch, name) for batch in found) for name in ("tokens", "padded"))
     return f"about {real / len(found):,.0f} a step; {padded / real:.2f} computed for each real one"

@@ -1,0 +1,70 @@
+"""`data.stream`: the keys of it, and which other keys do not go with it, each with the reason.
+
+In: the `data` section, and the run. Out: nothing, or what is wrong, by key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from lockstep.config.conditions import Condition
+
+if TYPE_CHECKING:
+    from lockstep.config.run import Run
+
+WINDOW = 8192
+_ALL_ROWS = "needs all rows of train at once"
+# Keys of `data` that a stream cannot have -> why; those at their defaults are not looked at.
+_REFUSED = {
+    "sources": "a stream is one source; put their shards into one folder",
+    "layout": "a stream reads rows, and no class folders or parallel files",
+    "columns": "a stream reads no .csv or .tsv files, whose rows may reach over lines; write .jsonl or .parquet",
+    "encoding": "a stream reads UTF-8 only",
+    "split_column": f"it {_ALL_ROWS}; write validation and test to files of their own",
+    "test_fraction": f"to cut it off {_ALL_ROWS}; name files in data.test",
+    "deduplicate": f"it {_ALL_ROWS}",
+    "overlap": f"it {_ALL_ROWS}",
+    "limit": "name fewer shards in data.train",
+    "group_by_length": "it sorts examples of many steps, and a stream reads the next ones only",
+}
+
+
+class Streaming(BaseModel):
+    """The keys of `data` about streaming."""
+
+    stream: bool = Field(
+        False,
+        description="read and encode the shards of train while training, instead of keeping its tokens in the cache",
+    )
+    stream_window: Annotated[int, Field(ge=1)] = Field(
+        WINDOW, description="of a stream: examples that are shuffled together, from one shard after another"
+    )
+
+    @model_validator(mode="after")
+    def _goes_with_a_stream(self) -> Any:
+        if not self.stream:
+            if self.stream_window != WINDOW:
+                raise ValueError("stream_window is about a stream: set data.stream=true, or leave it out")
+            return self
+        for key, why in _REFUSED.items():
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key} does not go with data.stream: {why}")
+        for column, wanted in getattr(self, "filter", {}).items():
+            if isinstance(wanted, Condition) and wanted.counts_tokens:
+                raise ValueError(
+                    f"filter: {column}: tokens are not counted in a stream before it is encoded; give min_words, max_words"
+                )
+        return self
+
+
+def wrong(run: Run, task: Any) -> dict[str, str]:
+    """Key -> why it does not go with a stream."""
+    if not run.data.stream:
+        return {}
+    if not task.streams:
+        return {"data.stream": f"the task {run.task.name} cannot; classification and language_modeling can"}
+    if run.model.compile:
+        return {"model.compile": "it looks for the shortest of all examples first, which a stream does not know"}
+    return {}

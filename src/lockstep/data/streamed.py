@@ -1,0 +1,136 @@
+"""A streamed training split, as training sees it: examples by their numbers, those of a few chunks in memory.
+
+In: the index that `Stream` has made, and what encodes rows. Out: `Columns`, in which `hold` decides what stays: the
+windows at hand and the part of the next ones that was read beside. What a chunk holds is compared with the index each
+time it is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from lockstep.config.run import RunError
+from lockstep.data import stream
+from lockstep.data.columns import Columns, Shards, table_of
+from lockstep.data.shard_files import Chunk, Shard
+from lockstep.data.stream import Make, Stream
+
+_MEND = "Put it back as it was, and the same command goes on; with other data begin anew, with another output"
+
+Opened = Callable[[], tuple[Stream, Make]]  # how rows are read, and what makes examples of them
+
+
+class Unreadable(RunError):
+    """A shard that cannot be read any more, or holds other rows than it did."""
+
+
+class _Chunks(Shards):
+    """The record batches of the chunks, made when one of their rows is asked for."""
+
+    def __init__(self, folder: Path, how: Opened) -> None:
+        about, table = stream.about(folder), table_of(folder / stream.CHUNKS)
+        self.files: list[tuple[str, int, int]] = [tuple(file) for file in about["files"]]
+        self.ends = np.cumsum(about["chunks"])  # chunks of each file and all before
+        self.chunks = {name: stream.numbers_of(table, name) for name in table.schema.names}  # memory-mapped
+        self.first = np.concatenate([[0], np.cumsum(self.chunks["examples"], dtype=np.int64)])  # 8 bytes a chunk
+        self.index, self.names = about, about["names"]
+        self._opened, self._lists = {}, {}
+        self._how = how
+        self._parts: tuple[Stream, Make] | None = None
+        self._lock = threading.Lock()  # of the file that is open; whoever collates ahead is not the only reader
+        self._shard: tuple[int, Shard | None] = (-1, None)
+
+    def column(self, shard: int, name: str) -> pa.Array:
+        batch = self._opened.get(shard)  # another thread may let it go meanwhile
+        if batch is None:
+            self._opened[shard] = batch = self._read(shard)
+        return batch.column(name)
+
+    def hold(self, wanted: Sequence[int]) -> None:
+        """These chunks are in memory afterwards, and no others."""
+        held = self._opened
+        self._opened = {chunk: held[chunk] if chunk in held else self._read(chunk) for chunk in wanted}
+        self._lists = {key: lists for key, lists in list(self._lists.items()) if key[0] in self._opened}
+
+    def _read(self, number: int) -> pa.RecordBatch:
+        """Errors: `Unreadable`."""
+        with self._lock:
+            of = int(np.searchsorted(self.ends, number, side="right"))
+            path, size, _ = self.files[of]
+            row, rows, at, length = (int(self.chunks[name][number]) for name in ("row", "rows", "at", "size"))
+            rows_of, make = self._parts = self._parts or self._how()
+            try:
+                if self._shard[0] != of:
+                    if self._shard[1] is not None:
+                        self._shard[1].close()
+                    self._shard = of, rows_of.opened(Path(path))
+                assert self._shard[1] is not None
+                chunk = Chunk(row, rows, at, length)
+                batch, _, _ = rows_of.made(self._shard[1].read(chunk), Path(path), chunk, make)
+            except RunError as error:
+                self._shard = -1, None
+                raise Unreadable(f"{error}{_since(path, size)}. {_MEND}") from error
+            if batch is None or stream.counted(batch)["hash"] != int(self.chunks["hash"][number]):
+                raise Unreadable(
+                    f"data.train: {path}, rows {row:,} to {row + rows - 1:,}: they are not what they were when the "
+                    f"shards were counted{_since(path, size)}. {_MEND}"
+                )
+            return batch
+
+
+def _since(path: str, size: int) -> str:
+    """What can be seen from outside."""
+    try:
+        now = Path(path).stat().st_size
+    except OSError:
+        return "; the shard is gone"
+    return f"; the shard has {now:,} bytes now, and had {size:,}" if now != size else ""
+
+
+class Streamed(Columns):
+    """A training split of which a few chunks are in memory."""
+
+    def __init__(self, folder: str | Path, how: Opened) -> None:
+        self._shards: _Chunks
+        self._shards = _Chunks(Path(folder), how)
+        self._cache = {}
+
+    @property
+    def shard_sizes(self) -> np.ndarray:
+        """Examples of each shard: int64 [shards]."""
+        ends = self._shards.first[self._shards.ends]
+        return np.diff(np.concatenate([[0], ends]))
+
+    def hold(self, near: Sequence[range]) -> None:
+        """Have these examples at hand, in this order of reading, and let all others go."""
+        chunks: dict[int, None] = {}
+        for some in near:
+            first, last = self._shards.of(np.array([some.start, some.stop - 1]))
+            chunks |= {
+                c: None for c in range(int(first), int(last) + 1) if self._shards.first[c + 1] > self._shards.first[c]
+            }
+        self._shards.hold(list(chunks))
+
+    def longest(self, count: int) -> np.ndarray:
+        """The longest example, so many times: no others take more memory, and one chunk is read for it."""
+        chunk = int(self._shards.index["longest"]) if self._shards.index else 0
+        rows = np.arange(self._shards.first[chunk], self._shards.first[chunk + 1])
+        return np.full(min(count, len(self)), rows[int(np.argmax(self.lengths[rows]))], dtype=np.int64)
+
+    def place(self, example: int) -> str:
+        """Where an example comes from, for a person."""
+        chunks, number = self._shards, int(self._shards.of(example))
+        path, _, _ = chunks.files[int(np.searchsorted(chunks.ends, number, side="right"))]
+        row, rows = int(chunks.chunks["row"][number]), int(chunks.chunks["rows"][number])
+        return f"{path}, rows {row:,} to {row + rows - 1:,}"
+
+
+def opened(path: str, how: Callable[[], tuple[Stream, Make]]) -> Any:
+    """A split, streamed or not."""
+    return Streamed(path, how) if path.endswith(stream.ENDING) else Columns(path)
