@@ -80,6 +80,7 @@ def test_the_config_says_what_was_learned(outputs: dict[str, Path]) -> None:
         assert final(outputs[kind])["test"]["threshold"] == final(outputs[kind])["validation"]["threshold"]
 
 
+@pytest.mark.extras
 def test_several_labels_score_as_scikit_learn_says_of_the_export(outputs: dict[str, Path]) -> None:
     theirs = pytest.importorskip("sklearn.metrics")
     output = outputs["lists"]
@@ -96,6 +97,7 @@ def test_several_labels_score_as_scikit_learn_says_of_the_export(outputs: dict[s
         assert found["loss"] == pytest.approx(theirs.log_loss(y.ravel(), p.ravel()), abs=1e-5)
 
 
+@pytest.mark.extras
 def test_two_labels_score_as_scikit_learn_says_of_the_export(outputs: dict[str, Path]) -> None:
     theirs = pytest.importorskip("sklearn.metrics")
     output = outputs["two"]
@@ -109,6 +111,7 @@ def test_two_labels_score_as_scikit_learn_says_of_the_export(outputs: dict[str, 
     assert found["roc_auc"] == pytest.approx(theirs.roc_auc_score(y, p), abs=1e-6)
 
 
+@pytest.mark.extras
 def test_numbers_score_as_scipy_says_of_the_export(outputs: dict[str, Path]) -> None:
     stats, theirs = pytest.importorskip("scipy.stats"), pytest.importorskip("sklearn.metrics")
     output = outputs["number"]

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.memory import tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.optim import undecayed
+from lockstep.strategies.exact.treatment import undecayed
 from lockstep.strategies.strategy import checked_strategy
 from lockstep.tasks.models import kept
 from lockstep.training.feed import Feed

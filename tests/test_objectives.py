@@ -149,6 +149,7 @@ def of_split(
     return objective.metrics(sums, threshold), objective.tables(sums, threshold)
 
 
+@pytest.mark.extras
 def test_metrics_of_several_labels_are_scikit_learn_s() -> None:
     theirs = pytest.importorskip("sklearn.metrics")
     logits, targets = drawn("several")
@@ -167,6 +168,7 @@ def test_metrics_of_several_labels_are_scikit_learn_s() -> None:
     assert found["micro_f1"] == pytest.approx(best, abs=1e-12)
 
 
+@pytest.mark.extras
 def test_metrics_of_one_label_are_scikit_learn_s() -> None:
     theirs = pytest.importorskip("sklearn.metrics")
     logits, targets = drawn("one")
@@ -178,6 +180,7 @@ def test_metrics_of_one_label_are_scikit_learn_s() -> None:
     assert found["macro_f1"] == pytest.approx(theirs.f1_score(y, p.argmax(-1), average="macro"), abs=1e-12)
 
 
+@pytest.mark.extras
 def test_metrics_of_numbers_are_the_field_s() -> None:
     theirs, stats = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
     logits, targets = drawn("numbers")

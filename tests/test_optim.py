@@ -197,6 +197,7 @@ def test_lion_is_that_of_the_paper() -> None:
     assert torch.allclose(weight.double(), expected, atol=1e-6)
 
 
+@pytest.mark.extras
 def test_schedule_free_is_that_of_its_library() -> None:
     library = pytest.importorskip("schedulefree")
     ours, weight, other = pair("schedule_free")
@@ -227,6 +228,7 @@ def test_schedule_free_exports_the_mean_of_where_the_steps_went() -> None:
         assert torch.allclose(weight.double(), total / 5, atol=1e-6)
 
 
+@pytest.mark.extras
 def test_8_bits_stay_near_32() -> None:
     pytest.importorskip("bitsandbytes")
     ours, weight, other = pair("adamw_8bit", shape=(64, 80))

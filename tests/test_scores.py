@@ -86,6 +86,7 @@ def test_no_score_overflows() -> None:
 # -- beside the field's libraries ------------------------------------------------------------------------------------
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("seed", range(6))
 def test_they_are_scikit_learn_s(seed: int) -> None:
     theirs = pytest.importorskip("sklearn.metrics")
@@ -101,6 +102,7 @@ def test_they_are_scikit_learn_s(seed: int) -> None:
     assert mine.predicted[some] == pytest.approx(predicted, abs=1e-12)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("seed", range(6))
 def test_they_are_scipy_s(seed: int) -> None:
     theirs = pytest.importorskip("scipy.stats")

@@ -54,7 +54,8 @@ class Streaming(BaseModel):
         for column, wanted in getattr(self, "filter", {}).items():
             if isinstance(wanted, Condition) and wanted.counts_tokens:
                 raise ValueError(
-                    f"filter: {column}: tokens are not counted in a stream before it is encoded; give min_words, max_words"
+                    f"filter: {column}: tokens are not counted in a stream before it is encoded; give min_words, "
+                    "max_words"
                 )
         return self
 
