@@ -3,6 +3,7 @@ forgets. A job of one process, step by step."""
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,9 @@ def test_on_a_slow_link_training_does_not_wait(tmp_path: Path, store: Store) -> 
     trained.saved()
     mirror = trained.checkpoints.mirror
     assert mirror is not None
+    until = time.monotonic() + 60
+    while not any(each.method == "PUT" for each in store.asked) and time.monotonic() < until:
+        time.sleep(0.01)  # until the first one is on its way
     for _ in range(5):  # of these only the last two are kept, besides the one on its way
         trained.saved()
     assert mirror.busy
