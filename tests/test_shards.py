@@ -57,7 +57,7 @@ def everything(found: Prepared) -> dict[str, Any]:
             name: columns.texts(name, rows)
             if name == "reference"
             else columns.flat(name).tolist()
-            if name in ("label", "count", "bytes", "words")
+            if name in ("label", "count", "bytes", "words", "chosen", "cut")
             else [columns.ragged(name).row(i).tolist() for i in rows]
             for name in columns.names
         }
