@@ -4,7 +4,7 @@ In: words of a command line, a folder, a cache, variables. Out: what looks like 
 and the seed of hashes are not the command's own: working directory, session, environment, handlers of signals,
 descriptors, limits, and how it ends are those of a new process. The server that its ranks are forked from is forked
 from the command, where a new one would import everything again, and so are the processes of `MODULES` that it starts:
-trials of a sweep, ranks of torchrun and of accelerate. What an import reads cannot be given afterwards: `can_fork` says
+trials of a sweep, ranks of torchrun. What an import reads cannot be given afterwards: `can_fork` says
 whether a command needs a new interpreter.
 """
 
@@ -64,7 +64,7 @@ LATER = (
 )  # seen to, or read when they are used
 SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
 # that are run as `python -m`
-MODULES = ("lockstep", "lockstep.tools.child", "torch.distributed.run", "accelerate.commands.launch")
+MODULES = ("lockstep", "lockstep.tools.child", "torch.distributed.run")
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
 _SLAVE, _DETACH = 0x84000, 2  # of <sys/mount.h>
 _TESTS = str(Path(__file__).parent)

@@ -121,6 +121,7 @@ def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(900)  # every rank compiles
 @pytest.mark.parametrize(
     ("precision", "name"),
     [

@@ -180,7 +180,7 @@ def test_of_a_template_that_rewrites_each_turn_is_an_example(tmp_path: Path) -> 
     inputs = task.tokenizer.decode(task.splits["train"].ragged("input_ids").row(1))
     assert "b0" in inputs  # read, and no more than that
     assert "x0" not in inputs
-    assert "cut" not in task.prepared.facts
+    assert "cut_texts" not in task.prepared.facts
 
 
 def test_keys_of_messages_and_tools_reach_the_template(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_what_is_cut_is_counted_and_said(tmp_path: Path, capfd: pytest.CaptureFi
     assert columns.flat("left")[:].tolist() == [0, 0, 1, 5]  # of the last one nothing to learn is left
     assert [len(text.split()) for text in targets(task)] == [1, 9, 10, 10]
     told = {"texts": 2, "tokens": 6, "nothing": 1, "of": 5, "most": 16, "key": "task.block_size"}
-    assert task.prepared.facts["cut"]["train"] == told
+    assert task.prepared.facts["cut_texts"]["train"] == told
     (train, _, *_) = warnings(task.prepared.facts)
     assert train.startswith(
         "2 of 5 train texts are longer than 16 tokens, and their ends (6 tokens) are cut off; 1 more"
@@ -230,9 +230,9 @@ def test_what_is_cut_is_counted_and_said(tmp_path: Path, capfd: pytest.CaptureFi
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
     assert train[:60] in " ".join(capfd.readouterr().out.split())
     again = task_of(run)  # from the cache
-    assert again.prepared.facts["cut"] == task.prepared.facts["cut"]
-    assert "cut" not in task_of(chats(tmp_path, rows, block_size=48)).prepared.facts
-    assert "cut" not in task_of(chats(tmp_path, rows, block_size=16, packing=True)).prepared.facts  # nothing is lost
+    assert again.prepared.facts["cut_texts"] == task.prepared.facts["cut_texts"]
+    assert "cut_texts" not in task_of(chats(tmp_path, rows, block_size=48)).prepared.facts
+    assert "cut_texts" not in task_of(chats(tmp_path, rows, block_size=16, packing=True)).prepared.facts  # nothing is lost
 
 
 def test_the_data_s_key_is_that_of_before_texts_were_counted(tmp_path: Path) -> None:

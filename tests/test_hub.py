@@ -311,7 +311,7 @@ def test_the_card_is_complete_and_the_hub_s_own_parser_reads_it(trained: Path) -
     assert head["language"] == ["en"]
     assert head["tags"] == ["lockstep", "text-classification", "feelings"]
     assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "text-classification")
-    assert head["metrics"] == ["accuracy", "f1"]
+    assert head["metrics"] == ["accuracy", "ece", "f1", "roc_auc"]
     name, results = model_index_to_eval_results(head["model-index"])
     assert name == "feelings"
     lines = [json.loads(line) for line in (trained / "out/metrics.jsonl").read_text().splitlines()]

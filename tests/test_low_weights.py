@@ -174,7 +174,7 @@ def test_every_strategy_goes_on_from_another_s_state(low: tuple[str, ...]) -> No
 @pytest.mark.parametrize(("low", "formula"), [(LOW, 2 + 4 + 8), (WITHOUT, 2 + 8), ((), 4 + 8)])
 def test_bytes_a_parameter_between_steps(low: tuple[str, ...], formula: int) -> None:
     run = tiny("strategy.name=single", *low, model=MODEL)
-    found = run_on(1, held, run, run=run)[0]
+    found = run_on(1, held, run, {}, run=run)[0]
     assert near(found["rest"], formula * found["all"]), found["rest"] / found["all"]
 
 

@@ -189,7 +189,7 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         f"({found['tokens']:,} tokens) are cut off"
         + f"; {found['nothing']:,} more, in which nothing to learn would be left, are not used" * (found["nothing"] > 0)
         + f". A larger {found['key']} keeps more"
-        for split, found in facts.get("cut", {}).items()
+        for split, found in facts.get("cut_texts", {}).items()
     ]
     if facts.get("dropped"):
         return told

@@ -87,7 +87,7 @@ class AnswerPairs(Task):
             files[split] = _encode(run, dataset, split, options, str(folder), key)
             if count := sum(int(part.sum()) for _, part in Columns(files[split]).flat("cut").parts()):
                 cut[split] = count
-        facts = {"source": data.name} | left_out | ({"cut": cut, "cut_at": run.data.max_length} if cut else {})
+        facts = {"source": data.name} | left_out | ({"cut_answers": cut, "cut_at": run.data.max_length} if cut else {})
         tokens = sorted((split, Path(file).name) for split, file in files.items())
         return Prepared(digest(tokens), files, str(folder), facts)
 
@@ -104,7 +104,7 @@ class AnswerPairs(Task):
 
     @property
     def doubts(self) -> list[str]:
-        cut = self.prepared.facts.get("cut", {})
+        cut = self.prepared.facts.get("cut_answers", {})
         most = self.prepared.facts.get("cut_at")
         return super().doubts + [
             f"{count:,} of {len(self.splits[split]):,} {split} pairs have an answer that is cut at {most} tokens "

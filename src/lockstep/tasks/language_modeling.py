@@ -98,7 +98,7 @@ class LanguageModeling(PerToken):
         facts: dict[str, Any] = {"source": data.name}
         facts["texts"] = {split: len(dataset) for split, dataset in splits.items()}
         if ends := {split: told for split in files if (told := _cut(splits[split], files[split], options))}:
-            facts["cut"] = ends
+            facts["cut_texts"] = ends
         if rows is not None:
             asked_for = options.model_dump(exclude={*cls.shown, "loss_chunk"})
             key = digest("language modelling", VERSION, folder.name, asked_for)
