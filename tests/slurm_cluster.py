@@ -73,7 +73,7 @@ class Cluster:
         ports = _free_ports()
         text = CONFIG.format(host=socket.gethostname().split(".")[0], folder=folder, ports=ports, grace_s=grace_s)
         self.config.write_text(text)
-        path = os.pathsep.join([LEAN, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([LEAN, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.variables = {"SLURM_CONF": str(self.config), "PYTHONPATH": path}
         try:
             self.start("slurmctld", ["slurmctld", "-D", "-c"])

@@ -232,7 +232,9 @@ def test_what_is_cut_is_counted_and_said(tmp_path: Path, capfd: pytest.CaptureFi
     again = task_of(run)  # from the cache
     assert again.prepared.facts["cut_texts"] == task.prepared.facts["cut_texts"]
     assert "cut_texts" not in task_of(chats(tmp_path, rows, block_size=48)).prepared.facts
-    assert "cut_texts" not in task_of(chats(tmp_path, rows, block_size=16, packing=True)).prepared.facts  # nothing is lost
+    assert (
+        "cut_texts" not in task_of(chats(tmp_path, rows, block_size=16, packing=True)).prepared.facts
+    )  # nothing is lost
 
 
 def test_the_data_s_key_is_that_of_before_texts_were_counted(tmp_path: Path) -> None:

@@ -322,6 +322,7 @@ def test_the_card_is_complete_and_the_hub_s_own_parser_reads_it(trained: Path) -
             "loss": round(scored["loss"], 6),
             "accuracy": round(scored["accuracy"], 6),
             "f1": round(scored["macro_f1"], 6),
+            **{name: round(scored[name], 6) for name in ("ece", "roc_auc")},
         }
     kept = yaml.safe_load(card.text.partition("```yaml\n")[2].partition("```")[0])
     assert kept == yaml.safe_load((trained / "out/run.yaml").read_text())

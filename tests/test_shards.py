@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from harness import tiny
 from task_runs import TASKS, make
@@ -48,20 +47,17 @@ def of_kind(folder: Path, kind: str) -> Any:
     return tiny() if kind == "classification" else make(folder, kind)
 
 
+def in_python(columns: Columns, name: str) -> list[Any]:
+    shards_of = columns._shards
+    return [value for i in range(len(shards_of.first) - 1) for value in shards_of.column(i, name).to_pylist()]
+
+
 def everything(found: Prepared) -> dict[str, Any]:
     """All columns of all splits, in Python."""
     splits = {}
     for split, path in found.splits.items():
         columns = Columns(path)
-        rows = np.arange(len(columns))
-        splits[split] = {
-            name: columns.texts(name, rows)
-            if name == "reference"
-            else columns.flat(name).tolist()
-            if not pa.types.is_list(columns._shards.column(0, name).type)
-            else [columns.ragged(name).row(i).tolist() for i in rows]
-            for name in columns.names
-        }
+        splits[split] = {name: in_python(columns, name) for name in columns.names}
     return splits
 
 
