@@ -50,7 +50,7 @@ class Guard:
         """Errors: `RunError` for what cannot be guarded. Collective."""
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._strategy: Any = session.strategy
-        self.retried = 0  # steps that were computed once more
+        self._session, self.retried = session, 0  # steps that were computed once more
         if not self._run.guard.every:
             return
         if not isinstance(self._strategy, Native):
@@ -72,6 +72,9 @@ class Guard:
             if self._run.guard.on_difference == "stop" or not caught.sound:
                 raise
             self.retried += 1
+            self._session.journal.event("guard", batch.step, retried=True)
+            if self._world.is_main:
+                self._session.checkpoints.say(f"{caught}. The step is computed once more")
         return self._watched(batch, rate)
 
     def _watched(self, batch: StepBatch, rate: float) -> StepResult:
