@@ -36,7 +36,7 @@ from harness import tiny
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run
-from lockstep.data import builtin, cache, tokenizer
+from lockstep.data import builtin, cache, source, tokenizer
 from lockstep.data.cache import locked
 from lockstep.data.columns import INDEX, index_of
 from lockstep.data.prepare import prepare
@@ -128,7 +128,7 @@ def preparing(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     os.environ["LOCKSTEP_CACHE"] = str(folder / "cache")
     run = known(run_of(file, arguments.task), file)
     # The rows as Arrow, which `datasets` makes of any file before anything else: not what is looked at here.
-    datasets.load_dataset("parquet", data_files=[str(file)], split="train")
+    source.load(run.data, run.seed)
     prepare(run.model_copy(update={"data": run.data.model_copy(update={"limit": 900})}), find("tasks", run.task.name))
     if arguments.what == "map":
         tok, rows = tokenizer.load(str(run.tokenizer.source)), datasets.load_dataset("parquet", data_files=[str(file)])

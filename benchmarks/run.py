@@ -22,11 +22,15 @@ import time
 from itertools import islice
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent / "peers"
 LOCKSTEP, TRAINER, ACCELERATE = "lockstep_train.py", "trainer_rebalanced.py", "accelerate_loop.py"
 CONTENDERS = {
     "lockstep": [LOCKSTEP],
     "lockstep, 4 micro-batches": [LOCKSTEP, "--micro-batches", "4"],
+    "lockstep, 1 micro-batch": [LOCKSTEP, "--micro-batches", "1"],
+    "lockstep, 1 micro-batch, by length": [LOCKSTEP, "--group", "50", "--micro-batches", "1"],
     "lockstep, by length": [LOCKSTEP, "--group", "50", "--micro-batches", "4"],  # 50 batches are sorted at once
     "lockstep, inexact": [LOCKSTEP, "--inexact"],
     "lockstep, allreduce": [LOCKSTEP, "--strategy", "allreduce"],
@@ -88,6 +92,11 @@ def processor() -> str:
     return names[0].partition(":")[2].strip() if names else platform.processor()
 
 
+def gpu() -> str | None:
+    """Its name, where there is one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def ratio(runs: list[dict], key: tuple, name: str, other: str) -> str:
     """The median of the ratios of two contenders' rates within a round."""
     rates = [
@@ -144,10 +153,12 @@ def page(saved: dict, baseline: str) -> str:
     """What `--out` holds as Markdown."""
     hardware, versions = saved["hardware"], saved["runs"][0]["versions"]
     return (
-        f"{hardware['processor']}, {hardware['cores']} cores, {hardware['date']}; "
+        f"{hardware['gpu'] + ', ' if hardware.get('gpu') else ''}{hardware['processor']}, {hardware['cores']} cores, "
+        f"{hardware['date']}; "
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
         f"`{' '.join(hardware['arguments'])}`. Medians over runs; ratios are medians of the ratios within a round. "
-        "Memory: the most a rank's process held (VmHWM) less what it held after its imports; "
+        "Memory: the most a rank's process held (VmHWM) less what it held after its imports, or on a GPU the most its "
+        "tensors took; "
         "held-out loss: of 64 validation examples at the end.\n\n" + table(saved["runs"], baseline) + "\n"
     )
 
@@ -187,6 +198,7 @@ def main() -> None:
     shown = [*common, *(["--limit", str(own.limit)] if own.limit else [])]
     hardware = {
         "processor": processor(),
+        "gpu": gpu() if "cuda" in common else None,
         "cores": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d"),
         "arguments": [Path(a).name if "/" in a else a for a in shown],

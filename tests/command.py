@@ -3,11 +3,14 @@
 import hashlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -15,7 +18,7 @@ from checkpoints import digest
 from forked import Forked, can_fork, words_of
 from harness import TINY, lockstep_environment, server_environment
 
-STEPS = 60
+STEPS = 40
 RUN = TINY | {
     "steps": STEPS,
     "micro_batches": 4,  # a quarter less to compute than 8
@@ -115,11 +118,11 @@ def saved(folder: Path) -> int:
     return max((int(p.name[5:]) for p in (folder / "out" / "checkpoints").glob("step-??????")), default=0)
 
 
-def bits(folder: Path) -> dict[str, str]:
+def bits(folder: Path, steps: int = STEPS) -> dict[str, str]:
     """SHA-256 of the final weights, as exported, and of weights and optimizer in the last checkpoint, however many
     processes wrote it."""
     exported = hashlib.sha256((folder / "out/export/model.safetensors").read_bytes()).hexdigest()
-    return {"checkpoint": digest(folder / f"out/checkpoints/step-{STEPS:06d}"), "export": exported}
+    return {"checkpoint": digest(folder / f"out/checkpoints/step-{steps:06d}"), "export": exported}
 
 
 def processes_in(folder: Path) -> dict[int, int]:
@@ -149,3 +152,12 @@ def each_step_once(folder: Path, untouched: Path) -> None:
         return {k: v for k, v in line.items() if "per_s" not in k}
 
     assert [plain(line) for line in lines(folder)] == [plain(line) for line in lines(untouched)]
+
+
+def free_port() -> int:
+    """None of those that Linux gives to whoever connects (from 32768 on): it would be taken before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -1,11 +1,13 @@
 """One token cache for all tests, thrown away afterwards; one thread, as each rank has."""
 
+import compileall
 import fcntl
 import gc
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -25,17 +27,27 @@ settings.register_profile("lockstep", deadline=None)  # a busy machine is no fai
 settings.load_profile("lockstep")
 os.environ["HF_DATASETS_CACHE"] = f"{_cache.name}/datasets"
 
-import kernel  # noqa: E402 - what these import reads the variables
-from command import LOCKSTEP, ended, processes_in, start_anew, until, write  # noqa: E402
-from forked import read_differently  # noqa: E402
-from harness import AT_FIRST  # noqa: E402
+if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
+    # Every rank and every command would compile what it imports anew, a fifth of what a small job takes.
+    for _folder in (Path(__file__).parent, Path(__file__).parents[1] / "src"):
+        compileall.compile_dir(_folder, quiet=2)
+
+# What is imported and collected stays: looking through it for garbage takes a quarter of the time.
+gc.disable()
+
+# What these import reads the variables. None brings torch: the process that hands tests to others does without, and
+# fixtures below import what does.
+import kernel  # noqa: E402
+from first import AT_FIRST  # noqa: E402
 
 from lockstep.distributed.stops import STOP_SIGNALS  # noqa: E402
 
 WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test with this mark takes, in those of one rank
 
-# what files take beyond that: code that is compiled, the whole quick start, a REPL, pods with interpreters of their own
+# what files take beyond that: code that is compiled, the whole quick start, a REPL, pods with interpreters of
+# their own, hundreds of steps in pytest's process
 BEYOND = {"test_compiled.py": 150, "test_quick_start.py": 40, "test_python.py": 30, "test_kubernetes_pods.py": 15}
+BEYOND |= {"test_stream.py": 10, "test_stream_elsewhere.py": 5, "test_label_exports.py": 5}
 
 _started: list[str] = []  # processes that the test at hand has started
 
@@ -68,7 +80,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported and collected by now stays: no collection looks through it again
+    gc.freeze()  # no collection looks through it again
+    gc.set_threshold(20_000)  # objects: with Python's 700 a fifth of the time goes into looking for garbage
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_earlier_files_imported_stays() -> None:
+    """Every run looks for garbage before it measures its tensors, in a process that has imported everything."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -89,6 +110,8 @@ def _signals_and_variables_are_as_before() -> Iterator[None]:
     """A run that ends in this process ignores those that ask it to stop, and what is started later would, too. It also
     sets variables that engines read, and with one of those no command could be forked any more (`forked.can_fork`):
     every later one would begin with the seconds of its imports."""
+    from forked import read_differently
+
     for name in read_differently(dict(os.environ), AT_FIRST):  # what a fixture of the module has left behind
         if name in AT_FIRST:
             os.environ[name] = AT_FIRST[name]
@@ -121,6 +144,8 @@ def shared() -> Path:
 @pytest.fixture
 def nobody_is_left(tmp_path: Path) -> Iterator[None]:
     """Whatever the test did, no process of its folder outlives it."""
+    from command import processes_in, until
+
     yield
     try:
         until(lambda: not processes_in(tmp_path), "every process of the job to end", seconds=30)
@@ -133,6 +158,8 @@ def nobody_is_left(tmp_path: Path) -> Iterator[None]:
 def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     """A job of two processes that nobody disturbed, in an interpreter of its own: what is compared with it is not. One
     of pytest's workers runs it for all, each has a copy."""
+    from command import LOCKSTEP, ended, start_anew, write
+
     root = tmp_path_factory.getbasetemp()
     made = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "untouched-once"
     with open(f"{made}.lock", "w") as lock:

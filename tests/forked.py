@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import logging
 import multiprocessing.context
 import multiprocessing.process
@@ -31,6 +32,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import numpy
@@ -64,7 +66,7 @@ LATER = (
 )  # seen to, or read when they are used
 SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
 # that are run as `python -m`
-MODULES = ("lockstep", "lockstep.tools.child", "torch.distributed.run")
+MODULES = ("lockstep", "lockstep.tools.child", "torch.distributed.run", "accelerate.commands.launch")
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
 _SLAVE, _DETACH = 0x84000, 2  # of <sys/mount.h>
 _TESTS = str(Path(__file__).parent)
@@ -87,10 +89,11 @@ def read_differently(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def words_of(command: Sequence[str]) -> list[str] | None:
-    """The module and its words of a `python -m` that can be forked; None for any other command."""
+    """The module and its words of a `python -m` that can be forked, or `-c` with its code; None for other commands."""
     words = [word for word in command[1:3] if word != "-u"] + list(command[3:])  # torchrun's: output without a buffer
-    ours = command[0] == sys.executable and words[:1] == ["-m"] and words[1] in MODULES
-    return words[1:] if ours else None
+    if command[0] != sys.executable or words[:1] not in (["-m"], ["-c"]):
+        return None
+    return words if words[0] == "-c" else words[1:] if words[1] in MODULES else None
 
 
 class Forked:
@@ -103,9 +106,11 @@ class Forked:
         environment: dict[str, str],
         most_bytes: int | None = None,
         host: tuple[str, str] | None = None,
+        terminal: str | None = None,
     ) -> None:
         """`words`: a module and what it is told. `most_bytes`: beyond which none of its files may grow. `host`: the
-        network namespace to be in, and the machine's name there; whoever has started it then reads what it says."""
+        network namespace to be in, and the machine's name there; whoever has started it then reads what it says.
+        `terminal`: the device of one that it is in the foreground of, and whose other end is read."""
         from harness import server_environment
 
         self.args = words
@@ -113,7 +118,7 @@ class Forked:
         context = multiprocessing.get_context("forkserver")
         (out, its_out), (err, its_err), (ready, its_ready) = (context.Pipe(duplex=False) for _ in range(3))
         ignored = [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
-        arguments = (words, str(folder), environment, most_bytes, host, ignored, its_out, its_err, its_ready)
+        arguments = (words, str(folder), environment, most_bytes, host, terminal, ignored, its_out, its_err, its_ready)
         self._process = context.Process(target=_become, args=arguments, daemon=True)  # no end of tests waits for it
         self._process.start()
         for theirs in (its_out, its_err, its_ready):
@@ -181,6 +186,7 @@ def _become(
     environment: dict[str, str],
     most_bytes: int | None,
     host: tuple[str, str] | None,
+    terminal: str | None,
     ignored: list[signal.Signals],
     out: Connection,
     err: Connection,
@@ -194,6 +200,9 @@ def _become(
     with open(os.devnull) as nothing:
         for number, place in ((nothing.fileno(), 0), (out.fileno(), 1), (err.fileno(), 2)):
             os.dup2(number, place)
+    if terminal is not None:  # the first one that the leader of a session opens is the session's
+        for place in range(3):
+            os.dup2(os.open(terminal, os.O_RDWR), place)
     numpy.random.seed()  # torch begins with the same number in every process, numpy does not
     _no_handlers()
     for number in STOP_SIGNALS:  # which the server may ignore, when a launcher of a test has started it
@@ -218,6 +227,10 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     _imported_with.update(environment)
     tempfile.tempdir = None
     _alone()
+    if words[0] == "-c":
+        code, main = compile(words[1], "<string>", "exec"), ModuleType("__main__")
+        sys.argv[1:2], sys.modules["__main__"] = [], main
+        _end(lambda: exec(code, main.__dict__))
     package = hasattr(sys.modules.get(words[0]), "__path__")
     sys.modules.pop(f"{words[0]}.__main__" if package else words[0], None)  # or Python warns that it is run twice
     _end(lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True))
@@ -278,6 +291,7 @@ def _end(main: Callable[[], object]) -> None:
         if isinstance(status, str):
             print(status, file=sys.stderr)
     except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
@@ -344,6 +358,7 @@ def _forked_module(
         stream.flush()
     if pid := os.fork():
         return pid
+    gc.freeze()  # what the process before has left: a store whose threads are not here ends a process that collects it
     try:
         if session:
             os.setsid()

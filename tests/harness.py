@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from first import AT_FIRST
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
@@ -44,7 +45,6 @@ _context.set_forkserver_preload(
 )
 _HERE = str(Path(__file__).parent)
 LEAN = f"{_HERE}/lean"  # before all others in PYTHONPATH: a new interpreter without DeepSpeed
-AT_FIRST = dict(os.environ)  # before a test has changed anything
 
 TINY = {
     "name": "tiny",
@@ -185,3 +185,8 @@ def _rank(
 def lockstep_environment(cache: Path) -> dict[str, str]:
     """The environment of a `lockstep` command in a test."""
     return {**os.environ, "LOCKSTEP_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+
+
+def lean() -> dict[str, str]:
+    """Variables with which new interpreters are without DeepSpeed."""
+    return {"PYTHONPATH": os.pathsep.join([LEAN, *filter(None, [os.environ.get("PYTHONPATH")])])}

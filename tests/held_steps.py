@@ -23,6 +23,18 @@ class Held(AllReduce):
         return super().train_step(batch, learning_rate)
 
 
+class HeldTogether(AllReduce):
+    """The same, but for ranks that are to meet again: what one of them waits for is a loss, or a rank that comes in."""
+
+    def train_step(self, batch: Any, learning_rate: float) -> Any:
+        members, held = self.world.members, Path("hold")
+        while held.exists() and batch.step >= int(held.read_text() or 0) and not self.world.stop.came:
+            if members is not None and (members.lost or members.offered):
+                break
+            time.sleep(0.05)
+        return super().train_step(batch, learning_rate)
+
+
 class Told(Held):
     """The same; says in a file where the ranks' own store is."""
 

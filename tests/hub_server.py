@@ -193,7 +193,14 @@ class _Handler(BaseHTTPRequestHandler):
                 parse_qs(body.decode()).get("paths", []) if body[:1] != b"{" else json.loads(body or b"{}").get("paths")
             )
             wanted = [f for f in files if (f in asked if what == "paths-info" else f.startswith(rest))]
-            return self._answer(200, [_entry(f, files[f]) for f in wanted])
+            found = [_entry(f, files[f]) for f in wanted]
+            if what == "tree" and "recursive=true" not in self.path.lower():  # of deeper ones the folder's name
+                start = f"{rest}/" if rest else ""
+                inner = {f: f.removeprefix(start).partition("/") for f in wanted}
+                found = [each for each in found if not inner[each["path"]][1]]
+                folders = dict.fromkeys(start + name for name, deeper, _ in inner.values() if deeper)
+                found += [{"type": "directory", "path": f, "size": 0, "oid": _git(f.encode())} for f in folders]
+            return self._answer(200, found)
         about = {"id": name, "sha": sha, "private": there.private, "gated": there.gated, "tags": [], "downloads": 0}
         return self._answer(200, about | {"siblings": [{"rfilename": f} for f in files]})
 

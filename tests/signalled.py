@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command import LOCKSTEP, ended, start
-from harness import lockstep_environment
+from command import LOCKSTEP, ended, environment_of, start
+from forked import Forked
 
 from lockstep.config.run import Run
 from lockstep.distributed.place import PLACE
@@ -89,11 +89,11 @@ class Terminal:
     """A command in the foreground of a terminal of its own."""
 
     def __init__(self, folder: Path, cache: Path, *words: str, **more: str) -> None:
-        self.pid, self._ours = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            environment = lockstep_environment(cache) | {"TERM": "dumb"} | more
-            os.execve(LOCKSTEP[0], [*LOCKSTEP, "train", "run.yaml", *words], environment)
+        self._ours, theirs = pty.openpty()
+        environment = environment_of(cache, TERM="dumb", **more)
+        words = ("lockstep", "train", "run.yaml", *words)
+        self.process = Forked([*words], folder, environment, terminal=os.ttyname(theirs))
+        os.close(theirs)
         self.text = ""
 
     def press(self, key: bytes) -> None:
@@ -118,7 +118,7 @@ class Terminal:
             self.text += data.decode(errors="replace") if readable else ""
 
     def status(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.process.wait()
 
 
 def state_of(folder: Path, cache: Path) -> dict[str, Any]:

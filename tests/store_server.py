@@ -33,32 +33,55 @@ class Asked:
     start: int  # of the bytes that are wanted
 
 
-class Store:
+class Proxy:
+    """What stands before a server, and hands requests on; started by whoever starts the server."""
+
+    root = f"/{BUCKET}"  # of the paths of objects
+
+    def __init__(self) -> None:
+        self.fault: Callable[[Asked], str | int | None] = lambda asked: None
+        self.hidden: Callable[[str], bool] = lambda key: False  # which names a listing leaves out
+        self.asked: list[Asked] = []
+        self.slow_s = 0.0  # a block of 16 KiB takes on its way
+        self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"store": self}))
+        self._proxy.daemon_threads = True
+        self.port = 0  # of the server
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._proxy.server_port}"
+
+    def open(self, port: int) -> None:
+        self.port = port
+        threading.Thread(target=self._proxy.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def close(self) -> None:
+        self._proxy.shutdown()
+        self._proxy.server_close()
+
+    def sent(self, pattern: str, method: str = "PUT") -> int:
+        """How often objects with such names were asked for."""
+        return sum(1 for each in self.asked if each.method == method and re.search(pattern, each.key))
+
+
+class Store(Proxy):
     """The server and its proxy, as a context."""
 
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer
 
-        self.fault: Callable[[Asked], str | int | None] = lambda asked: None
-        self.hidden: Callable[[str], bool] = lambda key: False  # which names a listing leaves out
-        self.asked: list[Asked] = []
-        self.slow_s = 0.0  # a block of 16 KiB takes on its way
+        super().__init__()
         self._moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"store": self}))
-        self._proxy.daemon_threads = True
-        self.port = 0
 
     def __enter__(self) -> Store:
         self._moto.start()
-        self.port = int(self._moto.get_host_and_port()[1])
-        threading.Thread(target=self._proxy.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.open(int(self._moto.get_host_and_port()[1]))
         self.client = self._client()
         self.client.create_bucket(Bucket=BUCKET)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._proxy.shutdown()
-        self._proxy.server_close()
+        self.close()
         self._moto.stop()
 
     def _client(self) -> Any:
@@ -76,12 +99,17 @@ class Store:
     def environment(self) -> dict[str, str]:
         """Variables that send requests to the proxy."""
         return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._proxy.server_port}",
+            "AWS_ENDPOINT_URL": self.address,
             "AWS_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "NO_PROXY": "*",
         }
+
+    @property
+    def as_google(self) -> dict[str, str]:
+        """Variables for gs://: S3's protocol and Google's XML one are alike in all that obstore asks for."""
+        return {"GOOGLE_BASE_URL": self.address, "GOOGLE_BEARER_TOKEN": "a-token", "NO_PROXY": "*"}
 
     def clear(self) -> None:
         """As it was at the start."""
@@ -109,15 +137,11 @@ class Store:
         content[len(content) // 2] ^= 1
         self.put(key, bytes(content))
 
-    def sent(self, pattern: str, method: str = "PUT") -> int:
-        """How often objects with such names were asked for."""
-        return sum(1 for each in self.asked if each.method == method and re.search(pattern, each.key))
-
 
 class _Handler(BaseHTTPRequestHandler):
     """Hands a request on. A fault is a status, `cut` (the connection ends half way), or `silent`."""
 
-    store: Store
+    store: Proxy
     protocol_version = "HTTP/1.1"
 
     def handle_one_request(self) -> None:
@@ -128,10 +152,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         parts = urlsplit(self.path)
-        key = unquote(parts.path).removeprefix(f"/{BUCKET}").strip("/")
+        key = unquote(parts.path).removeprefix(self.store.root).strip("/")
         query = parse_qs(parts.query, keep_blank_values=True)
         start = re.match(r"bytes=(\d+)", self.headers.get("Range", ""))
-        asked = Asked(self.command, key, "list-type" in query, int(start[1]) if start else 0)
+        listing = "list-type" in query or query.get("comp") == ["list"]
+        asked = Asked(self.command, key, listing, int(start[1]) if start else 0)
         self.store.asked.append(asked)
         fault = self.store.fault(asked)
         length = int(self.headers.get("Content-Length") or 0)

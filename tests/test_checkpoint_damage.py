@@ -18,7 +18,7 @@ from lockstep.config.run import RunError
 from lockstep.data.prepare import prepare
 from lockstep.tasks.classification import Classification
 
-DAMAGES = 300
+DAMAGES = 150
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """`model.compile`: one code for all layers that are alike and all lengths, made of the same examples on every rank."""
 
+import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache as once
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from harness import build, digest, run_on, tiny
 from test_strategies import steps_of
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
@@ -47,9 +51,9 @@ def here(*overrides: str, **values: Any) -> dict[str, Any]:
 
 
 def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> None:
-    """Padded micro-batches, such without padding, single examples: three codes, whatever comes after, and the steps are
-    those that they were."""
-    sizes = ("model.config.n_layer=3", "batch_size=9")  # micro-batches of one example and of two
+    """Padded micro-batches, such without padding, single examples: three codes, whatever comes after. Names of weights
+    stay, and the steps are those that they were."""
+    sizes = ("model.config.n_layer=2", "batch_size=9")  # micro-batches of one example and of two
     run = tiny("strategy.name=single", COMPILE, *sizes)
     world = World(run)
     task, strategy = build(run, world)
@@ -62,7 +66,10 @@ def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> No
         strategy.train_step(batch, learning_rate(run.optim, step, 6))
     evaluate(run, world, task, strategy, task.splits["validation"])
     assert len(codes) == 3
-    assert sum(code.calls for code in codes) == before + 6 * 8 * 3  # steps, micro-batches, layers
+    assert sum(code.calls for code in codes) == before + 6 * 8 * 2  # steps, micro-batches, layers
+    assert strategy.export().keys() == strategy.model.state_dict().keys()  # type: ignore[union-attr]
+    assert not [name for name in strategy.state_dict() if "_orig_mod" in name]
+    assert not [name for name, _ in strategy.model.named_modules() if "_orig_mod" in name]
     found = digest(strategy.state_dict())
     strategy.close()
     assert found == here(*sizes)["digest"]
@@ -95,20 +102,39 @@ def test_evaluation_runs_the_layers_as_they_are(codes: list[Any]) -> None:
     assert codes == []
 
 
-def test_names_of_weights_stay(codes: list[Any]) -> None:
-    run = tiny("strategy.name=single", COMPILE)
-    _, strategy = build(run, World(run))
-    assert strategy.export().keys() == strategy.model.state_dict().keys()  # type: ignore[union-attr]
-    assert not [name for name in strategy.state_dict() if "_orig_mod" in name]
-    assert not [name for name, _ in strategy.model.named_modules() if "_orig_mod" in name]
-    strategy.close()
+def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor itself would: the bits of a run would be those of whatever ran before it on this machine."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+    def folder(*overrides: str) -> Path:
+        run = tiny("strategy.name=single", COMPILE, *overrides)
+        task, strategy = build(
+            run.model_copy(update={"model": run.model.model_copy(update={"compile": False})}), World(run)
+        )
+        with compiled.shared_cache(list(compiled.examples(run, strategy, task))):
+            found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        strategy.close()
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+        assert found.is_dir()
+        return found
+
+    assert folder() == folder("optim.learning_rate=1e-3")
+    assert folder().is_relative_to(cache / "compiled")
+    assert folder() != folder("data.max_length=12")
+    before = cache_dir()  # sets the variable
+    with compiled.shared_cache([]):
+        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(cache / "compiled")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == before
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "given")
+    with compiled.shared_cache([]):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "given"
 
 
 # Each is a minute of compiling. `ddp` in fp32 is asked by the run that is resumed.
 ASKED = (("fp32", "fsdp2"), ("fp32", "pipeline"), ("bf16", "ddp"))
 
 
-@cache  # several questions are asked of one job
+@once  # several questions are asked of one job
 def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
     """Six steps on each of `ranks` processes; rank 0's. Compiling may take minutes on a busy machine."""
     run = tiny(f"strategy.name={name}", *overrides)
@@ -147,8 +173,8 @@ def test_the_same_bits_where_activations_are_computed_again(name: str) -> None:
     assert again["digest"] == of("single", 1, COMPILE)["digest"]
 
 
-def stopped_and_gone_on_with(world: World, run: Run) -> str:
-    """Three steps, and three more by another model of the same run."""
+def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int]]:
+    """Three steps, and three more by another model of the same run. Also what torch's cache did for them."""
     task, strategy = build(run, world)
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     for step in range(6):
@@ -160,14 +186,18 @@ def stopped_and_gone_on_with(world: World, run: Run) -> str:
         strategy.train_step(feed.make(step), learning_rate(run.optim, step, 6))
     found = digest(strategy.state_dict())
     strategy.close()
-    return found
+    return found, dict(counters["aot_autograd"])
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_resumed_run_has_the_same_bits() -> None:
     run = tiny("strategy.name=ddp", COMPILE)
-    assert run_on(2, stopped_and_gone_on_with, run, run=run, timeout_s=900)[0] == of("single", 1, COMPILE)["digest"]
+    before = of("single", 1, COMPILE)["digest"]
+    for found, cached in run_on(2, stopped_and_gone_on_with, run, run=run, timeout_s=900):
+        assert found == before
+        assert cached["autograd_cache_hit"] >= 3  # three codes: what is made once is there, at the latest here
+        assert "autograd_cache_bypass" not in cached
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

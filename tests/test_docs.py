@@ -1,5 +1,6 @@
 """The documents name every key of the run file, every command and every plug-in; the run files in runs/ load."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,9 @@ def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None
     for name in commands.NAMES:
         assert name in listed
         assert f"lockstep {name}" in text
+
+
+def test_every_page_is_in_the_site_s_navigation() -> None:
+    """`make site` refuses to build otherwise."""
+    named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+    assert {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - named == set()

@@ -68,7 +68,7 @@ def test_killed_and_resumed_on_the_same_strategy(
 def test_a_run_may_move_from_strategy_to_strategy(tmp_path: Path, cache: Path, untouched: Path) -> None:
     """Stopped under each, and gone on with under the next."""
     write(tmp_path)
-    for name, processes, until_step in (("ddp", 2, 8), ("pipeline", 2, 22), ("fsdp2", 3, 36)):
+    for name, processes, until_step in (("ddp", 2, 6), ("pipeline", 2, 14), ("fsdp2", 3, 24)):
         options = [f"strategy.name={name}", f"launch.processes={processes}"]
         process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
         until(lambda least=until_step: step_of(tmp_path) >= least, f"step {until_step}", process)

@@ -140,3 +140,11 @@ def test_grouping_by_length_over_steps_pads_less_with_fewer_pieces() -> None:
     )
     padded = [sum(feed.make(step).padded for step in range(5)) for feed in (plain, grouped)]
     assert padded[1] < 0.95 * padded[0]
+
+
+def test_a_feed_of_no_micro_batch_knows_the_step() -> None:
+    """`lockstep plan` has one."""
+    run = tiny()
+    batch = Feed(run, task_of(run), [], torch.device("cpu")).make(0)
+    assert batch.targets == 22
+    assert batch.own_tokens == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ def trained(folder: Path, name: str, *overrides: str) -> tuple[int, Path]:
 # -- the hash of a state ---------------------------------------------------------------------------------------------
 
 
+@cache
+def here() -> World:
+    return World(tiny("strategy.name=single"))
+
+
 def hashed(**tensors: torch.Tensor) -> dict[str, str]:
-    return StateHash(World(tiny("strategy.name=single"))).of({n.replace("_", "."): t for n, t in tensors.items()})
+    return StateHash(here()).of({n.replace("_", "."): t for n, t in tensors.items()})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
@@ -203,12 +209,34 @@ def test_from_python_a_step_can_be_computed_by_hand(output: Path) -> None:
         (["--step", "3", "--processes", "0"], "--processes: 0"),
         (["--step", "3", "--strategy", "fsdp3"], "unknown strategy 'fsdp3'"),
         (["--step", "3", "nonsense=1"], "nonsense"),
+        (["--step", "3", "data.source=gone/data.jsonl"], "; of step 3 is written down: loss 1."),
+        pytest.param(
+            ["--step", "3", "launch.device=cuda"],
+            "; of step 3 is written down: loss 1.",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is the device that is to be missing"),
+        ),
     ],
 )
 @pytest.mark.processes
 def test_what_cannot_be_replayed(words: list[str], said: str, output: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(output), *words]) == 2
     assert said in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.processes
+def test_a_checkpoint_of_another_version_is_named_and_not_used(
+    output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is before it is still there to begin from: here the start."""
+    copy = Path(shutil.copytree(output, tmp_path / "copy", symlinks=True))
+    for path in copy.glob("checkpoints/step-*/manifest.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    assert main(["replay", str(copy), "--step", "6"]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "step-000005 is not used: " in said
+    assert "step-000010 is not used" not in said  # it is of a later step
+    assert "step 6 of 12, computed again from the start on" in said
+    assert "6 of 6 steps are written down: all the same bits" in said
 
 
 def test_a_folder_that_is_no_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from harness import TINY
 
 from lockstep.cli import main
 from lockstep.config.run import load
+from lockstep.distributed.journal import versions
+from lockstep.distributed.processor import processor
 from lockstep.strategies.exact import optim
 
 pytestmark = pytest.mark.processes
@@ -88,3 +91,20 @@ def test_a_strategy_that_promises_no_bits_is_refused(folder: Path, capfd: pytest
     assert main([*words, "--write", str(folder / "other.json")]) == 2
     assert "promises no bits" in capfd.readouterr().err
     assert not (folder / "other.json").exists()
+
+
+def test_this_source_trains_as_the_one_that_wrote_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Comparable on one kind of processor, with the same versions: elsewhere there is nothing to compare with."""
+    golden = Path(__file__).parent / "golden" / "training.json"
+    run = load(None, ["strategy.name=single", "launch.processes=1"], TINY | {"output": str(tmp_path / "out")})
+    (tmp_path / "run.yaml").write_text(run.dump())
+    if os.environ.get("LOCKSTEP_GOLDEN"):
+        assert main(["verify", str(tmp_path / "run.yaml"), "--steps", "2", "--write", str(golden)]) == 0
+    then = json.loads(golden.read_text())
+    here = {"processor": processor()} | {k: versions(run)[k] for k in ("torch", "transformers", "tokenizers")}
+    there = {"processor": then["device"]} | {k: then["versions"][k] for k in ("torch", "transformers", "tokenizers")}
+    if other := [f"{k} {there[k]} then, {here[k]} now" for k in here if here[k] != there[k]]:
+        pytest.skip(f"tests/golden/training.json is of {'; '.join(other)}")
+    assert asked(tmp_path, golden=golden) == 0, (
+        f"{capfd.readouterr().out}\na change that is meant to change bits writes the file anew: LOCKSTEP_GOLDEN=1"
+    )

@@ -70,6 +70,43 @@ def test_a_column_of_splits(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     check_arithmetic(here / "run.yaml")
 
 
+def test_a_column_that_says_more_than_splits_is_noted_and_not_used(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train"] * 7 + ["dev", "test", "holdout"]
+    (here / "one.jsonl").write_bytes(lines([row | {"split": words[i % 10]} for i, row in enumerate(LABELLED)]))
+    run = written("--data", "one.jsonl", "--model", "scratch")
+    assert run.data.split_column is None
+    said = " ".join(capsys.readouterr().out.split())
+    assert "but for rows that say holdout: all are used as train" in said
+    told = ["data.split_column=split", "data.filter={split: {none_of: [holdout]}}"]
+    found = prepare(load("run.yaml", told), plugins.find("tasks", "classification"))  # type: ignore[type-abstract]
+    assert set(found.splits) == {"train", "validation", "test"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (
+            "a.jsonl",
+            lines([*LABELLED, {"text": 5, "label": "joy"}]),
+            "data.train: column 'text' of a.jsonl holds texts, but row 120 holds '5': make it a text, or take the row",
+        ),
+        (
+            "a.csv",
+            b"text,label\nsome text,joy\nmore, and more,fear\n" * 20,
+            "data.train: cannot read a.csv as csv: line 3 has 3 columns, those before 2; a text that holds what parts",
+        ),
+    ],
+)
+def test_rows_that_are_not_like_the_others_are_named(
+    name: str, content: bytes, told: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / name).write_bytes(content)
+    assert main(["init", "run.yaml", "--data", name, "--model", "scratch"]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
 def test_columns_within_columns(here: Path) -> None:
     rows = [{"data": {"text": row["text"], "lang": "en"}, "meta": {"label": row["label"]}} for row in LABELLED]
     (here / "deep.jsonl").write_bytes(lines(rows))

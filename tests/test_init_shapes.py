@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness import lockstep_environment
@@ -18,6 +20,7 @@ from lockstep.data.order import Order, total_steps
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import examples_in
 from lockstep.tools.starter import columns, fit, guesses, shapes, talk
+from lockstep.tools.starter.starter import _unread
 from lockstep.track.console import Console
 
 
@@ -357,3 +360,12 @@ def test_a_column_that_never_changes_is_in_no_doubt(here: Path) -> None:
     jsonl(here / "data", [{"body": f"t {i}", "lang": "en", "label": i % 3} for i in range(60)])
     found = columns.look(load(None, {}, {"data": {"source": "data"}, "model": {"type": "gpt2"}}).data)
     assert fit.guess(found) == ("classification", fit.Fit({"text": "body", "label": "label"}))
+
+
+def test_columns_that_are_read_where_no_key_names_them_are_not_called_unread() -> None:
+    told: Any = SimpleNamespace(plain=False, languages=[], kinds=dict.fromkeys(["prompt", "chosen", "rejected", "id"]))
+    assert _unread(told, {"name": "preference", "prompt": "prompt"}) == "; not read: id"
+    assert _unread(told, {"name": "embedding", "anchor": "prompt", "positive": "chosen", "negative": ["rejected"]}) == (
+        "; not read: id"
+    )
+    assert _unread(told, {"name": "language_modeling", "text": "prompt"}) == "; not read: chosen, rejected, id"

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.processes, *cluster, pytest.mark.timeout(1200)]
 RUN = TINY | {
     "name": "tiny",
     "output": "out",
-    "steps": 40,
+    "steps": 24,
     "micro_batches": 4,
     "checkpoint": {"every": 5, "keep": 2},
     "track": {"every": 1},

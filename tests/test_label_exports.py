@@ -18,7 +18,7 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.training.predicting import predictions
 
-ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=30", "optim.learning_rate=1e-2")
+ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=20", "optim.learning_rate=1e-2")
 KINDS = ("lists", "two", "number", "numbers")
 
 

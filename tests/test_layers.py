@@ -2,9 +2,11 @@
 imports nothing heavy; what others keep private is used in few places."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -39,12 +41,28 @@ def floor(path: str) -> int:
     return ROOMS.index(room) if room in ROOMS else len(ROOMS)
 
 
-def imports(path: Path) -> list[tuple[str, bool]]:
-    """Modules a file imports, also for its types only, and whether at its top."""
+class Facts(NamedTuple):
+    """What is asked of a file. Trees of all of them are not kept: every later collection would look through them."""
+
+    imports: list[tuple[str, bool]]  # modules, also for its types only, and whether at its top
+    private: list[str]
+    functions: dict[str, int]  # line and name -> lines
+
+
+@functools.cache
+def facts(path: Path) -> Facts:
     tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    functions = {
+        f"{n.lineno} {n.name}": (n.end_lineno or 0) - n.lineno for n in nodes if isinstance(n, ast.FunctionDef)
+    }
+    return Facts(_imports(tree, nodes), _private(nodes), functions)
+
+
+def _imports(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, bool]]:
     top = {id(n) for n in tree.body}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [(a.name, id(node) in top) for a in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -53,6 +71,32 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     return found
 
 
+BY_NAME = ("getattr", "setattr", "hasattr")
+
+
+def _private(nodes: list[ast.AST]) -> list[str]:
+    """Names with a leading underscore that are used on what the file itself does not define."""
+    own = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in ENGINES:
+            names = [*node.module.split("."), *(a.name for a in node.names)]
+            found += [f"from {node.module}" for name in names if name.startswith("_")]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if node.attr in own:
+                continue
+            told = ast.unparse(node)
+            public = told.startswith(("torch._foreach_", "os._exit", "sys._current_frames"))  # documented as they are
+            found += [] if public else [told]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            found += [ast.unparse(node)] if str(name).startswith("_") and not str(name).startswith("__") else []
+    return found
+
+
+@functools.cache
 def file_of(module: str) -> str | None:
     """The file of a module of ours, below `ROOT`."""
     if module.partition(".")[0] != "lockstep":
@@ -72,15 +116,15 @@ def test_the_house_is_seen_at_a_glance() -> None:
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_imports_from_its_own_room_and_those_below(file: str) -> None:
-    ours = [found for name, _ in imports(ROOT / file) if (found := file_of(name)) and found != "__init__.py"]
-    assert [found for found in ours if floor(found) > floor(file)] == []
+def test_a_file_imports_from_its_own_room_and_those_below() -> None:
+    ours = [(file, found) for file in FILES for name, _ in facts(ROOT / file).imports if (found := file_of(name))]
+    above = [f"{file}: {found}" for file, found in ours if found != "__init__.py" and floor(found) > floor(file)]
+    assert above == []
 
 
 def test_no_file_imports_itself_by_a_detour() -> None:
     graph = {
-        file: {found for name, top in imports(ROOT / file) if top and (found := file_of(name))} - {"__init__.py"}
+        file: {found for name, top in facts(ROOT / file).imports if top and (found := file_of(name))} - {"__init__.py"}
         for file in FILES
     }
     done: set[str] = set()
@@ -96,27 +140,6 @@ def test_no_file_imports_itself_by_a_detour() -> None:
         follow(file, ())
 
 
-def private(path: Path) -> list[str]:
-    """Names with a leading underscore that are used on what the file itself does not define."""
-    tree = ast.parse(path.read_text())
-    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    own |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in ENGINES:
-            names = [*node.module.split("."), *(a.name for a in node.names)]
-            found += [f"from {node.module}" for name in names if name.startswith("_")]
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            told = ast.unparse(node)
-            public = told.startswith(("torch._foreach_", "os._exit", "sys._current_frames"))  # documented as they are
-            found += [] if node.attr in own or public else [told]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
-            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
-            found += [ast.unparse(node)] if str(name).startswith("_") and not str(name).startswith("__") else []
-    return found
-
-
 # Of other packages, which no strategy depends on.
 OTHERS = {
     "cli.py": "command._actions",  # argparse's
@@ -126,46 +149,44 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if not f.startswith(ADAPTERS)])
-def test_what_engines_keep_private_is_used_in_adapters_only(file: str) -> None:
-    known = OTHERS.get(file, "nothing")
-    assert [name for name in private(ROOT / file) if not name.startswith(known)] == []
+def test_what_engines_keep_private_is_used_in_adapters_only() -> None:
+    for file in (f for f in FILES if not f.startswith(ADAPTERS)):
+        known = OTHERS.get(file, "nothing")
+        assert [name for name in facts(ROOT / file).private if not name.startswith(known)] == [], file
 
 
 def test_every_adapter_is_in_the_table() -> None:
     page = (TESTS.parent / "docs/engines.md").read_text()
-    using = [f for f in FILES if f.startswith(ADAPTERS) and private(ROOT / f)]
+    using = [f for f in FILES if f.startswith(ADAPTERS) and facts(ROOT / f).private]
     assert [file for file in using if f"`{file}`" not in page] == []
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("tasks/")])
-def test_tasks_know_nothing_of_ranks(file: str) -> None:
-    assert not any(name.startswith("torch.distributed") for name, _ in imports(ROOT / file))
+def test_tasks_know_nothing_of_ranks() -> None:
+    tasks = [file for file in FILES if file.startswith("tasks/")]
+    knowing = [f for f in tasks if any(n.startswith("torch.distributed") for n, _ in facts(ROOT / f).imports)]
+    assert tasks
+    assert knowing == []
 
 
 SUBMITTING = ("config/", "launchers/", "tools/commands/", "cli.py")
 ELASTIC = "launchers/processes/elastic"  # runs on machines that train
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if f.startswith(SUBMITTING) and not f.startswith(ELASTIC)])
-def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top(file: str) -> None:
-    assert not any(
-        top and name.split(".")[0] in ("torch", "transformers", "datasets") for name, top in imports(ROOT / file)
-    )
+def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top() -> None:
+    needed = [file for file in FILES if file.startswith(SUBMITTING) and not file.startswith(ELASTIC)]
+    heavy = ("torch", "transformers", "datasets")
+    at_top = [(file, name) for file in needed for name, top in facts(ROOT / file).imports if top]
+    assert at_top
+    assert [f"{file}: {name}" for file, name in at_top if name.split(".")[0] in heavy] == []
 
 
-@pytest.mark.parametrize("file", [ROOT / f for f in FILES] + sorted(TESTS.glob("*.py")), ids=lambda path: path.name)
-def test_a_file_can_be_held_in_the_head(file: Path) -> None:
-    assert len(file.read_text().splitlines()) < 400
+def test_a_file_can_be_held_in_the_head() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in [*ROOT.rglob("*.py"), *TESTS.glob("*.py")]}
+    assert {str(path): count for path, count in lines.items() if count >= 400} == {}
 
 
 def test_a_function_can_be_read_without_scrolling() -> None:
-    long = [
-        f"{file}: {node.name}"
-        for file in FILES
-        for node in ast.walk(ast.parse((ROOT / file).read_text()))
-        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
-    ]
+    long = [f"{file}: {name}" for file in FILES for name, lines in facts(ROOT / file).functions.items() if lines >= 60]
     assert long == []
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.distributed import masks
+from lockstep.distributed import masks, splitmix
 from lockstep.distributed.randomness import seed_everything
 
 masks.draw_wide()
@@ -78,3 +79,14 @@ def test_empty_and_wrong() -> None:
     assert torch.empty(0, 3).bernoulli_(0.5).shape == (0, 3)
     with pytest.raises(RuntimeError, match=r"expects p to be in \[0, 1\]"):
         torch.empty(3).bernoulli_(1.5)
+
+
+def test_numbers_of_a_place_are_those_of_splitmix64() -> None:
+    """The first three of the published generator with the seed 0; chained ones element by element as by themselves."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert splitmix.sequence(1, 3).tolist() == published
+    assert splitmix.sequence(2, 2).tolist() == published[1:]
+    rows, places = np.array([[0], [7]]), np.arange(4)
+    found = splitmix.mixed(3, -1, rows, places)
+    assert found[1, 2] == splitmix.mixed(3, 2**64 - 1, 7, 2)
+    assert len(set(found.ravel().tolist())) == 8

@@ -17,7 +17,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.strategy import NotFinite, strategy_class
 from lockstep.training.feed import Feed
-from lockstep.training.loop import Spikes
+from lockstep.training.spikes import Spikes
 
 HERE = str(Path(__file__).parent)
 BAD_STEP = 7

@@ -14,7 +14,7 @@ def test_permute_is_a_permutation(size: int, seed: int, epoch: int) -> None:
     assert sorted(values) == list(range(size))
 
 
-@given(st.integers(1, 500), st.integers(1, 64), st.integers(0, 1000))
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 1000))
 def test_an_epoch_uses_every_example_once_and_its_last_step_is_short(examples: int, batch: int, seed: int) -> None:
     order = Order(examples, batch, seed)
     steps = [order.step(t) for t in range(order.steps_per_epoch)]
@@ -23,7 +23,7 @@ def test_an_epoch_uses_every_example_once_and_its_last_step_is_short(examples: i
     assert len(steps[-1]) == examples - batch * (len(steps) - 1)
 
 
-@given(st.integers(1, 400), st.integers(1, 32), st.integers(2, 9), st.integers(0, 1000))
+@given(st.integers(1, 150), st.integers(1, 20), st.integers(2, 9), st.integers(0, 1000))
 def test_by_length_every_example_comes_once_and_from_any_starting_point(
     examples: int, batch: int, window: int, seed: int
 ) -> None:
@@ -34,7 +34,7 @@ def test_by_length_every_example_comes_once_and_from_any_starting_point(
     for epoch in (steps[:count], steps[count:]):
         assert sorted(np.concatenate(epoch)) == list(range(examples))
         assert [len(s) for s in epoch] == [len(Order(examples, batch, seed).step(t)) for t in range(count)]
-    for t in np.random.default_rng(seed).permutation(2 * count)[:20]:  # in another order, and each by one that is new
+    for t in np.random.default_rng(seed).permutation(2 * count)[:5]:  # in another order, and each by one that is new
         assert (order.step(int(t)) == steps[t]).all()
         assert (ByLength(Order(examples, batch, seed), lengths, window).step(int(t)) == steps[t]).all()
 

@@ -184,15 +184,30 @@ def test_language_models_share_a_weight_between_first_and_last_stage(
         same(of(ranks, *model, *options, "strategy.name=pipeline", f"precision={precision}"), one)
 
 
+HALVED = {  # each kind, and either number of layers, in every shape
+    "2 stages": (2,),
+    "3 stages": (3,),
+    "4 stages, gpipe": (4, "schedule=gpipe"),
+    "2 stages, interleaved": (2, "schedule=interleaved"),
+    "2 x 2": (4, "stages=2"),
+}
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "encoder_layers"), [("Bart", 1), slow("Bart", 2), slow("Marian", 1), slow("Marian", 2)]
+    ("kind", "encoder_layers", "shapes"),
+    [
+        ("Bart", 1, tuple(HALVED)),
+        slow("Bart", 2, ("2 stages",)),
+        slow("Marian", 1, ("2 stages, interleaved",)),
+        slow("Marian", 2, tuple(HALVED)),
+    ],
 )
-def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int) -> None:
+def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int, shapes: tuple[str, ...]) -> None:
     """With one layer in the encoder, the first of two stages uses the embedding twice, the last one once."""
     job = (*HALVES, f"model.config.encoder_layers={encoder_layers}", f"task.name=test_pipeline.{kind}")
     one = of(1, *job, "strategy.name=single")
-    for ranks, *options in ((2,), (3,), (4, "schedule=gpipe"), (2, "schedule=interleaved"), (4, "stages=2")):
+    for ranks, *options in map(HALVED.__getitem__, shapes):
         same(of(ranks, *job, *(f"strategy.options.{o}" for o in options), "strategy.name=pipeline"), one)
 
 
@@ -249,14 +264,20 @@ def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tenso
     return found, heard
 
 
+@cache
+def evaluated_alone(*common: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+    run = tiny("strategy.name=single", *common)
+    found: tuple[dict[str, float], dict[str, Tensor]] = run_on(1, evaluated, run, run=run)[0]
+    return found
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "options"), [(2, ()), (2, ("schedule=interleaved",)), (4, ("stages=2",))])
 def test_scores_and_gradients_are_those_of_one_process(ranks: int, options: tuple[str, ...]) -> None:
     for precision in ("fp32", "bf16"):
         common = (FOUR, f"precision={precision}", "evaluate.batch_size=8")
-        single = tiny("strategy.name=single", *common)
         piped = tiny("strategy.name=pipeline", *common, *(f"strategy.options.{o}" for o in options))
-        metrics, gradients = run_on(1, evaluated, single, run=single)[0]
+        metrics, gradients = evaluated_alone(*common)
         (first, heard), *others = run_on(ranks, evaluated, piped, run=piped)
         assert first == metrics
         assert all(found == metrics and not nothing for found, nothing in others)

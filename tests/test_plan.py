@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import write
+import torch
+from command import STEPS, write
+from harness import tiny
 
 from lockstep.cli import main
 from lockstep.config.plugins import find
@@ -14,6 +16,7 @@ from lockstep.config.run import load
 from lockstep.data.prepare import prepare
 from lockstep.distributed import launched
 from lockstep.launchers import start
+from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class
 
 
@@ -153,7 +156,7 @@ def test_what_the_hub_alone_knows_is_said_to_be_unknown(here: Path, capsys: pyte
     assert main(["plan", "run.yaml", "data.source=somebody/texts"]) == 0  # HF_HUB_OFFLINE is set
     said = capsys.readouterr().out
     assert "note: what it amounts to cannot be told here: data.source: 'somebody/texts' is not a local file" in said
-    assert "length     60 steps" in said
+    assert f"length     {STEPS} steps" in said
 
 
 def test_plan_without_a_file_is_the_quick_start(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,3 +188,20 @@ def test_no_command_is_help_and_2(capsys: pytest.CaptureFixture[str]) -> None:
 def test_report_of_no_run_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"lockstep: {tmp_path} is not the output folder")
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("adamw", 8, 8), ("muon", 4.5, 7.5), ("adafactor", 0.1, 2)])
+def test_the_optimizers_bytes_are_those_of_its_state(name: str, least: float, most: float) -> None:
+    """Muon keeps 4 for a matrix of the layers and 8 for the rest; Adafactor a number for a row and one for a column."""
+    run = tiny(f"optim={name}", "model.config.n_embd=64")
+    task_class = find("tasks", run.task.name)
+    model = task_class(run, prepare(run, task_class)).model()
+    stepper = optim.build(run.optim, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stepper.step()
+    kept = [each for state in stepper.state.values() for each in state.values() if each.dim()]
+    count = sum(p.numel() for p in model.parameters())
+    found = optim.state_bytes(run.optim, model)
+    assert found * count == pytest.approx(sum(each.nbytes for each in kept))
+    assert least <= found <= most

@@ -14,6 +14,7 @@ from task_runs import BERT, make, write
 
 from lockstep.cli import main
 from lockstep.config.run import load
+from lockstep.training.predicting import predictions
 
 KINDS = ["classification", "documents", "prompts", "messages", "translation", "token_classification"]
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")
@@ -76,6 +77,26 @@ def test_predict_has_a_line_for_each_text(
         assert said.splitlines()[0].endswith("the dog runs .")
     if kind == "token_classification":
         assert [pair.split("/")[0] for pair in said.split()] == ["the", "dog", "runs", ".", "a"]
+
+
+@pytest.mark.parametrize("kind", ["translation", "token_classification", "prompts"])
+def test_every_task_answers_in_data(kind: str, outputs: dict[str, Path]) -> None:
+    asked = ["the dog runs .", "a", "old house near the big red bird"]
+    found = list(predictions(outputs[kind], asked, []))
+    alone = [each for text in asked for each in predictions(outputs[kind], [text], [])]
+    column, answer = {
+        "translation": ("en", "translation"),
+        "token_classification": ("tokens", "words"),
+        "prompts": ("question", "written"),
+    }[kind]
+    assert [each[column] for each in found] == asked
+    assert json.loads(json.dumps(found)) == found
+    if kind == "token_classification":
+        words = [[each["word"] for each in row[answer]] for row in found]
+        assert words == [text.split() for text in asked]
+        assert all(0 < each["score"] <= 1 for row in found for each in row[answer])
+    else:
+        assert [each[answer] for each in found] == [each[answer] for each in alone]  # a batch changes no word
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])

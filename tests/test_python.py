@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import RUN, saved, start, step_of, until, write
+from command import RUN, ended, saved, start, step_of, until, write
 from harness import lockstep_environment
 
 import lockstep
@@ -37,17 +37,11 @@ def test_the_examples_of_the_page_run_without_a_main_guard(tmp_path: Path, cache
         else:
             code.append(block)
     assert len(code) >= 6
-    done = subprocess.run(
-        [sys.executable, "-"],  # as typed into a REPL: there is no file that other processes could import
-        input="\n".join(code) + "\nimport sys; print('torch' in sys.modules and 'transformers' in sys.modules)\n",
-        cwd=tmp_path,
-        env=lockstep_environment(cache),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "processes  2 (ddp, exact)" in done.stdout
-    assert "did you mean 'learning_rate'" in done.stdout
+    # as typed into a REPL: there is no file that other processes could import
+    status, out, err = ended(start([sys.executable, "-c", "\n".join(code)], tmp_path, cache), 280)
+    assert status == 0, err
+    assert "processes  2 (ddp, exact)" in out
+    assert "did you mean 'learning_rate'" in out
 
 
 @pytest.mark.processes

@@ -1,5 +1,7 @@
 """The reduction tree: one bracket, whichever rank holds which leaf."""
 
+import itertools
+
 import pytest
 import torch
 from harness import run_on, tiny
@@ -8,7 +10,19 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import Exchange, ReductionTree, buckets, partial_nodes, share
+from lockstep.strategies.exact.reduction import (
+    Exchange,
+    ReductionTree,
+    Shares,
+    buckets,
+    even,
+    layout_of,
+    most_held,
+    partial_nodes,
+    share,
+)
+from lockstep.strategies.exact.routes import Links
+from lockstep.strategies.exact.sparse_rows import exchange_rows
 
 
 def leaf(number: int, shapes: tuple[tuple[int, ...], ...] = ((7, 3), (5,), (1,))) -> list[torch.Tensor]:
@@ -68,11 +82,25 @@ def test_ranks_share_all_leaves(leaves: int, ranks: int) -> None:
     assert tree.root == []
 
 
-def exchange(world: World, leaves: int) -> list[torch.Tensor]:
+@pytest.mark.parametrize("leaves", [*range(1, 18), 31])
+def test_any_contiguous_shares_hold_at_most_as_many_partial_sums_as_is_told(leaves: int) -> None:
+    def held(first: int, end: int) -> int:
+        tree, most = ReductionTree(leaves), 0
+        for k in range(first, end):
+            node, _ = tree.take_sibling(k)
+            most = max(most, len(tree.nodes) + 1)
+            tree.place(node, [])
+        return most
+
+    worst = max(held(first, end) for first in range(leaves) for end in range(first + 1, leaves + 1))
+    assert most_held(leaves, 2, uneven=True) == worst
+
+
+def exchange(world: World, leaves: int, shares: Shares | None = None, links: Links | None = None) -> list[torch.Tensor]:
     tree = ReductionTree(leaves)
-    for k in share(leaves, world.rank, world.size):
+    for k in (shares or even(leaves, world.size))[world.rank]:
         tree.add(k, leaf(k))
-    moving = Exchange(leaves, world.rank, world.size)
+    moving = Exchange(leaves, world.rank, world.size, links=links, layout=layout_of(leaves, world.size, shares))
     for positions in ([0], [1, 2]):
         moving.submit({node: [tensors[i] for i in positions] for node, tensors in tree.nodes.items()})
     return [t.clone() for bucket in moving.finish() for t in bucket]
@@ -85,6 +113,33 @@ def test_the_exchange_gives_every_rank_the_bits_of_the_bracket(ranks: int, leave
     for tensors in run_on(ranks, exchange, leaves, run=tiny()):
         for i, tensor in enumerate(tensors):
             assert torch.equal(tensor, bracket([leaf(k)[i] for k in range(leaves)]))
+
+
+def exchanged(world: World, cases: list[tuple[int, Shares]]) -> list[list[torch.Tensor]]:
+    """Dense, at once and in stages, and by row."""
+    found = []
+    for leaves, shares in cases:
+        found.append(exchange(world, leaves, shares) + exchange(world, leaves, shares, Links("tree", ("a", "a", "b"))))
+        tree = ReductionTree(leaves)
+        for k in shares[world.rank]:
+            tree.add(k, [leaf(k)[0].to_sparse(1).coalesce()])
+        nodes = {node: tensors[0] for node, tensors in tree.nodes.items()}
+        found[-1].append(exchange_rows(nodes, leaves, world.rank, world.size, shares).to_dense())
+    return found
+
+
+def cut_at(leaves: int, *ends: int) -> tuple[int, Shares]:
+    return leaves, tuple(range(*each) for each in itertools.pairwise([0, *ends, leaves]))
+
+
+@pytest.mark.processes
+def test_uneven_shares_give_the_bits_of_the_bracket() -> None:
+    """Also those in which no share is a whole subtree, and a rank with one leaf."""
+    cases = [cut_at(8, 1, 2), cut_at(8, 3, 7), cut_at(8, 6, 7), cut_at(5, 1, 4), cut_at(13, 1, 12), cut_at(16, 5, 11)]
+    for found in run_on(3, exchanged, cases, run=tiny()):
+        for (leaves, _), tensors in zip(cases, found, strict=True):
+            wanted = [bracket([leaf(k)[i] for k in range(leaves)]) for i in (0, 1, 2, 0, 1, 2, 0)]
+            assert all(torch.equal(*pair) for pair in zip(tensors, wanted, strict=True))
 
 
 def test_buckets_hold_everything_in_order() -> None:

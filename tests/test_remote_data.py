@@ -18,6 +18,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import object_store, remote, source
 from lockstep.data.object_store import Patience, StoreError
+from lockstep.data.web import Web
 
 ROWS = "".join(json.dumps({"text": f"text {i}", "label": i % 2}) + "\n" for i in range(20_000)).encode()
 
@@ -138,7 +139,7 @@ def test_files_of_a_web_server(web: str, tmp_path: Path) -> None:
 def test_an_answer_that_ends_half_way_is_asked_for_again(web: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "served/train.jsonl").write_bytes(ROWS)
     monkeypatch.setattr(Files, "cuts", 2)
-    reader = remote.Web(Patience(tries=4, silent_s=10.0))
+    reader = Web(Patience(tries=4, silent_s=10.0))
     found = reader.find(address_of(f"{web}/train.jsonl"))
     assert found is not None
     object_store.download(reader, found, tmp_path / "there.jsonl")

@@ -10,6 +10,7 @@ import pytest
 from command import until
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
+from lockstep.config.run import RunError
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End, Limits, Node
 
 LONG = 60.0  # until a machine counts as lost, where none shall be
@@ -84,3 +85,27 @@ def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecu
     assert not over.done()
     second.told()
     assert over.result(LONG)
+
+
+def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: ThreadPoolExecutor) -> None:
+    """`more_s` is for machines that may still come. The one that left keeps the store until the job is over."""
+
+    def one_of_three(host: str, port: int = 0) -> ElasticRendezvous:
+        node = Node(host, "127.0.0.1", 1, holds=not port)
+        return ElasticRendezvous("127.0.0.1", port, 2, 3, node, Limits(join=100, more=90, lost=LONG), key="")
+
+    first = one_of_three("a")
+    others = [one_of_three(host, first.port) for host in "bc"]
+    with ThreadPoolExecutor(3) as pool:
+        assert [each.world_size for each in pool.map(ElasticRendezvous.next_rendezvous, [first, *others])] == [3, 3, 3]
+        first.leave()
+        held = pool.submit(first.hold, lambda: False)
+        formed = [pool.submit(each.next_rendezvous) for each in others]
+        assert [each.result(45).world_size for each in formed] == [2, 2]
+        assert sorted(node.host for node in others[0].nodes) == ["b", "c"]
+        with pytest.raises(RunError, match=r"a was taken out of this job, because it computed wrongly \(guard\)"):
+            one_of_three("a", first.port).admit({})
+        assert not held.done()
+        others[0].end(0)
+        others[0].shutdown()
+        held.result(LONG)

@@ -56,7 +56,7 @@ def test_ctrl_c_a_killed_rank_and_all_killed_in_a_row(tmp_path: Path, cache: Pat
     assert status == 1, (out, err)
 
     process = start(TRAIN, tmp_path, cache)
-    until(lambda: step_of(tmp_path) >= 33, "a step", process)
+    until(lambda: step_of(tmp_path) >= 24, "a step", process)
     for pid in [process.pid, *processes_in(tmp_path)]:
         os.kill(pid, signal.SIGKILL)
     assert ended(process)[0] == -signal.SIGKILL

@@ -1,12 +1,14 @@
 """Which rows are used, and in which split: conditions by column, a column of splits, shares, duplicates, and examples
 that stand in two splits. What is left out is counted."""
 
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from harness import tiny
 from task_runs import TASKS, rows_of, write
@@ -14,7 +16,7 @@ from task_runs import TASKS, rows_of, write
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
-from lockstep.data import apart, source
+from lockstep.data import apart, shards, source
 from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
@@ -292,3 +294,41 @@ def test_the_cache_follows_every_key(tmp_path: Path) -> None:
         prepared(run_of(path, key))
         assert len(list(entries.iterdir())) == before + min(count + 1, len(keys))
     assert load(None, [], run_of(path).model_dump(mode="json")).data == run_of(path).data
+
+
+@pytest.mark.processes
+def test_several_processes_hash_rows_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"a {'b ' * (i % 7)}{i % 500}" for i in range(3000)]
+    dataset = datasets.Dataset.from_dict({"text": texts, "more": [[i % 3] for i in range(3000)]})
+    monkeypatch.setattr(shards, "available_cores", lambda: 1)
+    alone = apart.hashes(dataset, ["text", "more"])
+    monkeypatch.setattr(shards, "available_cores", lambda: 2)
+    monkeypatch.setattr(shards, "ROWS", 700)
+    assert (apart.hashes(dataset, ["text", "more"]) == alone).all()
+    assert len(np.unique(alone, axis=0)) == len({(text, i % 3) for i, text in enumerate(texts)})
+    first = apart.first_of(alone)
+    told, rows = apart.overlap({"train": dataset, "test": dataset.select(range(0, 3000, 5))}, ["text"])
+    assert told["test"]["examples"] == 600
+    assert set(rows) == {i for i, text in enumerate(texts) if text in {*texts[::5]}}
+    assert told["test"]["train_row"] == first[0] == 0
+
+
+def test_an_edit_is_seen_by_size_and_time(tmp_path: Path) -> None:
+    """And one that keeps both is not: docs/run-file.md says so."""
+    path = tmp_path / "train.jsonl"
+    write(path, [{"text": f"text {i}", "label": i % 2} for i in range(30)])
+    before, was = path.stat(), path.read_text()
+    run = tiny(data={"source": str(path), "limit": None, "max_length": 16})
+    task: Any = plugins.find("tasks", "classification")
+    key = prepare(run, task).key
+    path.write_text(was.replace("text 7", "test 7"))
+    assert prepare(run, task).key != key  # the same size, another time
+    path.write_text(was)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert prepare(run, task).key == key
+    path.write_text(was.replace("text 7", "test 7"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert prepare(run, task).key == key
+    write(path, [{"text": f"text {i}", "label": i % 2} for i in range(31)])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert prepare(run, task).key != key  # another size, the same time

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command import (
     LOCKSTEP,
+    STEPS,
     bits,
     each_step_once,
     ended,
@@ -57,10 +58,10 @@ def moment(process, folder: Path, chance: random.Random) -> str:
     """Wait for a moment: at a step, at the last one, at the export, or some time after it."""
     out = folder / "out"
     began = step_of(folder)
-    step = min(60, began + chance.randint(1, 30))
+    step = min(STEPS, began + chance.randint(1, 30))
     come = {
         "at a step": lambda: step_of(folder) >= step,
-        "after the last step": lambda: step_of(folder) >= 60,
+        "after the last step": lambda: step_of(folder) >= STEPS,
         "at the export": lambda: (out / ".export.partial").exists() or (out / "export").exists(),
         "at the end": lambda: (out / "report.html").exists(),
     }
@@ -103,7 +104,7 @@ def storm(folder: Path, cache: Path, untouched: Path, seed: int, faults: int) ->
     assert not list((folder / "out").rglob(".*.partial")), story
     assert {p.name for p in (folder / "out").iterdir()} == {p.name for p in (untouched / "out").iterdir()}, story
     record = json.loads((folder / "out" / "launch.json").read_text())
-    assert (record["launcher"], record["steps"]) == ("local", 60), story
+    assert (record["launcher"], record["steps"]) == ("local", STEPS), story
     assert bits(folder) == bits(untouched), story
     each_step_once(folder, untouched)
     return done

@@ -8,7 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
-from command import LOCKSTEP, bits, each_step_once, ended, finish, lines, saved, start, start_anew, step_of, write
+from command import (
+    LOCKSTEP,
+    STEPS,
+    bits,
+    each_step_once,
+    ended,
+    finish,
+    lines,
+    saved,
+    start,
+    start_anew,
+    step_of,
+    write,
+)
 from harness import tiny
 from marks import slow
 from signalled import Terminal, state_of, variables
@@ -26,24 +39,24 @@ SIGNALLED = "strategy.name=signalled.Signalled"
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A job whose metrics have a line every 25 steps, that nobody disturbed."""
+    """A job whose metrics have a line every 15 steps, that nobody disturbed."""
     folder = tmp_path_factory.mktemp("calm")
-    write(folder, track={"every": 25})
+    write(folder, track={"every": 15})
     finish(folder, cache, "launch.processes=1")
     return folder
 
 
 @pytest.mark.processes
 def test_ctrl_c_in_a_terminal_keeps_what_was_trained(tmp_path: Path, cache: Path, calm: Path) -> None:
-    write(tmp_path, track={"every": 25}, checkpoint={"every": 1000})
+    write(tmp_path, track={"every": 15}, checkpoint={"every": 1000})
     terminal = Terminal(tmp_path, cache, "launch.processes=2")
-    terminal.read(until=lambda: step_of(tmp_path) >= 25)
+    terminal.read(until=lambda: step_of(tmp_path) >= 15)
     terminal.press(b"\x03")
     terminal.read()
     assert terminal.status() == 75, terminal.text
     assert "Traceback" not in terminal.text
-    assert (stopped := saved(tmp_path)) >= 25
-    assert f"stopped on request after step {stopped} of 60; the same command goes on from there" in terminal.text
+    assert (stopped := saved(tmp_path)) >= 15
+    assert f"stopped on request after step {stopped} of {STEPS}; the same command goes on from there" in terminal.text
     assert state_of(tmp_path, cache)["state"] == "stopped"
     assert f"resuming after step {stopped}" in finish(tmp_path, cache, "launch.processes=1")
     each_step_once(tmp_path, calm)  # no line for the step that it was stopped after
@@ -105,13 +118,14 @@ def test_after_the_last_step(
 def test_an_evaluation_on_the_way_is_left_to_the_next_start(
     processes: int, tmp_path: Path, cache: Path, calm: Path
 ) -> None:
-    write(tmp_path, track={"every": 25}, checkpoint={"every": 1000, "best": "-loss"}, export="last")
+    write(tmp_path, track={"every": 15}, checkpoint={"every": 1000, "best": "-loss"}, export="last")
     variable = variables("step 20 evaluated", signal.SIGTERM)
     command = [*LOCKSTEP, "train", "run.yaml", SIGNALLED, f"launch.processes={processes}"]
     status, out, err = ended(start([*command, "evaluate.batch_size=4"], tmp_path, cache, **variable))
     assert status == 75, (out, err)
-    assert "stopped on request after step 20 of 60; the same command goes on from there" in out
-    assert [line["step"] for line in lines(tmp_path)] == [1]  # no score of a half evaluation, no line for the last step
+    assert f"stopped on request after step 20 of {STEPS}; the same command goes on from there" in out
+    # no score of a half evaluation, no line for the last step
+    assert [line["step"] for line in lines(tmp_path)] == [1, 15]
     assert "20  validation" in (said := finish(tmp_path, cache, "launch.processes=1")), said
     each_step_once(tmp_path, calm)
     assert bits(tmp_path)["export"] == bits(calm)["export"]

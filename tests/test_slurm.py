@@ -63,6 +63,7 @@ def compare(name: str, text: str, folder: Path) -> None:
         ("slurm-full.sbatch", FULL),
         ("slurm-plain.sbatch", PLAIN),
         ("slurm-elastic.sbatch", FULL | {"ranks": "elastic", "max_restarts": 3}),
+        ("slurm-no-kill.sbatch", FULL | {"ranks": "elastic", "max_restarts": 3, "on_loss": "continue"}),
         ("slurm-restarts.sbatch", PLAIN | {"max_restarts": 2, "requeue": False}),
     ],
 )

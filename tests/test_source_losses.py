@@ -70,7 +70,7 @@ KINDS = [
 def test_each_has_the_loss_of_its_examples_and_changes_no_bit(
     kind: str, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run = of_kind(kind, tmp_path, "strategy.name=single", *overrides)
+    run = of_kind(kind, tmp_path, "strategy.name=single", "micro_batches=3", *overrides)
     world = World(run)
     weights = []
     for told in (True, False):
@@ -155,7 +155,7 @@ def test_the_same_with_every_strategy_and_at_every_number_of_processes(tmp_path:
 
 
 def step_of(sums: list[float], targets: list[int]) -> tuple[StepBatch, StepResult]:
-    batch = StepBatch(0, [], 8, 4, sum(targets), 10, 10, 10, np.arange(4), np.array(targets))
+    batch = StepBatch(0, [], 8, 4, sum(targets), 10, 10, 10, np.arange(4), targets_of=np.array(targets))
     loss = torch.tensor(sum(sums) / sum(targets), dtype=torch.float64)
     return batch, StepResult(loss, torch.tensor(1.0), True, torch.tensor(sums, dtype=torch.float64))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import LOCKSTEP, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
+from command import LOCKSTEP, STEPS, TORCHRUN, bits, ended, saved, start, step_of, train, until, write
 from harness import tiny
 
 from lockstep.cli import main
@@ -46,7 +46,7 @@ def test_a_run_in_another_terminal(
     until(lambda: step_of(tmp_path) >= 25, "step 25", process)
 
     found = status_of(tmp_path, capsys)
-    assert (found["state"], found["step"], found["steps"], found["finished"]) == ("running", 25, 60, False)
+    assert (found["state"], found["step"], found["steps"], found["finished"]) == ("running", 25, STEPS, False)
     assert found["launcher"] == ("" if how == "torchrun" else "local")
     assert found["resumable_from"] == 20
     assert found["metrics"]["train"]["step"] == 25

@@ -16,6 +16,7 @@ pytestmark = [*hosts.cluster, pytest.mark.timeout(900)]
 PATH = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
 KEY = "0123456789abcdef0123456789abcdef"
 WITH = {"LOCKSTEP_SECRET": KEY}
+SEES = {"PYTHONPATH": PATH}
 
 
 @pytest.fixture
@@ -40,8 +41,8 @@ def listening(made: Hosts, host: int) -> dict[int, str]:
 
 def stranger(made: Hosts, port: int, how: str, marker: Path) -> str:
     """What it did on host 0 from host 2."""
-    script = str(Path(HERE) / "stranger.py")
-    job = made.start(2, [sys.executable, script, made.address(0), str(port), how, str(marker)], PYTHONPATH=PATH)
+    words = [made.address(0), str(port), how, str(marker)]
+    job = made.start(2, [sys.executable, "-c", "import stranger, sys; stranger.main(*sys.argv[1:])", *words], **SEES)
     assert job.ended() == 0, job.err
     assert int(job.out.split()[0]) >= 2
     return job.out
@@ -64,7 +65,7 @@ def test_what_is_written_where_machines_meet(three: Hosts, how: str, given: bool
     write(three.folder(0))
     words = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", "launch.machines=2", "launch.join_s=20"]
     words += [f"launch.rendezvous={three.address(0)}:{PORT}"]
-    job = three.start(0, words, PYTHONPATH=PATH, **(WITH if given else {}))
+    job = three.start(0, words, **SEES, **(WITH if given else {}))
     until(lambda: PORT in listening(three, 0), job)
     assert listening(three, 0)[PORT] == three.address(0)
     job.says("meeting at")
@@ -77,7 +78,7 @@ def test_a_local_job_is_open_to_nobody_else(three: Hosts) -> None:
     write(three.folder(0))
     hold(4, three.folder(0))
     words = [*LOCKSTEP, "train", "run.yaml", "launch.processes=2", HELD]
-    job = three.start(0, words, PYTHONPATH=PATH)
+    job = three.start(0, words, **SEES)
     until_step(three.folder(0), 4, job)
     open_ports = listening(three, 0)
     assert len(open_ports) >= 3  # the launcher's store, rank 0's, and gloo's
@@ -116,4 +117,4 @@ def test_a_listener_that_says_nothing_where_machines_meet(three: Hosts) -> None:
 def start(made: Hosts, host: int, words: list[str]) -> Job:
     """`torchrun` with the job's secret."""
     words = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", "launch.machines=2", *words]
-    return made.start(host, [*words, f"launch.rendezvous={made.address(0)}:{PORT}"], PYTHONPATH=PATH, **WITH)
+    return made.start(host, [*words, f"launch.rendezvous={made.address(0)}:{PORT}"], **SEES, **WITH)

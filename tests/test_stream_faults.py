@@ -33,7 +33,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ("override", "told"),
     [
         ("data.deduplicate=true", "deduplicate does not go with data.stream: it needs all rows of train at once"),
-        ("data.overlap=drop", "overlap does not go with data.stream: it needs all rows"),
+        ("data.validation_fraction=0.2", "validation_fraction does not go with data.stream: to cut it off needs all"),
         ("data.test_fraction=0.1", "test_fraction does not go with data.stream: to cut it off needs all rows"),
         ("data.split_column=split", "split_column does not go with data.stream"),
         ("data.group_by_length=5", "group_by_length does not go with data.stream: it sorts examples of many steps"),
@@ -57,12 +57,14 @@ def test_keys_that_do_not_go_with_a_stream_are_refused(override: str, told: str,
 
 
 def test_tasks_that_cannot_stream_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"data.stream: the task translation cannot; classification and language_mod"):
-        streamed(tmp_path, task={"name": "translation", "source": "en", "target": "de"})
+    with pytest.raises(
+        RunError, match=r"data.stream: the task embedding cannot: texts that are the same are found amo"
+    ):
+        streamed(tmp_path, task={"name": "embedding"})
+    with pytest.raises(RunError, match=r"data.stream: the model is asked about all rows of train before it is trained"):
+        streamed(tmp_path, task={"name": "preference"})
     with pytest.raises(RunError, match=r"data.stream: it goes with one label a text, and not with multi_label"):
         streamed(tmp_path, task={"multi_label": True})
-    with pytest.raises(RunError, match=r"data.*sources does not go with data.stream: a stream is one source"):
-        tiny("data.source=null", "data.limit=null", "data.sources=[a.jsonl]", "data.stream=true")
 
 
 def said(folder: Path, *overrides: str, **values: Any) -> str:
@@ -83,10 +85,9 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("some text\n")
     told = said(tmp_path, f"data.train={tmp_path / 'rows.txt'}", **LM)
     assert "reads a .txt file line by line; set task.document=line" in told
-    assert "data.stream: builtin/emotion is no local file or folder" in said(tmp_path, "data.source=builtin/emotion")
-    assert "data.stream: some/set is no local file or folder" in said(tmp_path, "data.source=some/set")
-    told = said(tmp_path, "data.source=https://example.org/rows.jsonl")
-    assert "data.stream: shards are read from local files only, and some of these are not" in told
+    assert "data.stream: builtin/emotion has no shards to stream" in said(tmp_path, "data.source=builtin/emotion")
+    told = said(tmp_path, "data.source=some/set")
+    assert "data.source: some/set is no local file or folder, and the Hub was asked: HF_HUB_OFFLINE is set" in told
     archive = tmp_path / "more.tar"
     archive.write_bytes(archive_of("more", rows_of(5)))
     run = tiny("data.limit=null", f"data.source={archive}")
@@ -173,7 +174,8 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
     assert "in 1 of 10 (row 5 holds None)" in said(folder)
     assert said(folder).endswith(where)
     told = with_row('{"text": 7, "label": "joy"}')
-    assert "data.train: columns of train-02.jsonl hold values of several kinds" in told
+    assert "data.train: columns of train-02.jsonl hold values of several kinds: 'text' holds '" in told
+    assert "', and in row 5 7 (rows are counted" in told
     assert told.endswith(where)
     assert "hold values of several kinds" in with_row('{"text": "a", "label": ["joy"]}')
     path.write_bytes("\n".join(good).encode()[:-10] + b"\xff\xfe\n")

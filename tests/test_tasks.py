@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import task_runs
 import torch
 from harness import build, digest, run_on
-from task_runs import TASKS, make
+from task_runs import TASKS
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
@@ -21,8 +22,13 @@ from lockstep.training.loop import evaluate
 pytestmark = pytest.mark.processes
 
 
-STEPS = 5
+STEPS = 3
 KINDS = sorted(TASKS)
+
+
+def make(folder: Path, kind: str, *overrides: str) -> Run:
+    """Of few enough examples that the third step is a short one, the last of its epoch."""
+    return task_runs.make(folder, kind, *overrides, count=45)
 
 
 def trained(world: World, run: Run) -> dict[str, Any]:
@@ -85,9 +91,7 @@ def test_padding_is_reported_as_it_is(kind: str, folder: Path) -> None:
     run = make(folder, kind, "data.padding=batch")
     task: Any = plugins.find("tasks", run.task.name)
     feed = Feed(run, task(run, prepare(run, task)), range(run.micro_batches), torch.device("cpu"))
-    for batch in map(
-        feed.make, range(3)
-    ):  # the first epoch's last step has blank micro-batches, which are not reported
+    for batch in map(feed.make, range(2)):  # the epoch's last step has blank micro-batches, which are not reported
         read = [v for m in batch.micro_batches for name, v in m.inputs.items() if name.endswith("input_ids")]
         assert batch.padded == sum(map(torch.numel, read))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from task_runs import make, write
 
 from lockstep.cli import main
@@ -60,6 +61,25 @@ def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:
                 == row["tokens"]
             )
     assert any(len(columns.ragged("targets").row(i)) > columns.flat("count")[i] + 2 for i in range(20))
+
+
+def test_samples_name_the_entities(tmp_path: Path) -> None:
+    """Of a model that says what is right, and of one that says nothing."""
+    task = task_of(make(tmp_path, "token_classification", "tokenizer.vocab_size=290"))
+    rows = [json.loads(line) for line in (tmp_path / "token_classification/validation.jsonl").read_text().splitlines()]
+    columns = task.splits["validation"]
+    batch = task.collate(columns, task.shown_rows(columns, 3), 0)
+    right = torch.nn.functional.one_hot(batch.targets.clamp(min=0), len(task.labels)).float()
+    nothing = torch.nn.functional.one_hot(torch.full_like(batch.targets, task.labels.index("O")), len(task.labels))
+    for logits, says in ((right, True), (nothing, False)):
+        samples = task.samples(None, lambda inputs, logits=logits: logits)  # type: ignore[arg-type,misc]
+        assert len(samples) == 3
+        for sample, row in zip(samples, task.shown_rows(columns, 3), strict=True):
+            wanted = rows[row]
+            assert sample["text"].split() == wanted["tokens"][: len(sample["text"].split())]
+            assert (sample["found"] == sample["right"]) == (says or sample["right"] == "none")
+            held = [w for w, t in zip(wanted["tokens"], wanted["tags"], strict=True) if t != "O"]
+            assert sample["right"].replace(" (ANIMAL)", "").replace(",", "").split() == (held or ["none"])
 
 
 @pytest.mark.processes

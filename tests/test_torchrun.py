@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from command import LOCKSTEP, RUN, bits, ended, start, step_of, until, write
-from harness import run_on, tiny
+from command import LOCKSTEP, RUN, bits, ended, free_port, start, step_of, until, write
+from harness import lean, run_on, tiny
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import EventSource
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
@@ -22,6 +25,7 @@ from lockstep.distributed import network
 from lockstep.distributed.agreement import agree, disagreement, facts, fingerprint
 from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
+from lockstep.launchers.processes.elastic import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joined, joining
 from lockstep.launchers.torchrun import Torchrun, node_range
@@ -261,6 +265,20 @@ def test_two_machines_meet_in_an_order_and_leave_together() -> None:
     first.shutdown()
 
 
+def test_events_that_nobody_records_ask_no_server_for_the_machine_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("socket.getfqdn", lambda name="": asked.append(name) or name)
+    rendezvous: Any = met(0, True)
+    agent = Agent(WorkerSpec("lockstep", 1, rendezvous, entrypoint=print), rendezvous, 1, print)
+    assert (
+        agent._construct_event("FAILED", EventSource.WORKER, raw_error="").name == "torchelastic.worker.status.FAILED"
+    )
+    assert not asked
+    LocalElasticAgent._construct_event(agent, "FAILED", EventSource.WORKER, raw_error="")
+    assert asked, "torch elastic's own does, or calls it otherwise now"
+    rendezvous.shutdown()
+
+
 # -- real jobs -------------------------------------------------------------------------------------------------------
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
@@ -342,6 +360,7 @@ def test_the_task_for_skypilot_in_the_documents(tmp_path: Path, cache: Path, unt
             ["bash", "-c", lines],
             tmp_path,
             cache,
+            **lean(),
             SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.1",
             SKYPILOT_NUM_NODES=str(task["num_nodes"]),
             SKYPILOT_NODE_RANK=rank,
@@ -352,12 +371,6 @@ def test_the_task_for_skypilot_in_the_documents(tmp_path: Path, cache: Path, unt
     for status, _, err in map(ended, nodes):
         assert status == 0, err
     assert bits(tmp_path) == bits(untouched)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_interfaces_and_routes() -> None:

@@ -1,14 +1,12 @@
 """`lockstep verify` finds the classic mistakes and names them, and lets every strategy pass that keeps its promise."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from command import LOCKSTEP, ended, start
-from harness import TINY, lockstep_environment, run_on, tiny
+from command import LOCKSTEP, TORCHRUN, ended, start
+from harness import TINY, run_on, tiny
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
@@ -121,15 +119,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu"}}))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "lockstep", "verify"]
-    environment = lockstep_environment(tmp_path / "cache") | {"GLOO_SOCKET_IFNAME": "lo"}
     assert os.environ.get("RANK") is None
-    done = subprocess.run(
-        [sys.executable, *command, "job.yaml", "--steps=2", "strategy.name=allreduce"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("found: the same bits") == 1
+    command = [*TORCHRUN, "verify", "job.yaml", "--steps=2", "strategy.name=allreduce"]
+    status, out, err = ended(start(command, tmp_path, tmp_path / "cache"))
+    assert status == 0, err
+    assert out.count("found: the same bits") == 1

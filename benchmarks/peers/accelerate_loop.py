@@ -1,6 +1,6 @@
 """Peer: a training loop on Accelerate, as its documentation writes it: prepare, backward, clip, step.
 The scheduler is not prepared: a prepared one steps once per process at every optimizer step.
-On CPU; the command line is common.py's, and `--by-length`: batches of like length, from 50 batches sorted at once."""
+The command line is common.py's, and `--by-length`: batches of like length, from 50 batches sorted at once."""
 
 import argparse
 import sys
@@ -37,7 +37,7 @@ def batches(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 def train(args: argparse.Namespace, by_length: bool) -> tuple[Meter, float | None]:
     # cpu=True: without it, two processes under torchrun silently train as two worlds of one
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if args.precision == "bf16" else "no")
+    accelerator = Accelerator(cpu=args.device == "cpu", mixed_precision="bf16" if args.precision == "bf16" else "no")
     check_world(accelerator.num_processes)
     model, tokenizer, training, validation = load(args)
     meter = Meter(model, args, training, validation)

@@ -21,15 +21,26 @@ PROBED = 64  # held-out examples whose loss is taken before and after
 LEARNS_AFTER = 8  # steps: with fewer the loss need not fall
 
 
-def memory_baseline() -> int:
-    """Bytes this process holds now, its imports: the peak is counted from here on. Linux."""
+def settled(device: str) -> None:
+    """Wait for the device: what is timed has been done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory_baseline(device: str) -> int:
+    """Bytes this process holds now, its imports: the peak is counted from here on. Linux. Of a GPU's memory: none."""
+    if device == "cuda":
+        return 0
     with contextlib.suppress(OSError):  # then the mark of the imports stays, which training passes by far
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark becomes what is held now
     return _of_status("VmRSS")
 
 
-def peak_memory() -> int:
-    """The most bytes this process has held since: VmHWM, and not getrusage's, which a child inherits."""
+def peak_memory(device: str) -> int:
+    """The most bytes this process has held since: VmHWM, and not getrusage's, which a child inherits. On a GPU the most
+    that its tensors took."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
     return _of_status("VmHWM")
 
 
@@ -40,7 +51,7 @@ def _of_status(name: str) -> int:
 
 def _fingerprints(ids: Tensor, mask: Tensor) -> Tensor:
     """Of each row's real tokens [B]: int64, the same however far the row is padded."""
-    places = torch.arange(1, ids.shape[1] + 1).square() * 2654435761 + 40503
+    places = torch.arange(1, ids.shape[1] + 1, device=ids.device).square() * 2654435761 + 40503
     return (ids.long() * mask.long() * places).sum(1)
 
 
@@ -65,18 +76,20 @@ class Checked:
 
     def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.updates += 1
-        self.fused &= isinstance(optimizer, torch.optim.AdamW) and all(g.get("fused") for g in optimizer.param_groups)
+        rule = type(getattr(optimizer, "rule", None))  # lockstep's calls torch's fused kernel
+        fused = isinstance(optimizer, torch.optim.AdamW) and all(g.get("fused") for g in optimizer.param_groups)
+        self.fused &= fused or (rule.__module__, rule.__name__) == ("lockstep.strategies.optimizers.adamw", "AdamW")
 
     def loss(self) -> float:
         """Mean cross-entropy of the first held-out examples, without dropout; nothing is drawn."""
-        columns = self.validation.columns
+        columns, device = self.validation.columns, next(self.model.parameters()).device
         was = self.model.training
         self.model.eval()
         total = 0.0
         with torch.no_grad():
             for i in range(min(PROBED, len(self.validation))):
-                fed = {k: torch.tensor(columns[k][i])[None] for k in ("input_ids", "attention_mask")}
-                logits = self.model(**fed).logits.float()
+                fed = {k: torch.tensor(columns[k][i], device=device)[None] for k in ("input_ids", "attention_mask")}
+                logits = self.model(**fed).logits.float().cpu()
                 total += float(nn.functional.cross_entropy(logits, torch.tensor(columns["label"][i])[None]))
         self.model.train(was)
         return total / min(PROBED, len(self.validation))

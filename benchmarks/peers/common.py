@@ -1,5 +1,5 @@
 """What the peer scripts share: arguments, data, model, parameter groups, the meter and the JSON report.
-Each peer trains the same classifier on the same jsonl files with the same optimisation, on CPU.
+Each peer trains the same classifier on the same jsonl files with the same optimisation, on CPU or on a GPU.
 Start a peer with `python PEER.py ...` or `torchrun --nproc_per_node=2 PEER.py ...` (gloo)."""
 
 import os
@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from checks import Checked, memory_baseline, peak_memory
+from checks import Checked, memory_baseline, peak_memory, settled
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -71,6 +71,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--schedule", choices=["linear", "cosine", "constant_with_warmup"], default="linear")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, required=True, help="rank 0 writes its report here")
     parser.add_argument("--skip", type=int, help="leave the first N steps out of the rate; default: 5, 0 of epochs")
@@ -92,7 +93,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
         parser.error("--batch-size must be a multiple of the number of processes")
     args.per_process = args.batch_size // world_size()
     torch.set_num_threads(1)
-    args.memory_baseline = memory_baseline()
+    args.memory_baseline = memory_baseline(args.device)
     return args
 
 
@@ -164,7 +165,9 @@ class Meter:
 
     def __init__(self, model: nn.Module, args: argparse.Namespace, training: Examples, validation: Examples) -> None:
         self.skip, self.steps, self.done = args.skip, args.steps, 0
-        self.examples = self.real_tokens = self.padded_tokens = self.peak_memory = 0
+        self.examples = self.padded_tokens = self.peak_memory = 0
+        self.real_tokens: Any = 0  # on the device: nobody waits for it
+        self.device = args.device
         self.first_step = self.wall = self.cpu = 0.0
         self.baseline = args.memory_baseline
         self.checked = Checked(model, args, training, validation)
@@ -180,21 +183,25 @@ class Meter:
         if self.skip <= self.done:
             self.examples += mask.shape[0]
             self.padded_tokens += mask.numel()
-            self.real_tokens += int(mask.sum())
+            self.real_tokens = self.real_tokens + mask.sum()
 
     def _start(self) -> None:
+        settled(self.device)
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def step(self) -> None:
         self.done += 1
         self.checked.step()
         if self.done == 1:
+            settled(self.device)
             self.first_step = time.time() - psutil.Process().create_time()
         if self.done == self.skip:
             self._start()
         if self.done == self.steps:
+            settled(self.device)
             self.wall, self.cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
-            self.peak_memory = peak_memory() - self.baseline
+            self.peak_memory = peak_memory(self.device) - self.baseline
+            self.real_tokens = int(self.real_tokens)
 
     def facts(self) -> dict[str, Any]:
         """What `report` gathers of this rank."""
@@ -233,6 +240,7 @@ def report(
         "peer": peer,
         "world": world_size(),
         "precision": args.precision,
+        "device": args.device,
         "steps": args.steps,
         "epochs": args.epochs,
         "skip": args.skip,

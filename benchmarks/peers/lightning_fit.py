@@ -1,6 +1,6 @@
 """Peer: Lightning's Trainer with a LightningModule; DDP where torchrun started several processes.
 Lightning finds torchrun's environment by itself; `devices` must say the number of processes per node.
-On CPU; the command line is common.py's."""
+The command line is common.py's."""
 
 import argparse
 import os
@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> tuple[Meter, float | None]:
     collate = DataCollatorWithPadding(tokenizer)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=args.device,
         devices=processes,
         strategy="ddp" if processes > 1 else "auto",
         precision="bf16-mixed" if args.precision == "bf16" else "32-true",

@@ -51,7 +51,7 @@ def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> 
             "schedule": args.schedule,
         },
         "strategy": {"name": extra.strategy, "exact": not extra.inexact, "options": extra.options},
-        "launch": {"device": "cpu", "threads": 1},
+        "launch": {"device": args.device, "threads": 1},
     }
     return load(None, extra.set, values)
 
@@ -110,7 +110,8 @@ def main() -> None:
             score = evaluate(run, world, session.task, session.strategy, session.task.splits["validation"])["accuracy"]
         session.strategy.close()
     name = f"lockstep {extra.strategy}" + (" inexact" if extra.inexact else "")
-    report(args, name, "lockstep-train", meter, score, "grouped")
+    pads = "random" if run.micro_batches == run.data.group_by_length == 1 else "grouped"
+    report(args, name, "lockstep-train", meter, score, pads)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Peer: transformers.Trainer as it comes, with a collator that pads each batch to its longest example.
 trainer_tuned.py and trainer_rebalanced.py run the same with the settings that Trainer's users reach for when they want
-speed. All on CPU; the command line is common.py's."""
+speed. The command line is common.py's."""
 
 import argparse
 import tempfile
@@ -43,8 +43,8 @@ def train(args: argparse.Namespace, extra: dict[str, Any], loss: Callable | None
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder,
-            use_cpu=True,  # without it, two processes on CPU do not join
-            ddp_backend="gloo" if world_size() > 1 else None,
+            use_cpu=args.device == "cpu",  # without it, two processes on CPU do not join
+            ddp_backend="gloo" if world_size() > 1 and args.device == "cpu" else None,
             per_device_eval_batch_size=args.per_process,
             max_steps=args.steps,
             learning_rate=args.learning_rate,

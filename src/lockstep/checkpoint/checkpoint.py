@@ -172,6 +172,23 @@ class Checkpoints:
             self._saving.work.wait(1.0)  # shorter than a collective may take, however slow the disk is
             self.advance()
 
+    def regroup(self, step: int) -> bool:
+        """Other ranks are left, after `step` updates, and another one may be rank 0. Returns whether a save was broken
+        off, and one of this step is owed for it. Collective. Errors: `CheckpointError`, where it cannot be made up
+        for."""
+        saving, self._saving, self._shard, self._sees = self._saving, None, None, None
+        if saving is not None:
+            saving.work.wait()
+        broken = max((each for each in self.world.all_gather(saving and saving.manifest.step) if each), default=0)
+        self.newest, self.best, trackers = self.world.broadcast(self.kept.left(step) if self.world.is_main else None)
+        self.trackers = trackers | self.trackers
+        owed = broken > (self.newest or 0)
+        if owed and broken < step and (self.run.checkpoint.best or self.run.average.last is not None):
+            raise CheckpointError(
+                f"the checkpoint of step {broken} was broken off by the loss of a rank, and is needed"
+            )
+        return owed
+
     def evaluated(self, step: int, scores: Mapping[str, float]) -> bool:
         """Count an evaluation. Returns whether training is over by `evaluate.patience`: the same on every rank."""
         if self.run.checkpoint.best:
@@ -293,9 +310,11 @@ class Checkpoints:
     def take_before(self, strategy: ShardedState, most: int) -> tuple[int, list[str]]:
         """Load the newest checkpoint of at most so many updates that verifies; every rank must see the folder, in which
         nothing is written. Returns its step (0: there is none) and what the user should know. Collective."""
-        notes, self._sees = list[str](), True
-        here = candidates(self.run) if self.world.is_main else ()
-        found = [(path.name, each) for path, each in here if isinstance(each, Manifest) and each.step <= most]
+        self._sees = True
+        every = candidates(self.run) if self.world.is_main else ()
+        here = [(path, each) for path, each in every if not (n := path.name[5:]).isdigit() or int(n) <= most]
+        notes = [f"{path.name} is not used: {each}" for path, each in here if isinstance(each, str)]
+        found = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
         for name, manifest in self.world.broadcast(found):
             if (fault := self._loaded(strategy, name, manifest)) is None:
                 return manifest.step, notes + manifests.differences(

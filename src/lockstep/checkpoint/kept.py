@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.manifest import Manifest, candidates, folder_of
+from lockstep.checkpoint.folder import clear_away
+from lockstep.checkpoint.manifest import Manifest, candidates, folder_of, newest_first
 from lockstep.checkpoint.mirror import Mirror
+from lockstep.checkpoint.progress import best_first
 from lockstep.config.run import Run, RunError
 from lockstep.data.object_store import StoreError
 from lockstep.data.tokens import Prepared
@@ -50,6 +52,16 @@ class Kept:
         notes = [f"{fault}; only the checkpoints in {folder_of(self.run)} are looked at"] if fault else []
         every = here + [(name, manifest, True) for name, manifest in there or []]
         return sorted(every, key=lambda each: (-len(each[0]), *(-ord(c) for c in each[0]))), notes
+
+    def left(self, step: int) -> tuple[int | None, float | None, dict[str, str]]:
+        """After the loss of a rank, on what is rank 0 now: what was half done is cleared away. Returns the step of the
+        newest checkpoint of at most `step` updates, the highest score that is kept, and the run ids of trackers."""
+        clear_away(self.run)
+        there = [manifest for _, manifest in newest_first(self.run) if manifest.step <= step]
+        best = best_first(self.run, {manifest.step: manifest.scores for manifest in there})
+        if not there:
+            return None, None, {}
+        return there[0].step, best[0].score if best else None, there[0].trackers
 
     def fetched(self, name: str, manifest: Manifest | str, away: bool) -> str | None:
         """See that a checkpoint is in OUTPUT. Returns why it cannot be. Collective. Errors: `RunError`."""

@@ -172,9 +172,14 @@ def superfluous(run: Run, newest: Path) -> list[Path]:
 
 
 def to_keep(run: Run, found: Mapping[int, Manifest]) -> set[int]:
-    """Of these steps: the `keep` newest, the best, and those that an average is made of at the end."""
-    best = best_first(run, {step: manifest.scores for step, manifest in found.items()})[:1]
-    kept = {*sorted(found, reverse=True)[: run.checkpoint.keep], *(each.step for each in best)}
+    """Of these steps: the `keep` newest, those of `checkpoint.at`, the best (also of those before each of these), and
+    those that an average is made of at the end."""
+    marked = found.keys() & set(run.checkpoint.at)
+    best = [
+        best_first(run, {step: manifest.scores for step, manifest in found.items() if step <= last})[:1]
+        for last in (*marked, max(found, default=0))
+    ]
+    kept = {*sorted(found, reverse=True)[: run.checkpoint.keep], *marked, *(each.step for one in best for each in one)}
     if run.average.last is not None and found:
         kept |= found.keys() & averaged(run, max(found), found[max(found)].every)
     return kept
@@ -206,17 +211,10 @@ def broken(path: Path, manifest: Manifest) -> str | None:
 def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") -> str | None:
     """Why a run must not go on from a checkpoint whose files are as they should be, or None. `mirror`: where it is, if
     not in OUTPUT."""
-    now, where, other = run.arithmetic(), mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
-    # a checkpoint that is older than a key was trained with the key's default
-    then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
-    # once every optimizer's keys stood there, whichever was used
-    then = {key: value for key, value in then.items() if key in now or not key.startswith("optim.")}
-    differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
-    if manifest.data == prepared.key:  # the same tokens: where they were read from is no reason
-        same = {"data.sources"} if _drawn(now) == _drawn(then) else set()
-        differing = [key for key in differing if key not in _READ_FROM | same]
-    rows = "\n".join(f"  {k}: {then.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in differing)
-    if not set(differing) <= _READ_FROM:
+    where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
+    differing = differing_keys(run, prepared.key, manifest)
+    rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
+    if not differing.keys() <= _READ_FROM:
         return (
             f"{where} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
             f"Go on with the old values, or give {other}, or remove the folder"
@@ -235,6 +233,21 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
             f"the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
         )
     return None
+
+
+def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
+    """Keys that decide weights and are not as they were when a checkpoint was made: (then, now). `data`: the hash of
+    the run's tokens; where it is the checkpoint's, it is no matter where they were read from."""
+    now = run.arithmetic()
+    # a checkpoint that is older than a key was trained with the key's default
+    then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
+    # once every optimizer's keys stood there, whichever was used
+    then = {key: value for key, value in then.items() if key in now or not key.startswith("optim.")}
+    keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
+    if manifest.data == data:
+        same = {"data.sources"} if _drawn(now) == _drawn(then) else set()
+        keys = [key for key in keys if key not in _READ_FROM | same]
+    return {key: (then.get(key), now.get(key)) for key in keys}
 
 
 def _drawn(arithmetic: dict[str, Any]) -> list[Any]:

@@ -21,11 +21,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from lockstep.checkpoint.storage import share_out
+from lockstep.distributed import splitmix
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
 
 _ROW = 2**16  # elements that share a factor
 _AT_ONCE = 2**20  # elements whose products are in memory
+_IN_CACHE = 2**18  # the same on a CPU: products that stay in its cache take 0.4 of the time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # a view of so many bytes
 
 
@@ -96,7 +98,7 @@ def _of_run(bits: Tensor, first: int) -> Tensor:
         inside = first % _ROW
         total += (bits[:head].long() * within[inside : inside + head]).sum() * _factors(first, 1, bits.device)[0]
     rows = (len(bits) - head) // _ROW
-    each = _AT_ONCE // _ROW
+    each = (_IN_CACHE if bits.device.type == "cpu" else _AT_ONCE) // _ROW
     for row in range(0, rows, each):
         count = min(each, rows - row)
         begin = head + row * _ROW
@@ -111,19 +113,14 @@ def _of_run(bits: Tensor, first: int) -> Tensor:
 @lru_cache
 def _within(device: torch.device) -> Tensor:
     """The number of each place in a row: int64 [_ROW]."""
-    return torch.from_numpy(_drawn(0, _ROW)).to(device)
+    return torch.from_numpy(_odd(0, _ROW)).to(device)
 
 
 def _factors(place: int, count: int, device: torch.device) -> Tensor:
     """Of the rows from the one that a place is in: int64 [count]."""
-    return torch.from_numpy(_drawn(2**40 + place // _ROW, count)).to(device)
+    return torch.from_numpy(_odd(2**40 + place // _ROW, count)).to(device)
 
 
-def _drawn(first: int, count: int) -> np.ndarray:
-    """Odd numbers of 64 bits, one for each integer from `first` on: int64 [count]. Steele, Lea and Flood's SplitMix
-    (doi:10.1145/2660193.2660195)."""
-    with np.errstate(over="ignore"):
-        z = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+def _odd(first: int, count: int) -> np.ndarray:
+    """Odd numbers of 64 bits, one for each integer from `first` on: int64 [count]."""
+    return (splitmix.sequence(first + 1, count) | np.uint64(1)).view(np.int64)

@@ -27,12 +27,15 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 def secret(values: Any) -> str | None:
     """The key of a value that looks like a secret, or None: a run file that holds one is refused, so that none ends up
     in OUTPUT or a tracker. `launch.secrets` holds names of secrets, which are none."""
+    of_environment = disclosure.held()
     for key, value in flat(values).items():
         leaves = list(_leaves(key.rpartition(".")[2], value))
         if key == "launch.secrets":
             leaves = [("", str(text).partition("=")[2] or text) for _, text in leaves]
         texts = [key, *(inner for inner, _ in leaves), *(text for _, text in leaves if isinstance(text, str))]
-        if any(map(disclosure.holds_secret, texts)) or any(starmap(disclosure.kept_secret, leaves)):
+        if any(disclosure.holds_secret(text, of_environment) for text in texts) or any(
+            starmap(disclosure.kept_secret, leaves)
+        ):
             return disclosure.said(key)
     return None
 
@@ -297,18 +300,26 @@ Yaml.add_implicit_resolver(
 )
 
 
-def lines_of(text: str) -> dict[str, int]:
-    """Dotted key -> line (from 1) in the run file."""
+def read_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
+    """The value of a YAML text, and dotted key -> line (from 1). Errors: `yaml.YAMLError`."""
+    loader = Yaml(text)
+    try:
+        root = loader.get_single_node()
+        lines = _lines(root)  # before merge keys are resolved, in place
+        return None if root is None else loader.construct_document(root), lines
+    finally:
+        loader.dispose()
+
+
+def _lines(root: yaml.Node | None) -> dict[str, int]:
     found: dict[str, int] = {}
 
-    def walk(node: yaml.Node, prefix: str) -> None:
+    def walk(node: yaml.Node | None, prefix: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 path = f"{prefix}.{key.value}" if prefix else str(key.value)
                 found[path] = key.start_mark.line + 1
                 walk(value, path)
 
-    root = yaml.compose(text, Loader=Yaml)
-    if root is not None:
-        walk(root, "")
+    walk(root, "")
     return found

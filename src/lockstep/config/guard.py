@@ -15,23 +15,50 @@ class GuardSection(Section):
         description="steps between those in which one micro-batch is computed a second time, by another rank, and the "
         "weights of all ranks are compared, bit for bit; 0: never",
     )
-    on_difference: Literal["stop", "retry"] = Field(
+    on_difference: Literal["stop", "retry", "exclude"] = Field(
         "stop",
         description="before the update; stop: save the state before the step and end; retry: compute the step once "
-        "more, and stop if it differs again",
+        "more, and stop if it differs again; exclude: go on without the machine that was wrong (torchrun with "
+        "launch.machines as fewest:most), or on one machine without the rank (launch.on_loss: continue)",
     )
 
 
 TAKEN = "single, allreduce, ddp, hf_accelerate, hf_trainer, or fsdp2 with gather: step"
 
 
-def refused(guard: GuardSection, strategy: Any) -> str | None:
-    """Why a run of this strategy cannot be guarded; None: as far as its keys say, it can."""
-    name, options = strategy.name, strategy.options
-    parts = name.startswith("zero") or name == "pipeline" or {"fsdp", "deepspeed"} & set(options)
-    if not guard.every or not (parts or options.get("gather") == "micro_batch"):
+def refused(guard: GuardSection, strategy: Any, launch: Any) -> str | None:
+    """Why a run of this strategy and launcher cannot be guarded so; None: as far as its keys say, it can."""
+    if not guard.every:
+        return None
+    if guard.on_difference == "exclude" and fewest(launch) is None and not loses_ranks(launch):
+        return (
+            f"guard.on_difference: exclude goes on without what was wrong, which takes launch.name=torchrun with "
+            "launch.machines as fewest:most and launch.on_loss=restart, or, on one machine, launch.on_loss=continue "
+            f"under local or torchrun; launch.name={launch.name} is not given so: take stop or retry"
+        )
+    if not holds_parts(strategy):
         return None
     return (
-        f"guard.every: {name} holds parts of the model with these options, and what a rank computed cannot be computed "
-        f"again by another; guard takes {TAKEN}"
+        f"guard.every: {strategy.name} holds parts of the model with these options, and what a rank computed cannot be "
+        f"computed again by another; guard takes {TAKEN}"
     )
+
+
+def holds_parts(strategy: Any) -> bool:
+    """Whether ranks hold parts of the model, as far as the keys say: fsdp2 may decide it by the memory there is."""
+    name, options = strategy.name, strategy.options
+    parts = name.startswith("zero") or name == "pipeline" or {"fsdp", "deepspeed"} & set(options)
+    return bool(parts or options.get("gather") == "micro_batch")
+
+
+def fewest(launch: Any) -> int | None:
+    """The fewest machines that a job goes on with after one was taken out; None: none can be."""
+    least, several, most = str(launch.options.get("machines", "")).partition(":")
+    leave = launch.name == "torchrun" and launch.on_loss == "restart" and several and least != most
+    return int(least) if leave else None
+
+
+def loses_ranks(launch: Any) -> bool:
+    """Whether a job on one machine goes on without single ranks, as far as its keys say."""
+    one = launch.name == "local" or (launch.name == "torchrun" and launch.options.get("machines", 1) in (1, "1", "1:1"))
+    return bool(one and launch.on_loss == "continue")

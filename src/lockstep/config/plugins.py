@@ -17,6 +17,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +48,12 @@ class PluginError(ValueError):
 def names(kind: str) -> list[str]:
     """All names of a kind that a run file can use, in alphabetical order."""
     package = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}")
+    return list(_names(package, tuple(os.stat(folder).st_mtime_ns for folder in package.__path__)))
+
+
+@lru_cache(maxsize=16)
+def _names(package: ModuleType, changed: tuple[int, ...]) -> list[str]:
+    """`changed`: when its folders were: what is put there later is found, too."""
     names_of = {file: name for name, file in _FILES.items()}
     found = (m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg and m.name not in package.SHARED)
     return sorted(names_of.get(file, file) for file in found)
@@ -72,8 +79,11 @@ def find(kind: str, name: str) -> type:
         module = importlib.import_module(f"lockstep.{_FOLDERS.get(kind, kind)}.{_FILES.get(name, name)}")
     classes = [
         c
-        for _, c in inspect.getmembers(module, inspect.isclass)
-        if c.__module__ == module.__name__ and not c.__name__.startswith("_") and getattr(c, "plugin", "") == kind
+        for c in vars(module).values()
+        if inspect.isclass(c)
+        and c.__module__ == module.__name__
+        and not c.__name__.startswith("_")
+        and getattr(c, "plugin", "") == kind
     ]
     if len(classes) != 1:
         raise PluginError(f"lockstep/{kind}/{name}.py must hold exactly one plug-in class, it holds {len(classes)}")

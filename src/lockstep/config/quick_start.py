@@ -27,6 +27,6 @@ QUICK_START: dict[str, Any] = {
     "batch_size": 64,
     "micro_batches": 4,
     "optim": {"learning_rate": 1.5e-3, "schedule": "linear", "warmup_fraction": 0.1, "betas": [0.9, 0.98]},
-    "launch": {"processes": 2},
+    "launch": {"processes": 2, "processes_per_gpu": 2},  # also where there is one GPU
     "checkpoint": {"every": 100},
 }

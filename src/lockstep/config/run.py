@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import choosing, disclosure, foreign_names, origins, places, plugins
+from lockstep.config import choosing, disclosure, foreign_names, hand_over, origins, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.addresses import Mirror, is_address
 from lockstep.config.bad_usage import RunError as RunError
@@ -131,7 +131,8 @@ class Run(Section):
         )
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
-        if (why := refused(self.guard, self.strategy)) is not None:
+        why = refused(self.guard, self.strategy, self.launch) or hand_over.refused(self.launch.hand_over, self.strategy)
+        if why is not None:
             raise ValueError(why)
         if self.micro_batches > self.batch_size:
             raise ValueError(
@@ -182,7 +183,7 @@ class Run(Section):
         for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
             del values["model"][key]
         task: Any = plugins.find("tasks", self.task.name)
-        for key in ("workers", *(("padding",) if task.own_model else ())):  # its own collate pads
+        for key in ("workers", "stream_cache_gb", *(("padding",) if task.own_model else ())):  # its own collate pads
             del values["data"][key]
         for key in task.shown:
             values["task"].pop(key, None)
@@ -222,13 +223,13 @@ def load(
 
     Errors: `RunError` with key, value, what is allowed, file and line.
     """
-    text = ""
+    lines: dict[str, int] = {}
     values: Any = dict(defaults or {})
     if path is not None:
         origin = str(path)
         try:
             text = Path(path).read_text(encoding="utf-8")
-            values = messages.read_yaml(text)
+            values, lines = messages.read_yaml_with_lines(text)
         except OSError as error:
             raise RunError(f"cannot read the run file {path}: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -248,7 +249,6 @@ def load(
             values.pop(replaced, None)  # the command line's length replaces the file's, whichever way each is given
     if (hidden := messages.secret(values)) is not None:
         raise RunError(secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})"))
-    lines = messages.lines_of(text) if text else {}
     try:
         return _validated(values, origin, lines, overridden, imports)
     except RunError as error:

@@ -271,6 +271,11 @@ class StrategySection(Section):
         description="the same bits at every number of processes, where the strategy can; false: the engine's own "
         "reduction",
     )
+    exchange: Literal["auto", "flat", "tree"] = Field(
+        "auto",
+        description="how exact sums travel: flat, from every process to every other; tree, in stages, first within a "
+        "machine; auto: tree on several machines or above 8 processes. The same bits",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
 
 
@@ -284,21 +289,37 @@ class LaunchSection(PluginSection):
         "auto", description="processes a machine; auto: one a GPU, else one a core, at most micro_batches"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    processes_per_gpu: Positive = Field(
+        1, description="processes that share a GPU, over gloo: to try a job of several processes on the one you have"
+    )
     threads: Positive | Literal["auto"] = Field(
         "auto", description="threads a process; auto: cores / micro_batches if exact, else its share"
     )
     max_restarts: Steps = Field(0, description="times a job whose rank died starts again from its last checkpoint")
+    on_loss: Literal["restart", "continue"] = Field(
+        "restart",
+        description="when a rank is killed or a machine is lost; continue: the others finish the step, without a "
+        "checkpoint, and what takes its place (ranks: at most max_restarts of them) gets the state from them",
+    )
     timeout_s: float = Field(600.0, gt=0, description="seconds a collective may wait for the other ranks")
     hang_s: float = Field(
         300.0,
         ge=0,
         description="seconds a rank may be silent, or in one place, before it is named and the job ends; 0: any",
     )
+    hand_over: Steps = Field(
+        0,
+        description="steps between looks at how long each rank takes for a token; one that is slow for a while hands "
+        "micro-batches over to others; 0: never",
+    )
 
 
 class CheckpointSection(Section):
     every: Interval = Field(200, description="steps between checkpoints, or epoch; 0: only at a stop and at the end")
     keep: Positive = Field(2, description="newest checkpoints kept")
+    at: list[Positive] = Field(
+        default_factory=list, description="steps after which one is saved, too, and kept: to branch from, for example"
+    )
     best: str | None = Field(
         None,
         pattern=r"^-?\w+$",

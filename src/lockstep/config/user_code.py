@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,9 @@ def hashes_of(names: Iterable[str]) -> dict[str, str]:
     return {name: fingerprint(path) for name, path in sorted(files_of(names).items())}
 
 
+@lru_cache(maxsize=1)
 def hash_of_lockstep() -> str:
-    """Of the source of lockstep itself, with the plug-ins that were put into it."""
+    """Of the source of lockstep itself, with the plug-ins that were put into it, when this process first asks."""
     root = Path(lockstep.__file__).parent
     seen = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -72,7 +74,11 @@ def hash_of_lockstep() -> str:
 
 def fingerprint(path: Path) -> str:
     """A hash of a Python file's syntax tree, the same in every version of Python; of another file's bytes."""
-    content = path.read_bytes()
+    return _fingerprint(path.read_bytes())
+
+
+@lru_cache(maxsize=64)
+def _fingerprint(content: bytes) -> str:
     with suppress(SyntaxError, ValueError, RecursionError):  # compiled, or for Python to complain about
         content = json.dumps(_plain(ast.parse(content)), default=repr).encode()
     return hashlib.sha256(content).hexdigest()[:16]

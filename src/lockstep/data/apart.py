@@ -7,13 +7,14 @@ those who read about the run: how many rows were left out and why, and how many 
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import missing, scan
+from lockstep.data import missing, scan, shards
 from lockstep.data.source import SOURCE, Source
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 # Cut a share off train, with a seed, for the key of the run file that asks for it -> the rest, and what was cut off.
 Cut = Callable[["Dataset", float, Any, str], tuple["Dataset", "Dataset"]]
 _ROWS = 10_000  # looked at together
-_SHOWN = 60  # characters of an example in messages
+SHOWN = 60  # characters of an example in messages
 
 
 def kept(
@@ -39,7 +40,7 @@ def kept(
                 "data.validation: missing; a share of a stream cannot be cut off, which needs all of its rows at once. "
                 "Name files, or put validation.* beside train.*"
             )
-        return splits, facts
+        return splits, facts | _of_sources(read, splits)
     if run.data.deduplicate:
         train, rows = splits["train"], first_of(hashes(splits["train"], [*texts, *label]))
         if len(rows) < len(train):
@@ -55,12 +56,17 @@ def kept(
         if len(rest) == 0:
             raise RunError(f"data.overlap: every row of the train split of {read.name} stands in {' and '.join(found)}")
         splits = splits | {"train": splits["train"].select(rest)}
-    if read.sources:
-        facts["sources"] = {"names": read.sources, "rows": {s: _counts(rows, read) for s, rows in splits.items()}}
-        for name, count in zip(read.sources, facts["sources"]["rows"]["train"], strict=True):
-            if count == 0:
-                raise RunError(f"data.sources: {name}: no row is left in train")
+    facts |= _of_sources(read, splits)
+    for name, count in zip(read.sources, facts.get("sources", {"rows": {"train": []}})["rows"]["train"], strict=True):
+        if count == 0:
+            raise RunError(f"data.sources: {name}: no row is left in train")
     return splits, facts
+
+
+def _of_sources(read: Source, splits: Mapping[str, Dataset]) -> dict[str, Any]:
+    if not read.sources:
+        return {}
+    return {"sources": {"names": read.sources, "rows": {s: _counts(rows, read) for s, rows in splits.items()}}}
 
 
 def _counts(rows: Dataset, read: Source) -> list[int]:
@@ -103,17 +109,26 @@ def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: b
 
 
 def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
-    """Of each row, by what some columns hold, white space aside: uint64 [rows, 2]."""
+    """Of each row, by what some columns hold, white space aside: uint64 [rows, 2]. By all cores."""
     some = dataset.select_columns(list(columns))
-    parts = [np.empty((0, 2), dtype=np.uint64)]
-    for start in range(0, len(dataset), _ROWS):
-        rows = some[start : start + _ROWS]
-        digests = (
-            hashlib.blake2b("\x1f".join(map(_normal, row)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-            for row in zip(*(rows[column] for column in columns), strict=True)
-        )
-        parts.append(np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2))
-    return np.concatenate(parts)
+    found = np.frombuffer(mmap.mmap(-1, max(1, 16 * len(dataset))), np.uint64, 2 * len(dataset)).reshape(-1, 2)
+
+    def work(part: range) -> None:
+        for start in range(part.start, part.stop, _ROWS):
+            stop = min(start + _ROWS, part.stop)
+            found[start:stop] = hashed(some[start:stop], columns)
+
+    shards.together_over(shards.spans(len(dataset), shards.ROWS), work, "looking for equal examples")
+    return found
+
+
+def hashed(rows: Mapping[str, Sequence[Any]], columns: Sequence[str]) -> np.ndarray:
+    """The same of some rows, given as columns."""
+    digests = (
+        hashlib.blake2b("\x1f".join(map(_normal, row)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        for row in zip(*(rows[column] for column in columns), strict=True)
+    )
+    return np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2)
 
 
 def _normal(value: Any) -> str:
@@ -144,23 +159,35 @@ def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[s
         if split == "train":
             continue
         other = hashes(dataset, texts)
-        both = np.concatenate([other, train])
+        near = _among(train, other[:, 0])  # rows of train that may be in it: few, or it is large itself
+        both = np.concatenate([other, train[near]])
         groups = np.empty(len(both), dtype=np.int64)  # rows that are the same have the same number
         sort = np.lexsort((both[:, 1], both[:, 0]))
         groups[sort] = np.cumsum(np.r_[True, (both[sort][1:] != both[sort][:-1]).any(axis=1)])
         here, there = groups[: len(other)], groups[len(other) :]
         rows = np.flatnonzero(np.isin(here, there))
-        overlapping |= np.isin(there, here)
+        overlapping[near[np.isin(there, here)]] = True
         if len(rows):
             row = int(rows[0])
             told[split] = {
                 "examples": len(rows),
                 "of": len(dataset),
                 "row": row,
-                "train_row": int(np.flatnonzero(there == here[row])[0]),
-                "text": str(dataset[row][texts[0]])[:_SHOWN],
+                "train_row": int(near[np.flatnonzero(there == here[row])[0]]),
+                "text": str(dataset[row][texts[0]])[:SHOWN],
             }
     return told, np.flatnonzero(overlapping)
+
+
+def _among(found: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """The rows of hashes whose first half is one of `some`, in order: int64. Takes no memory that grows with them."""
+    wanted = np.unique(some)
+    rows = [np.empty(0, dtype=np.int64)]
+    for start in range(0, len(found), shards.ROWS):
+        part = found[start : start + shards.ROWS, 0]
+        at = np.minimum(np.searchsorted(wanted, part), max(0, len(wanted) - 1))
+        rows.append(start + np.flatnonzero(wanted[at] == part) if len(wanted) else rows[0])
+    return np.concatenate(rows)
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------
@@ -195,7 +222,11 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         return told
     return told + [
         f"{found['examples']:,} of {found['of']:,} {split} examples stand in train, too; the first is row "
-        f"{found['row']:,} of {split}, row {found['train_row']:,} of train: {found['text']!r}. Scores on them flatter; "
+        f"{found['row']:,} of {split}, {_in_train(found)}: {found['text']!r}. Scores on them flatter; "
         "data.overlap=drop leaves them out of train"
         for split, found in facts.get("overlap", {}).items()
     ]
+
+
+def _in_train(found: Mapping[str, Any]) -> str:
+    return str(found["train_place"]) if "train_place" in found else f"row {found['train_row']:,} of train"

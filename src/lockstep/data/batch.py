@@ -70,6 +70,8 @@ class StepBatch:
     padded: int  # of the whole step, with padding
     padded_by_chance: int  # what cutting in the order the examples came would have padded to
     ids: np.ndarray  # int64, of the whole step: positions in the training split
+    shares: tuple[range, ...] | None = None  # by rank, which micro-batches it runs; None: even shares
+    own_tokens: int = 0  # of this rank's micro-batches, with padding
     targets_of: np.ndarray | None = None  # float64 [S], of the whole step: targets of each source of a mixture
 
     def to(self, device: torch.device) -> StepBatch:

@@ -28,7 +28,7 @@ from lockstep.data import cache_lock
 from lockstep.distributed.processor import available_cores
 
 BLOCK = 4 * 2**20  # bytes that are hashed together
-PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding", "remote")
+PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding", "remote", "shards")
 SAMPLED = 4  # blocks of a file that are looked at when the whole has been since the machine started
 MACHINES = 256  # that a seal remembers to have read the whole
 SAMPLED_FILES = 8  # of a folder that are looked into then; of the others, the size
@@ -246,7 +246,7 @@ def _differs(file: Path, path: Path, wanted: dict[str, Any], whole: bool, looked
     count = _count(found.st_size)
     blocks = list(range(count))
     if not whole and count > SAMPLED:  # the ends, where a file that was cut off differs, and some between
-        blocks = sorted({0, count - 1, *random.Random().sample(blocks, SAMPLED - 2)})
+        blocks = sorted({0, count - 1, *random.Random().sample(blocks[1:-1], SAMPLED - 2)})
     if _hashes(file, blocks) != [wanted["blocks"][i] for i in blocks]:
         return "holds other bytes than were written"
     if _rows(file, path) != wanted["rows"]:

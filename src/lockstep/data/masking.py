@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.distributed.splitmix import mixed
+
 _IGNORED = -100  # as in batch.py, which imports torch
 _ORDER, _KIND, _TOKEN = range(3)  # what a token's numbers are for
 AS_MASK, AS_ANY = 0.8, 0.1  # of the tokens that are chosen
@@ -61,19 +63,6 @@ def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
 def _goes_on(character: str) -> bool:
     """Whether it may stand within a word: a letter, a digit, or a byte of one that is not ASCII."""
     return character.isalnum() or (ord(character) > 127 and character not in "\u0120\u2581")
-
-
-def mixed(*numbers: Any) -> np.ndarray:
-    """Well-mixed 64-bit numbers from whole numbers or arrays of them, element by element (splitmix64's finaliser,
-    Steele et al. 2014, chained)."""
-    with np.errstate(over="ignore"):
-        state: Any = np.uint64(0x9E3779B97F4A7C15)
-        for number in numbers:
-            state = np.asarray(state + np.asarray(number).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31))
-    return state
 
 
 def chosen(

@@ -42,7 +42,8 @@ def load(
             raise RunError(f"data.sources: {entry.name}: {error}") from error
         fewer.update(found.left_out)
         for split, rows in found.splits.items():
-            rows = _called(rows, entry, columns, split, found.name)
+            rows = called(rows, entry, columns, split, found.name)
+            rows = with_names(rows) if data.stream else rows  # of train no label is known yet
             rows = rows.add_column(source.SOURCE, np.full(len(rows), number, dtype=np.int8))
             parts.setdefault(split, []).append((entry.name, rows))
     splits = {}
@@ -67,26 +68,40 @@ def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]
     return shards.together([file for file in files if file], digest(key, counts)), counts
 
 
-def _called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
-    """The columns that the task reads, under the names that it has for them. Errors: `RunError`."""
+def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
+    """The columns that the task reads, by their keys in the run file, as a source calls them. Errors: `RunError`."""
+    if entry is None:
+        return dict(columns)
     if unknown := [ours for ours in entry.rename if ours not in columns.values()]:
         raise RunError(
             f"data.sources: {entry.name}: rename: the task reads no column {unknown[0]!r}; it reads "
             f"{', '.join(columns.values())}"
         )
-    theirs = {key: entry.rename.get(column, column) for key, column in columns.items()}
-    for key, column in theirs.items():  # languages of a column of translations
+    return {key: entry.rename.get(column, column) for key, column in columns.items()}
+
+
+def called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: str, name: str) -> Dataset:
+    """The columns that the task reads, under the names that it has for them. Errors: `RunError`."""
+    found = theirs(entry, columns)
+    for key, column in found.items():  # languages of a column of translations
         if column not in rows.column_names and isinstance(inner := rows.features.get(_PAIR), Mapping):
-            theirs[key] = f"{_PAIR}.{column}" if column in inner else column
-    rows = nested.added(rows, theirs, split, name)
-    for key, column in theirs.items():
+            found[key] = f"{_PAIR}.{column}" if column in inner else column
+    rows = nested.added(rows, found, split, name)
+    for key, column in found.items():
         if column not in rows.column_names:
             raise RunError(
                 f"data.sources: {entry.name}: {key}: the {split} split of {name} has no column {column!r}; it has "
                 f"{', '.join(rows.column_names)}. Say what it is called here: rename: {{{columns[key]}: ...}}"
             )
-    rows = rows.select_columns(list(dict.fromkeys(theirs.values())))
-    return rows.rename_columns({theirs[key]: ours for key, ours in columns.items() if theirs[key] != ours})
+    rows = rows.select_columns(list(dict.fromkeys(found.values())))
+    return rows.rename_columns({found[key]: ours for key, ours in columns.items() if found[key] != ours})
+
+
+def with_names(rows: Dataset) -> Dataset:
+    """Labels with names as these names."""
+    for column in rows.column_names:
+        rows = _as_texts(rows, column)
+    return rows
 
 
 def _named(some: list[tuple[str, Dataset]]) -> list[tuple[str, Dataset]]:

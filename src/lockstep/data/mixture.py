@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.data.order import Order, permute
+from lockstep.data.order import ByShard, Order, permute
 
 PERIOD = 2**16  # places of a period where weights are given: shares are as exact as this
 _OF_PLACES = 0x2545F4914F6CDD1D  # sets the seed of the order of sources apart
@@ -61,10 +61,16 @@ class MixedOrder(Order):
             found = np.empty(len(within), dtype=np.int64)
             for epoch in np.unique(epochs):
                 now = epochs == epoch
-                seed = (self.seed + (int(k) + 1) * _OF_SOURCES) % 2**64
-                found[now] = permute(within[now].astype(np.uint64), int(self.sizes[k]), seed, int(epoch))
+                found[now] = self._of_source(int(k), int(epoch), within[now])
             rows[mine] = self.first[k] + found
         return rows
+
+    def _of_source(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Which of its examples stand at these places of an epoch of a source: int64, same shape."""
+        return permute(places.astype(np.uint64), int(self.sizes[source]), self._seed_of(source), epoch)
+
+    def _seed_of(self, source: int) -> int:
+        return (self.seed + (source + 1) * _OF_SOURCES) % 2**64
 
     def drawn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Of each example of a step its source, and how many of that source came before it: int64 [examples]."""
@@ -126,6 +132,95 @@ class MixedOrder(Order):
         whole = places // size
         source = self._drawn(phase, np.arange(whole * size, places))[0]
         return whole * phase.counts + np.bincount(source, minlength=len(self.sizes))
+
+
+class MixedShards(MixedOrder):
+    """The same for sources that are streamed: `MixedOrder` says how many of each a step uses, and `ByShard` which.
+
+    The n-th example of a source must lie near the one before, so without weights, too, the places of an epoch are put
+    in order a stretch at a time. How many of each source come before a stretch is a sum that is cut in whole numbers,
+    source by source: each part grows with the place, and at the end of the epoch it is the size of the source."""
+
+    def __init__(
+        self, sizes: Sequence[np.ndarray], schedules: Sequence[Schedule], batch_size: int, seed: int, window: int
+    ) -> None:
+        """`sizes`: examples of each shard, int64 [shards], of each source. `window`: of each source."""
+        first = np.cumsum([0, *(len(each) for each in sizes)])
+        self._first_shard: list[int] = first[:-1].tolist()  # of each source, among those of all
+        super().__init__([int(each.sum()) for each in sizes], schedules, batch_size, seed)
+        self._orders = [ByShard(each, batch_size, self._seed_of(k), window) for k, each in enumerate(sizes)]
+        self._counted: dict[int, np.ndarray] = {}  # `used` of the steps that were asked for last
+
+    def near(self, step: int) -> list[range]:
+        """Examples to have at hand, source by source, in the order of reading."""
+        found: list[range] = []
+        for source, start, stop in self._taken(step):
+            size, first, order = int(self.sizes[source]), int(self.first[source]), self._orders[source]
+            last = max(start, stop - 1) // size
+            for epoch in range(start // size, last + 1):
+                begin, end = max(start - epoch * size, 0), min(stop - epoch * size, size)
+                some = order.around(epoch, begin, max(begin, end))
+                found += [range(first + each.start, first + each.stop) for each in some]
+        return list(dict.fromkeys(found))
+
+    def behind(self, step: int, count: int) -> list[int]:
+        """Shards that come next after those of `near`, of each source so many at most."""
+        found = []
+        for source, start, stop in self._taken(step):
+            epoch, within = divmod(max(start, stop - 1), int(self.sizes[source]))
+            some = self._orders[source].after(epoch, within + 1, count)
+            found += [self._first_shard[source] + each for each in some]
+        return list(dict.fromkeys(found))
+
+    def used(self, step: int) -> np.ndarray:
+        if self.weighted:
+            return super().used(step)
+        epoch, within = divmod(self._place(step), self.examples)
+        start = within - within % PERIOD
+        sources, _ = self._stretch(epoch, start // PERIOD)
+        return (
+            epoch * self.sizes + self._before(start) + np.bincount(sources[: within - start], minlength=len(self.sizes))
+        )
+
+    def _taken(self, step: int) -> list[tuple[int, int, int]]:
+        """Source, and from which to which of its examples a step uses, counted over all epochs."""
+        self._counted = {t: self._counted[t] if t in self._counted else self.used(t) for t in (step, step + 1)}
+        both = zip(self._counted[step].tolist(), self._counted[step + 1].tolist(), strict=True)
+        return [(source, start, stop) for source, (start, stop) in enumerate(both)]
+
+    def _of_source(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
+        return self._orders[source].at(epoch, places)
+
+    def _drawn(self, phase: _Phase, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.weighted:
+            return super()._drawn(phase, places)
+        epochs, within = np.divmod(places, self.examples)
+        source, number = np.empty(len(places), dtype=np.int64), np.empty(len(places), dtype=np.int64)
+        names = np.stack([epochs, within // PERIOD], axis=1)
+        for epoch, stretch in np.unique(names, axis=0).tolist():
+            now = (names == [epoch, stretch]).all(axis=1)
+            sources, before = self._stretch(epoch, stretch)
+            at = within[now] - stretch * PERIOD
+            source[now] = sources[at]
+            number[now] = (epoch * self.sizes + self._before(stretch * PERIOD))[sources[at]] + before[at]
+        return source, number
+
+    def _stretch(self, epoch: int, stretch: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `_period`, of the places of an epoch from `stretch * PERIOD` on."""
+        start = stretch * PERIOD
+        counts = self._before(min(start + PERIOD, self.examples)) - self._before(start)
+        number = epoch * -(-self.examples // PERIOD) + stretch
+        return self._period(_Phase(0, 0, counts, self.sizes), number)
+
+    def _before(self, place: int) -> np.ndarray:
+        """How many of the first `place` places of an epoch each source has: int64 [sources]."""
+        found = np.zeros_like(self.sizes)
+        ends = np.cumsum(self.sizes).tolist()
+        for source in range(len(ends) - 1, 0, -1):
+            rest = place * ends[source - 1] // ends[source]  # of the sources before
+            found[source], place = place - rest, rest
+        found[0] = place
+        return found
 
 
 def _counts(sizes: np.ndarray, schedules: Sequence[Schedule], step: int) -> np.ndarray:

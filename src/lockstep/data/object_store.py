@@ -33,6 +33,13 @@ _CREDENTIALS = {
 }
 
 
+_ENDPOINTS = {  # of a store that is not the scheme's own
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+
+
 class StoreError(Exception):
     """What a store did not do, in one line without a secret."""
 
@@ -103,8 +110,8 @@ class Bucket:
         from obstore import store
 
         patience = self.patience
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        plain = self.address.scheme == "s3" and endpoint.startswith("http://")
+        endpoints = (os.environ.get(name) for name in _ENDPOINTS[self.address.scheme])
+        plain = next(filter(None, endpoints), "").startswith("http://")
         options: Any = {
             "client_options": {
                 "timeout": timedelta(seconds=patience.request_s),

@@ -77,12 +77,15 @@ class ByShard(Order):
         """`sizes`: examples of each shard, int64 [shards]. An epoch costs as much as there are shards, once."""
         super().__init__(int(sizes.sum()), batch_size, seed)
         self.sizes, self.first, self.window = sizes, np.cumsum(sizes) - sizes, window
-        self._shards: tuple[int, np.ndarray, np.ndarray] = (-1, sizes, sizes)  # an epoch; its shards, and their ends
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # two at most: their shards, and where these end
 
     def step(self, step: int) -> np.ndarray:
         epoch, start, stop = self._places(step)
-        places = np.arange(start, stop)
-        numbers = places // self.window
+        return self.at(epoch, np.arange(start, stop))
+
+    def at(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """The examples at some places of an epoch: int64, same shape."""
+        places, numbers = places.copy(), places // self.window
         for number in np.unique(numbers):
             now, first = numbers == number, int(number) * self.window
             size = min(self.window, self.examples - first)
@@ -95,7 +98,10 @@ class ByShard(Order):
     def near(self, step: int) -> list[range]:
         """Examples to have at hand, in the order of an epoch: those of the windows of a step, and as many behind them
         as steps have used of them, so that the next window is read little by little."""
-        epoch, start, stop = self._places(step)
+        return self.around(*self._places(step))
+
+    def around(self, epoch: int, start: int, stop: int) -> list[range]:
+        """The same for the places from `start` to `stop` of an epoch."""
         at, stop = start - start % self.window, min(stop + self.window, self.examples)
         shards, ends = self._epoch(epoch)
         found = []
@@ -109,6 +115,23 @@ class ByShard(Order):
                 found.append(some)
         return found
 
+    def behind(self, step: int, count: int) -> list[int]:
+        """Shards that come next after those of `near`, so many, or all of this epoch and the next."""
+        epoch, _, stop = self._places(step)
+        return self.after(epoch, stop, count)
+
+    def after(self, epoch: int, stop: int, count: int) -> list[int]:
+        """The same where a step ends at `stop` in an epoch."""
+        found: list[int] = []
+        for each in (epoch, epoch + 1):
+            shards, ends = self._epoch(each)
+            last = min(stop + self.window, self.examples) if each == epoch else 0
+            first = int(np.searchsorted(ends, last, side="left")) + 1 if last else 0
+            while len(found) < count and first < len(shards):
+                found += [int(shards[first])] if self.sizes[shards[first]] else []
+                first += 1
+        return found
+
     def _places(self, step: int) -> tuple[int, int, int]:
         """The epoch of a step, and from where to where its examples are in it."""
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -116,10 +139,11 @@ class ByShard(Order):
         return epoch, start, min(start + self.batch_size, self.examples)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        if self._shards[0] != epoch:
+        if epoch not in self._epochs:
             shards = permute(np.arange(len(self.sizes)), len(self.sizes), self.seed ^ _OF_SHARDS, epoch)
-            self._shards = epoch, shards, np.cumsum(self.sizes[shards])
-        return self._shards[1:]
+            before = {each: found for each, found in self._epochs.items() if abs(each - epoch) == 1}
+            self._epochs = dict([*before.items()][-1:]) | {epoch: (shards, np.cumsum(self.sizes[shards]))}
+        return self._epochs[epoch]
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:

@@ -143,6 +143,13 @@ def encoded(
     return encode(told, encoder, features, key)
 
 
+def true_of(columns: Columns, rows: np.ndarray) -> np.ndarray:
+    """The scores of these pairs, from 0 to 1: float64 [B]; or the numbers of their texts: int64 [B, sides]."""
+    if "score" in columns.names:
+        return np.asarray(columns.flat("score")[rows], dtype=np.float64) / ONE
+    return np.asarray(columns.ragged("numbers").padded(rows, 0)[0], dtype=np.int64)
+
+
 def laid(columns: Columns, rows: np.ndarray, pad: int) -> Laid:
     """The texts at these rows. The target of a first text is its score, or its number; that of another, below the one
     that counts for nothing, its number."""

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from lockstep import __version__
 from lockstep.config import user_code
-from lockstep.config.run import Run
-from lockstep.data import remote, source
+from lockstep.config.run import Run, RunError
+from lockstep.data import copies, remote, source
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.origin import model_folder
 from lockstep.data.tokenizer import TARGET
@@ -42,6 +42,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
     `tell` hears where the tokens came from. Errors: `RunError`. Safe to call from every process of a machine at once;
     one works, the others wait.
     """
+    run = run.model_copy(update={"data": source.pinned(run.data)})
     code, elsewhere = _code_of(run, task), source.elsewhere(run.data)
     key = digest(
         VERSION,
@@ -67,8 +68,11 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
             tell(f"from the cache in {cache_folder()}")
         if found is None:
             PLACE.at("reading the data")
-            with made_by(digest(code)), remote.as_found(elsewhere):
-                found = task.prepare(run)
+            try:
+                with made_by(digest(code)), remote.as_found(elsewhere):
+                    found = task.prepare(run)
+            except RunError as error:
+                raise RunError(copies.named(str(error))) from error
             if user_code.is_own(run.task.name):  # the key that such a task gives may follow its code, or its paths
                 found = replace(found, key=_content_of(found))
             if (

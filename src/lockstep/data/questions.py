@@ -6,7 +6,7 @@ In: a question, a context and its answers a row, as SQuAD has them. Out: a row's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from lockstep.data.columns import Columns
 from lockstep.data.tokens import encode
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 QUESTION, CONTEXT, TEXTS, START = "question", "context", "answers", "start"
 NOWHERE = 0  # the place of an answer that a window does not hold: its first token
@@ -152,6 +152,14 @@ def _checked(value: Any, context: str, where: str, column: str) -> None:
 
 def encoded(dataset: Dataset, tokenizer: Any, most: int, stride: int, split: str, name: str, key: str) -> str:
     """The shards of a split. Errors: `RunError` for a question that is too long."""
+    read = dataset.select_columns([QUESTION, CONTEXT, TEXTS, START])
+    return encode(read, *encoder_of(tokenizer, most, stride, split, name), key)
+
+
+def encoder_of(
+    tokenizer: Any, most: int, stride: int, split: str, name: str
+) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
+    """What makes windows of rows, and what these are."""
     import datasets
 
     numbers, text = datasets.List(datasets.Value("int32")), datasets.Value("string")
@@ -190,7 +198,7 @@ def encoded(dataset: Dataset, tokenizer: Any, most: int, stride: int, split: str
         made = [row_of(*row) for row in zip(*(rows[c] for c in (QUESTION, CONTEXT, TEXTS, START)), strict=True)]
         return {column: [each[column] for each in made] for column in features}
 
-    return encode(dataset.select_columns([QUESTION, CONTEXT, TEXTS, START]), encoder, features, key)
+    return encoder, features
 
 
 def batches(train: Dataset) -> Iterator[list[str]]:

@@ -18,20 +18,19 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.addresses import STORES, Address, address_of, is_address
+from lockstep.config.addresses import Address, address_of, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder, kept
-from lockstep.data.object_store import Bucket, Object, Patience, Readable, StoreError, download, require
+from lockstep.data.copies import Copies, Fact, fetch, path_of, reader
+from lockstep.data.object_store import Object, Readable, StoreError
 from lockstep.data.tokens import digest
-from lockstep.data.web import HubFiles, Web
 from lockstep.distributed.place import PLACE
 
 KEYS = ("source", "train", "validation", "test")
 MOST = 200_000  # names of a folder that are looked at
 AT_ONCE = 8  # files that are downloaded at a time
 Splits = Callable[[DataSection], dict[str, list[Path]] | None]
-Fact = tuple[str, int, str]  # address, bytes, tag
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,17 @@ class _Found:
 
     objects: dict[str, tuple[Object, Readable]]
     given: dict[str, str]  # address in the run file -> path in that folder
+    shards: list[str]  # of a stream: those of train that are elsewhere, in order
+    local: list[Path]  # and those on this machine
+    names: frozenset[str]  # the ones that are in no other split
 
     @property
     def facts(self) -> list[Fact]:
-        return [(str(o.address), o.size, o.tag) for o, _ in self.objects.values()]
+        return [self.fact(path) for path in self.objects]
+
+    def fact(self, path: str) -> Fact:
+        found = self.objects[path][0]
+        return str(found.address), found.size, found.tag
 
 
 _known: ContextVar[list[list[Fact]] | None] = ContextVar("known", default=None)
@@ -65,23 +71,34 @@ def given(data: DataSection) -> bool:
     return bool(_addresses(data))
 
 
+def called(data: DataSection) -> str:
+    """What its files are called together."""
+    if data.source is not None:
+        return data.source
+    return next(text for key, text in _addresses(data) if key == "data.train") if data.stream else "files elsewhere"
+
+
 def facts(data: DataSection, splits: Splits) -> list[Fact]:
     """Address, size and tag of every file elsewhere that is read. `splits`: of a section without addresses, the files.
     Asks the stores. Errors: `RunError`, naming the key and the address."""
     return _find(data, splits).facts if given(data) else []
 
 
+def shards(data: DataSection, splits: Splits, among: int = 1) -> Copies | list[Path]:
+    """The files of train, of which nothing is fetched yet, or those on this machine. `among`: as `Copies` has it.
+    Errors: `RunError`."""
+    found = _found_again(data, splits)
+    return Copies(map(found.fact, found.shards), data.stream_cache_gb, among) if found.shards else found.local
+
+
 @contextmanager
 def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
-    """The section as one of local files, which are downloaded where the cache does not hold them. Errors: `RunError`;
-    in one that is raised meanwhile files have the names that they have in the run file."""
-    found = _find(data, splits)
-    if (known := _known.get()) is not None and found.facts not in known:
-        raise RunError(
-            f"{_key_of(data)}: what is at {_addresses(data)[0][1]} was changed, or is not listed whole, while the data "
-            "are prepared; start again"
-        )
-    folder = cache_folder() / "remote" / digest(*found.facts)
+    """The section as one of local files, which are downloaded where the cache does not hold them; of a stream those of
+    train are there by their names alone. Errors: `RunError`; in one that is raised meanwhile files have the names that
+    they have in the run file."""
+    found = _found_again(data, splits)
+    told = (path if path in found.names else found.fact(path) for path in found.objects)
+    folder = cache_folder() / "remote" / digest(*told)
     place = PLACE.name
     try:
         kept(folder, lambda aside: _fetch(found, aside, data), folder.with_name(f"{folder.name}.parts"))
@@ -93,6 +110,17 @@ def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
         yield _local(data, found.given, folder)
     except RunError as error:
         raise RunError(_named(str(error), folder)) from error
+
+
+def _found_again(data: DataSection, splits: Splits) -> _Found:
+    """Errors: `RunError` where it is not `as_found`."""
+    found = _find(data, splits)
+    if (known := _known.get()) is not None and found.facts not in known:
+        raise RunError(
+            f"{_key_of(data)}: what is at {_addresses(data)[0][1]} was changed, or is not listed whole, while the data "
+            "are prepared; start again"
+        )
+    return found
 
 
 # -- what there is ---------------------------------------------------------------------------------------------------
@@ -122,9 +150,9 @@ def _find(data: DataSection, splits: Splits) -> _Found:
             raise RunError(f"{key}: {error}") from None
         try:
             if address.root not in readers:
-                readers[address.root] = _reader(address, key)
-            reader = readers[address.root]
-            found = _objects(reader, address, text.endswith("/"))
+                readers[address.root] = reader(address, key)
+            store = readers[address.root]
+            found = _objects(store, address, text.endswith("/"))
         except StoreError as error:
             raise RunError(f"{key}: {error}") from error
         if not found:
@@ -134,8 +162,8 @@ def _find(data: DataSection, splits: Splits) -> _Found:
                 f"{key}: {text} holds {len(found):,} files; name those that are meant, by a pattern (*.jsonl)"
             )
         for each in found:
-            objects[_path(each.address)] = (each, reader)
-        paths[text] = _path(address)
+            objects[path_of(each.address)] = (each, store)
+        paths[text] = path_of(address)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         root = Path(folder)
         for path in objects:
@@ -145,32 +173,34 @@ def _find(data: DataSection, splits: Splits) -> _Found:
             chosen = splits(_local(data, paths, root)) or {}
         except RunError as error:
             raise RunError(_named(str(error), root)) from None
-    used = {below for files in chosen.values() for file in files if (below := _below(file, root)) is not None}
-    return _Found({path: objects[path] for path in sorted(used)}, paths)
+    used = {
+        split: [below for file in files if (below := _below(file, root)) is not None] for split, files in chosen.items()
+    }
+    train = used.get("train", []) if data.stream else []
+    local = [file for file in chosen.get("train", []) if _below(file, root) is None]
+    if train and local:
+        raise RunError(
+            f"data.train: of the shards of a stream some are here ({local[0]}) and others are not "
+            f"({objects[train[0]][0].address}); bring them together"
+        )
+    others = {path for split, some in used.items() for path in some if split != "train"}
+    several = sorted(others.union(used.get("train", [])))
+    return _Found({path: objects[path] for path in several}, paths, train, local, frozenset(train) - others)
 
 
-def _reader(address: Address, key: str) -> Readable:
-    """Errors: `RunError`, `StoreError`."""
-    if address.scheme in STORES:
-        require(address, key)
-        return Bucket(address)
-    patience = Patience(tries=5, silent_s=60.0)
-    return HubFiles(address, patience) if address.scheme == "hf" else Web(patience)
-
-
-def _objects(reader: Readable, address: Address, folder: bool) -> list[Object]:
+def _objects(store: Readable, address: Address, folder: bool) -> list[Object]:
     """What an address stands for: a file, all that a pattern fits, or all that is in a folder. Errors: `StoreError`."""
     if any(mark in address.path for mark in "*?["):
         start = re.split(r"[*?\[]", address.path)[0].rpartition("/")[0]
-        listed = reader.inside(Address(address.scheme, address.place, start))
+        listed = store.inside(Address(address.scheme, address.place, start))
         depth = address.path.count("/")
         named = [each for each in listed if each.address.path.count("/") == depth]
         return [each for each in named if fnmatchcase(each.address.path, address.path)]
-    if not folder and address.path and (found := reader.find(address)) is not None:
+    if not folder and address.path and (found := store.find(address)) is not None:
         return [found]
     if address.scheme in ("https", "http") and not folder:  # where there is nothing to list
         return []
-    listed = reader.inside(address)
+    listed = store.inside(address)
     folders = {str(address)}  # stores let an object be called as a folder is: the empty ones that consoles make
     for each in listed:
         parts = each.address.path.split("/")
@@ -181,11 +211,6 @@ def _objects(reader: Readable, address: Address, folder: bool) -> list[Object]:
 def _is_name(path: str) -> bool:
     """Whether it is a name on a disk, too."""
     return all(part not in ("", ".", "..") for part in path.split("/"))
-
-
-def _path(address: Address) -> str:
-    """Where it is in the folder that stands for all stores."""
-    return "/".join(filter(None, (address.scheme, address.place, address.path)))
 
 
 def _below(file: Path, root: Path) -> str | None:
@@ -213,7 +238,7 @@ def _named(text: str, root: Path) -> str:
 
 def _fetch(found: _Found, folder: Path, data: DataSection) -> None:
     """All files, some at a time; those that are there whole are left. Errors: `StoreError`, `OSError`."""
-    total, come = sum(each.size for each, _ in found.objects.values()), [0]
+    total, come = sum(each.size for path, (each, _) in found.objects.items() if path not in found.names), [0]
     what = _addresses(data)[0][1]
 
     def tell(count: int) -> None:
@@ -221,14 +246,14 @@ def _fetch(found: _Found, folder: Path, data: DataSection) -> None:
         PLACE.at(f"downloading {what}, {come[0] / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
     def one(path: str) -> None:
-        each, reader = found.objects[path]
-        if (to := folder / path).is_file() and to.stat().st_size == each.size:
+        each, store = found.objects[path]
+        to = folder / path
+        if path in found.names:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            return to.touch()
+        if to.is_file() and to.stat().st_size == each.size:
             return tell(each.size)
-        sha256 = download(reader, each, to, tell)
-        if each.address.scheme == "hf" and len(each.tag) == 64 and sha256 != each.tag:
-            to.unlink()
-            raise StoreError(f"{each.address} does not match the hash that the Hub has of it", again=True)
-        return None
+        return fetch(store, each, to, tell)
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:

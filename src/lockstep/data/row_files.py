@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import hashlib
 import io
 import itertools
 import re
@@ -93,14 +94,21 @@ def _read(files: list[Path], ending: str, key: str, plain: str | None, data: Dat
             if (there := len(first_row(file, encoding))) not in (0, len(data.columns)):
                 raise RunError(f"{key}: {file} has {there} column(s), and data.columns names {len(data.columns)}")
         options = options | {"column_names": data.columns}
+    found = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    name = hashlib.sha256(repr(found).encode()).hexdigest()[:16]  # its own cache tells files by their times alone
     try:
-        return datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
+        return datasets.load_dataset(builder, name, data_files=[str(f) for f in files], split="train", **options)
     except Exception as error:  # datasets wraps whatever its readers raise
         if any(f.stat().st_size == 0 for f in files) or "corresponds to no data" in str(error):  # a header alone
             raise RunError(f"{key}: {', '.join(str(f) for f in files)} is empty, it holds no example") from None
         for file in files if builder == "json" else ():
             _rows_of(file, key, encoding)  # says on which line it goes wrong
         cause = " ".join(str(error.__cause__ or error).split())
+        if uneven := re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", cause):
+            cause = (
+                f"line {uneven[2]} has {uneven[3]} columns, those before {uneven[1]}; a text that holds what parts the "
+                "columns stands between double quotes"
+            )
         raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
 
 

@@ -16,18 +16,21 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 ROWS = 10_000  # of a part
+_NEW = "read-by-parts"  # given, for what is only read: `datasets` would pickle functions and hash them to make one
 
 
 def arrays(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
     """The column in parts, as Arrow holds it."""
-    held = dataset.select_columns([column]).with_format("arrow")
+    held = dataset.select_columns([column], new_fingerprint=_NEW)
+    held.set_format("arrow")  # of this copy; `with_format` would make another one
     for start in range(0, len(held), ROWS):
         yield held[start : start + ROWS].column(0)
 
 
 def lists(dataset: Dataset, *columns: str) -> Iterator[tuple[int, list[Any]]]:
     """Parts of a column as Python's values, or of several as tuples of them, each with the number of its first row."""
-    held = dataset.select_columns(list(dict.fromkeys(columns))).with_format(None)
+    held = dataset.select_columns(list(dict.fromkeys(columns)), new_fingerprint=_NEW)
+    held.set_format(None)
     for start in range(0, len(held), ROWS):
         part = held[start : start + ROWS]
         one = [part[column] for column in columns]

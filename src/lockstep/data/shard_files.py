@@ -16,11 +16,12 @@ import io
 import itertools
 import json
 import lzma
+import os
 import re
 import tarfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -52,14 +53,17 @@ class Chunk:
     size: int  # bytes there; of .parquet 0
 
 
+Opened = Callable[[Path], BinaryIO]  # the bytes of a shard as they are stored; `seek` works
+
+
 def opened(path: Path) -> BinaryIO:
-    """The bytes of a shard as they are stored; `seek` works."""
+    """Those of a file on this machine."""
     return open(path, "rb")
 
 
-def shard(path: Path, plain: str | None = None, wanted: Sequence[str] = ()) -> Shard:
+def shard(path: Path, plain: str | None = None, wanted: Sequence[str] = (), how: Opened = opened) -> Shard:
     """A shard by its name. `plain`: a .txt file has texts and no labels, and each `line` is one. `wanted`: the columns,
-    or the paths into them, that are asked for; none: all. Errors: `RunError`."""
+    or the paths into them, that are asked for; none: all. `how` opens it. Errors: `RunError`."""
     kinds: dict[str, type[Shard]] = {".jsonl": Lines, ".txt": Lines, ".tar": Archive, ".parquet": Parquet}
     kind = kinds.get(compressed.plain(path).suffix)
     if kind is None or (kind is Parquet and compressed.is_compressed(path)):
@@ -68,14 +72,14 @@ def shard(path: Path, plain: str | None = None, wanted: Sequence[str] = ()) -> S
         )
     if compressed.plain(path).suffix == ".txt" and plain == "file":
         raise RunError(f"data.train: {path}: a stream reads a .txt file line by line; set task.document=line")
-    return kind(path, plain, wanted)
+    return kind(path, plain, wanted, how)
 
 
 class Shard(ABC):
     """One file. What was opened last stays open, for the chunk that follows."""
 
-    def __init__(self, path: Path, plain: str | None, wanted: Sequence[str]) -> None:
-        self.path, self.plain, self.wanted = path, plain, wanted
+    def __init__(self, path: Path, plain: str | None, wanted: Sequence[str], how: Opened) -> None:
+        self.path, self.plain, self.wanted, self.how = path, plain, wanted, how
 
     def walk(self) -> Iterator[tuple[Chunk, Found]]:
         """All chunks with their rows, in order. Errors: `RunError`."""
@@ -123,14 +127,14 @@ class Shard(ABC):
 class _Bytes(Shard):
     """A file of which chunks are ranges of bytes, as it is unpacked."""
 
-    def __init__(self, path: Path, plain: str | None, wanted: Sequence[str]) -> None:
-        super().__init__(path, plain, wanted)
+    def __init__(self, path: Path, plain: str | None, wanted: Sequence[str], how: Opened) -> None:
+        super().__init__(path, plain, wanted, how)
         self._stream: Any = None
         self._at = 0  # bytes of it that were read
 
     def _begin(self) -> Any:
         self.close()
-        kind, raw = compressed.ENDINGS.get(self.path.suffix.lower()), opened(self.path)
+        kind, raw = compressed.ENDINGS.get(self.path.suffix.lower()), self.how(self.path)
         if kind is not None and not raw.read(1):
             raise EOFError("it has no bytes")
         raw.seek(0)
@@ -236,7 +240,7 @@ class Archive(_Bytes):
                 fields = (self._field(archive, m, row + len(rows)) for m in itertools.chain([first], some))
                 rows.append({"key": key, **{name: value for name, value in fields if name}})
             end = archive.offset
-        if not compressed.is_compressed(self.path) and self.path.stat().st_size < end + _BLOCK:
+        if not compressed.is_compressed(self.path) and os.fstat(stream.fileno()).st_size < end + _BLOCK:
             raise EOFError("the archive has no end")
         if rows:
             yield Chunk(row, len(rows), at, end - at), _columns(rows)
@@ -274,8 +278,8 @@ def _key(member: tarfile.TarInfo) -> str:
 class Parquet(Shard):
     """Rows of a row group are a chunk, or some of them."""
 
-    def __init__(self, path: Path, plain: str | None, wanted: Sequence[str]) -> None:
-        super().__init__(path, plain, wanted)
+    def __init__(self, path: Path, plain: str | None, wanted: Sequence[str], how: Opened) -> None:
+        super().__init__(path, plain, wanted, how)
         self._file: Any = None
         self._next: tuple[int, int, Iterator[pa.RecordBatch]] = (
             -1,
@@ -296,7 +300,7 @@ class Parquet(Shard):
 
     def _opened(self) -> Any:
         if self._file is None:
-            self._file = pq.ParquetFile(opened(self.path))
+            self._file = pq.ParquetFile(self.how(self.path))
         return self._file
 
     def _read(self, chunk: Chunk) -> pa.Table:

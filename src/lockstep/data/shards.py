@@ -16,9 +16,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +44,7 @@ AT_ONCE = 1000  # rows that are encoded together
 _POLL_S = 0.5
 
 Make = Callable[[range, Path, Callable[[int], None]], None]  # its rows, where to write it, told how many are done
+First = tuple[Callable[[int], None], int]  # called by this process for each part, so many before they are made
 Batches = Iterable[tuple[pa.RecordBatch, int]]  # record batches, each with how many rows it took
 
 
@@ -119,9 +122,10 @@ def fill(
     doing: str,
     of: str = "examples",
     processes: int | None = None,
+    first: First | None = None,
 ) -> list[Path]:
     """The files of all `parts`, of which those that are not there yet are made, by so many processes, or as many as
-    there are cores. `doing` and `of` are for whoever waits. Errors: `RunError`, and what `make` raises."""
+    there are cores. `doing` and `of` are for whoever waits. Errors: `RunError`, and what `make` and `first` raise."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [folder / f"{number:05d}{ending}" for number in range(len(parts))]
     todo = [number for number, path in enumerate(files) if damage(path) is not None]
@@ -146,11 +150,33 @@ def fill(
             one(number, say)
     else:
         with _serial_tokenizers():
-            _by_processes(one, todo, workers, say)
+            _by_processes(one, todo, workers, say, first)
     return files
 
 
-def _by_processes(one: Callable[[int], None], todo: list[int], workers: int, say: Callable[[], None]) -> None:
+def together_over(parts: list[range], work: Callable[[range], None], doing: str) -> None:
+    """`work` on each part, by as many processes as there are cores. What it leaves behind must be in memory that forked
+    processes share. Errors: what `work` raises."""
+    done = multiprocessing.get_context().Value("q", 0)
+
+    def say() -> None:
+        PLACE.at(f"{doing}, {done.value:,} of {parts[-1].stop:,} examples")
+
+    def one(number: int) -> None:
+        work(parts[number])
+        with done.get_lock():
+            done.value += len(parts[number])
+
+    if (workers := min(available_cores(), len(parts))) < 2 or sys.platform != "linux":
+        for number in range(len(parts)):
+            one(number)
+    else:
+        _by_processes(one, [*range(len(parts))], workers, say, None)
+
+
+def _by_processes(
+    one: Callable[[int], None], todo: list[int], workers: int, say: Callable[[], None], first: First | None
+) -> None:
     """`one` of each number, in processes forked from this one: they share the data set, the tokenizer and what is
     imported, and nothing has to be sent. Of its errors the first, by number, is raised
     once those at work have ended."""
@@ -159,12 +185,15 @@ def _by_processes(one: Callable[[int], None], todo: list[int], workers: int, say
         try:
             with warnings.catch_warnings():  # of a fork beside threads: those of this process hold nothing it needs
                 warnings.simplefilter("ignore", DeprecationWarning)
-                asked = [pool.submit(_one, number) for number in todo]
-            waiting = set(asked)
-            while waiting:
-                over, waiting = wait(waiting, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
+                asked: list[Future[None]] = [] if first else [pool.submit(_one, number) for number in todo]
+                if first:
+                    pool.submit(int).result()  # forks all, before there is a thread that asks stores
+            left = _asking(pool, todo, asked, *first) if first else None
+            while (left is not None and left.is_alive()) or not all(each.done() for each in asked):
+                if not wait([each for each in asked if not each.done()], _POLL_S, FIRST_EXCEPTION).done:
+                    time.sleep(_POLL_S / 10)  # none is asked for yet, or all that were are made
                 say()
-                if any(each.exception() for each in over):
+                if any(each.done() and each.exception() for each in [*asked]):
                     pool.shutdown(wait=True, cancel_futures=True)
                     break
             for each in asked:  # all before one that failed were begun before it: the first is the same every time
@@ -177,6 +206,31 @@ def _by_processes(one: Callable[[int], None], todo: list[int], workers: int, say
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # then `with` waits for shards that are being made
+
+
+def _asking(
+    pool: ProcessPoolExecutor, todo: list[int], asked: list[Future[None]], first: Callable[[int], None], most: int
+) -> threading.Thread:
+    """A thread that has `first` done of each number and then `asked` for it, while fewer than `most` are not made."""
+    room = threading.Semaphore(most)
+
+    def ask() -> None:
+        for number in todo:
+            room.acquire()
+            failed: Future[None] = Future()
+            try:
+                first(number)
+                made = pool.submit(_one, number)
+            except BaseException as error:  # of a store; or the pool is shut down, for another number's sake
+                failed.set_exception(error)
+                asked.append(failed)
+                return
+            made.add_done_callback(lambda _: room.release())
+            asked.append(made)
+
+    thread = threading.Thread(target=ask, name="lockstep-asking", daemon=True)
+    thread.start()
+    return thread
 
 
 _work: list[Callable[[int], None]] = []  # of a forked process: what it was forked for

@@ -10,12 +10,16 @@ from __future__ import annotations
 import glob
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.config.addresses import is_address
+from lockstep.config.mixture import OWN
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import nested, remote, row_files, selected, text_files
+from lockstep.data import pinned as pinning
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 from lockstep.data.token_counts import TokenCounts
@@ -66,7 +70,8 @@ def sections(data: DataSection) -> list[DataSection]:
     """What each source of a mixture is read by; `data` itself where it is none."""
     if data.sources is None:
         return [data]
-    return [DataSection(**entry.own, limit=data.limit) for entry in data.sources]
+    common = data.model_dump(include={"limit", "drop_missing", "stream", "stream_window", "stream_cache_gb"})
+    return [DataSection(**entry.own, **common) for entry in data.sources]
 
 
 def is_local(data: DataSection) -> bool:
@@ -77,9 +82,20 @@ def is_local(data: DataSection) -> bool:
 def elsewhere(data: DataSection) -> list[list[remote.Fact]]:
     """Address, size and tag of every file that each source reads from an object store or another server. Asks them.
     Errors: `RunError`."""
-    if data.stream and remote.given(data):
-        raise RunError("data.stream: shards are read from local files only, and some of these are not; leave it out")
     return [remote.facts(section, local_splits) for section in sections(data) if remote.given(section)]
+
+
+def pinned(data: DataSection) -> DataSection:
+    """A stream's with a commit wherever it reads from the Hub; asks it. Errors: `RunError`."""
+    if not data.stream:
+        return data
+    if data.sources is not None:
+        each = [(entry, pinned(section)) for entry, section in zip(data.sources, sections(data), strict=True)]
+        own = [entry.model_copy(update={key: getattr(section, key) for key in OWN}) for entry, section in each]
+        return data.model_copy(update={"sources": own})
+    if data.source not in (None, BUILTIN) and not is_address(data.source) and local_splits(data) is None:
+        data = pinning.repository(data, USUAL)
+    return pinning.addresses(data)
 
 
 def load(
@@ -100,7 +116,7 @@ def load(
         return mixed.load(data, seed, plain, columns or {}, tokens)
     if remote.given(data):
         with remote.here(data, local_splits) as downloaded:
-            return replace(load(downloaded, seed, plain, columns, tokens), name=data.source or "files elsewhere")
+            return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
     _quiet()
     if (data.source == BUILTIN or local_splits(data) is None) and (data.layout != "rows" or data.columns is not None):
         key = "columns" if data.columns is not None else "layout"
@@ -119,9 +135,7 @@ def load(
             },
         )
     elif data.stream:
-        raise RunError(
-            f"data.stream: {data.source} is no local file or folder, and others are not streamed; leave it out"
-        )
+        raise RunError(f"data.stream: {data.source} has no shards to stream; name files, or a data set of the Hub")
     else:
         source = _from_hub(data)
     if "train" not in source.splits and not data.stream:
@@ -222,6 +236,12 @@ def _read(files: list[Path], key: str, plain: str | None, data: DataSection) -> 
 
 
 def _builtin(seed: int) -> Source:
+    return Source(BUILTIN, dict(_emotion(seed)))
+
+
+@lru_cache(maxsize=1)
+def _emotion(seed: int) -> dict[str, Dataset]:
+    """Made once: a tenth of a second, and preparations of one process mostly ask for the same."""
     import datasets
 
     from lockstep.data import builtin
@@ -234,10 +254,7 @@ def _builtin(seed: int) -> Source:
         }
     )
     columns = builtin.emotion(seed, train=12_000)
-    return Source(
-        BUILTIN,
-        {name: datasets.Dataset.from_dict(split, features=features) for name, split in columns.items()},
-    )
+    return {name: datasets.Dataset.from_dict(split, features=features) for name, split in columns.items()}
 
 
 def _from_hub(data: DataSection) -> Source:

@@ -10,9 +10,10 @@ checked, encoded and counted once.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,88 +21,79 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from lockstep.config.mixture import OneSource
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import missing, nested, selected, shard_files, shards, source, tokenizer
+from lockstep.data import shards, source, tokenizer
 from lockstep.data.cache import discard, folder_of, kept
 from lockstep.data.columns import table_of
-from lockstep.data.shard_files import Chunk, Found, Shard
-from lockstep.data.tokens import digest
+from lockstep.data.held_out import HeldOut
+from lockstep.data.stream_rows import Make, Rows, Whole
+from lockstep.data.tokens import digest, encoded
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
-VERSION = 1  # of what an index holds
+VERSION = 2  # of what an index holds
 ENDING = ".stream"  # of an index in the cache
 CHUNKS, ABOUT = "chunks.arrow", "about.json"
 _KINDS = {"row": "int64", "rows": "int32", "at": "int64", "size": "int64", "examples": "int32", "tokens": "int64"}
 _SCHEMA = pa.schema(_KINDS | {"longest": "int32", "hash": "uint64"})
 _SIDES = ("input_ids", "target_ids")
 
-Whole = Callable[["Dataset", str], "Dataset"]  # of rows of a file of this name those that lack nothing
-Make = Callable[["Dataset"], pa.RecordBatch]  # their examples
-
 
 @dataclass(frozen=True)
 class Stream:
-    """The rows of the training split."""
+    """The rows of the training split, of one source or of several that follow each other."""
 
     data: DataSection
     columns: Mapping[str, str]  # that the task reads, by their keys in the run file
     whole: Whole
     plain: str | None = None  # as `shard_files.shard` has it
-    files: list[Path] = field(default_factory=list)
+    within: str | None = None  # the column that those may be in which are not there
+    parts: tuple[Rows, ...] = ()  # a source each
+    held_out: HeldOut | None = None
+    splits: Mapping[str, Dataset] = field(default_factory=dict)  # of which that is made
 
-    def found(self) -> Stream:
-        """With its files. Errors: `RunError` where there are none, or one that cannot be streamed."""
-        files = (source.local_splits(self.data) or {}).get("train") or []
-        if not files:
-            raise RunError("data.train: there is no file to stream; name them in data.train or data.source")
-        for file in files:
-            self.opened(file)
-        return replace(self, files=files)
+    def _sources(self) -> list[Rows]:
+        """Without their files."""
+        sections: list[DataSection] = source.sections(self.data)
+        entries: Sequence[OneSource | None] = self.data.sources or [None]
+        how = self.columns, self.whole, self.plain, self.within
+        return [Rows(each, *how, entry, len(sections)) for each, entry in zip(sections, entries, strict=True)]
 
-    def opened(self, file: Path) -> Shard:
-        """A shard. Errors: `RunError` where it is none that can be streamed."""
-        return shard_files.shard(file, self.plain, self.wanted)
+    def found(self, splits: Mapping[str, Dataset], texts: Sequence[str]) -> Stream:
+        """With its files. `splits`: the others, whose rows are looked for in it by what they have in the columns
+        `texts`. Errors: `RunError` where there are none, or one that cannot be streamed."""
+        parts = [each.found() for each in self._sources()]
+        held_out = HeldOut.of(splits, texts, self.data.overlap == "drop")
+        known = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
+        return replace(self, parts=known, held_out=held_out, splits=splits)
+
+    def known(self, folder: Path) -> Stream:
+        """With the files of an index."""
+        told = about(folder)
+        held_out = HeldOut.read(folder, told["texts"])
+        ends = np.cumsum(told["sources"]).tolist()
+        files = [told["files"][start:stop] for start, stop in itertools.pairwise([0, *ends])]
+        parts = [each.known([tuple(f) for f in some]) for each, some in zip(self._sources(), files, strict=True)]
+        return replace(self, parts=tuple(replace(each, held_out=held_out) for each in parts))
 
     @property
-    def wanted(self) -> list[str]:
-        """All columns, or paths, that are looked at."""
-        return list(dict.fromkeys([*self.columns.values(), *self.data.filter]))
+    def files(self) -> list[Path]:
+        """Of all sources."""
+        return [file for each in self.parts for file in each.files]
 
-    def used(self, found: Found, file: Path) -> tuple[Dataset, int]:
-        """The rows of a chunk that are used, and how many `data.filter` leaves out. Errors: `RunError`."""
-        rows = _dataset(found, self.wanted, file, self.data.drop_missing)
-        _, holds = selected.holding(rows, self.data, "train", file.name, None)
-        some = rows if holds.all() else rows.select(np.flatnonzero(holds))
-        if len(some):
-            some = nested.added(some, self.columns, "train", file.name)
-            try:
-                some = self.whole(some, file.name)
-            except missing.NothingLeft:
-                some = some.select([])
-        return some, int(len(holds) - holds.sum())
-
-    def made(self, found: Found, file: Path, chunk: Chunk, make: Make) -> tuple[pa.RecordBatch | None, int, int]:
-        """The examples of a chunk, of how many rows they are, and how many others `data.filter` leaves out. Errors:
-        `RunError`."""
-        with _counting(file, chunk):
-            some, fewer = self.used(found, file)
-            return make(some) if len(some) else None, len(some), fewer
-
-    def rows(self, file: Path) -> Iterator[Dataset]:
-        """The rows that are used of a shard, a chunk at a time. Errors: `RunError`."""
-        for chunk, found in self.opened(file).walk():
-            with _counting(file, chunk):
-                some, _ = self.used(found, file)
-            yield some
+    def part(self, number: int) -> int:
+        """The source that a file is of."""
+        return int(np.searchsorted(np.cumsum([len(each.files) for each in self.parts]), number, side="right"))
 
     def texts(self, batches: Callable[[Dataset], Iterator[list[str]]]) -> Iterator[list[str]]:
         """What `batches` makes of all rows that are used, shard by shard. Errors: `RunError`."""
-        for file in self.files:
-            for rows in self.rows(file):
-                yield from batches(rows)
+        for each in self.parts:
+            for file in each.files:
+                for rows in each.of(file):
+                    yield from batches(rows)
 
     def tokenizer(self, run: Run, batches: Callable[[Dataset], Iterator[list[str]]], generative: bool = False) -> Path:
         """As `tokenizer.prepare`. `batches`: the texts of some rows. Errors: `RunError`."""
@@ -110,63 +102,91 @@ class Stream:
 
     @property
     def content(self) -> str:
-        """A hash of the files' bytes, in order, whatever they are called."""
-        found = hashlib.sha256()
-        for file in self.files:
+        """A hash of the files' bytes, in order, whatever they are called, and of what is read and left out of them.
+        The caller holds the lock."""
+
+        def one(numbers: range, path: Path, done: Callable[[int], None]) -> None:
             each = hashlib.sha256()
-            with shard_files.opened(file) as opened:
+            part, file = self._at(numbers)
+            with part.named(), (shard := part.opened(file)).how(shard.path) as opened:
                 while block := opened.read(2**20):
                     each.update(block)
-            found.update(each.digest())
-        return found.hexdigest()[:24]
+            path.write_bytes(each.digest())
+            done(1)
+
+        key = digest("bytes of a stream", [each.identities for each in self.parts])
+        folder = self._made(key, ".sha256", one, "hashing the shards", lambda folder: None)
+        found = b"".join(file.read_bytes() for file in sorted(folder.glob("*.sha256")))
+        return digest(hashlib.sha256(found).hexdigest(), self._chosen)
 
     @property
-    def identities(self) -> list[tuple[str, int, int]]:
-        """Path, size and time of each file."""
-        return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in self.files]
+    def _chosen(self) -> list[Any]:
+        """What decides which rows of the files are used, and which columns."""
+        told: list[Any] = []
+        for each in self.parts:
+            rename = None if each.entry is None else each.entry.rename
+            told += [len(each.files), each.data.model_dump(include={"filter", "drop_missing"}, mode="json"), rename]
+        held_out = self.held_out.content if self.held_out and self.held_out.drop else None
+        return [dict(self.columns), self.plain, held_out, *told]
 
     def _key(self, *more: Any) -> str:
-        chosen = self.data.model_dump(include={"filter", "drop_missing"}, mode="json")
-        return digest("stream", VERSION, self.identities, dict(self.columns), self.plain, chosen, *more)
+        return digest("stream", VERSION, [each.identities for each in self.parts], self._chosen, *more)
 
     def told(self, tell: Callable[[Dataset], Any], key: str, doing: str) -> list[Any]:
         """What `tell` says of the rows of each chunk, as JSON has it, in order. `key` stands for `tell`. The caller
         holds the lock. Errors: `RunError`."""
 
         def one(numbers: range, path: Path, done: Callable[[int], None]) -> None:
-            found = [tell(rows) for rows in self.rows(self.files[numbers[0]]) if len(rows)]
+            part, file = self._at(numbers)
+            found = [tell(rows) for rows in part.of(file) if len(rows)]
             path.write_text(json.dumps(found), encoding="utf-8")
             done(1)
 
         path = self._made(self._key("told", key), ".json", one, doing, lambda folder: None)
         told = [each for file in sorted(path.glob("*.json")) for each in json.loads(file.read_text(encoding="utf-8"))]
         if not told:
-            raise self._nothing("hold no row that is used")
+            raise self._nothing(self.parts[0], "hold no row that is used")
         return told
 
-    def _nothing(self, what: str) -> RunError:
-        return RunError(f"data.train: nothing to train on: {len(self.files)} shard(s), {self.files[0]} first, {what}")
+    def _at(self, numbers: range) -> tuple[Rows, Path]:
+        """The one file of these numbers, and its source."""
+        return self.parts[self.part(numbers[0])], self.files[numbers[0]]
+
+    @staticmethod
+    def _nothing(part: Rows, what: str) -> RunError:
+        with part.named():
+            raise RunError(
+                f"data.train: nothing to train on: {len(part.files)} shard(s), {part.files[0]} first, {what}"
+            )
 
     def index(self, make: Make, key: str) -> Path:
         """The folder of the index, made if it is not in the cache, or not as it was. `key` stands for `make`. The
         caller holds the lock. Errors: `RunError`."""
+        assert self.held_out is not None
+        held_out = self.held_out
 
         def one(numbers: range, path: Path, done: Callable[[int], None]) -> None:
-            file = self.files[numbers[0]]
+            part, file = self._at(numbers)
+            part = replace(part, held_out=held_out)
             entries: list[dict[str, int]] = []
             names: list[str] = []
-            used = filtered = 0
-            for chunk, found in self.opened(file).walk():
-                batch, rows, fewer = self.made(found, file, chunk, make)
-                used, filtered = used + rows, filtered + fewer
-                names = names if batch is None else batch.schema.names
-                entries.append(vars(chunk) | counted(batch))
-            told = {"used": used, "filtered": filtered, "names": names}
+            standing: dict[int, str] = {}
+            fewer = Counter[str]()
+            with part.named():
+                for chunk, found in part.opened(file).walk():
+                    batch, used = part.made(found, file, chunk, make)
+                    fewer.update(used=len(used.rows), filtered=used.filtered, dropped=used.dropped)
+                    place = f"rows {chunk.row:,} to {chunk.row + chunk.rows - 1:,} of {part.called(file)}"
+                    standing |= {n: place for n in used.standing.tolist() if n not in standing}
+                    names = names if batch is None else batch.schema.names
+                    entries.append(vars(chunk) | counted(batch))
+            told = {**fewer, "names": names, "standing": list(standing.items())}
             table = pa.Table.from_pylist(entries, _SCHEMA.with_metadata({"told": json.dumps(told)}))
             _write(table, path)
             done(1)
 
-        return self._made(self._key("index", key), ".shard", one, "reading and counting the shards", self._together)
+        key = self._key("index", key, held_out.content)
+        return self._made(key, ".shard", one, "reading and counting the shards", self._together)
 
     def _made(
         self,
@@ -180,11 +200,20 @@ class Stream:
 
         def fill(folder: Path) -> None:
             parts = [range(number, number + 1) for number in range(len(self.files))]
-            shards.fill(folder, parts, ending, one, doing, "shards")
+            rooms = [each.copies.room for each in self.parts if each.copies is not None]
+            first = (self._fetched, max(1, min(rooms) - 1)) if rooms else None
+            shards.fill(folder, parts, ending, one, doing, "shards", first=first)
             together(folder)
 
         path = folder_of("tokens") / f"{key}{ENDING}"
         return kept(path, fill, path.with_name(f"{path.name}.parts"))
+
+    def _fetched(self, number: int) -> None:
+        """Errors: `RunError`."""
+        part = self.parts[self.part(number)]
+        if part.copies is not None:
+            with part.named():
+                part.copies.fetch(self.files[number])
 
     def _together(self, folder: Path) -> None:
         """One index of those of all shards. Errors: `RunError` where there is no example."""
@@ -193,34 +222,53 @@ class Stream:
         whole = pa.concat_tables([each.replace_schema_metadata(None) for each in tables]).combine_chunks()
         told = [json.loads(each.schema.metadata[b"told"]) for each in tables]
         examples = numbers_of(whole, "examples")
-        if not examples.sum():
-            raise self._nothing("make no example")
+        ends = np.cumsum([0, *(int(numbers_of(each, "examples").sum()) for each in tables)])
+        bounds = np.cumsum([0, *(len(each.files) for each in self.parts)])
+        of_each = np.diff(ends[bounds]).tolist()
+        if 0 in of_each:
+            empty = of_each.index(0)
+            mine = told[bounds[empty] : bounds[empty + 1]]
+            left = any(each.get("filtered") or each.get("dropped") for each in mine)
+            which = " that data.filter and data.overlap leave" if left else ""
+            raise self._nothing(self.parts[empty], f"make no example{which}")
+        named = next(each["names"] for each in told if each["names"])
         rows = sum(int(numbers_of(each, "rows").sum()) for each in tables)
-        filtered = sum(each["filtered"] for each in told)
+        fewer = {key: sum(each.get(key, 0) for each in told) for key in ("used", "filtered", "dropped")}
+        places: dict[int, str] = {}
+        for each in told:
+            places = dict(map(tuple, each["standing"])) | places
+        assert self.held_out is not None
         about = {
-            "files": self.identities,
+            "files": [fact for each in self.parts for fact in each.facts],
+            "sources": [len(each.files) for each in self.parts],
+            "examples": of_each,
             "chunks": [len(each) for each in tables],
             "rows": rows,
-            "filtered": filtered,
-            "left_out": rows - filtered - sum(each["used"] for each in told),
+            "filtered": fewer["filtered"],
+            "dropped": fewer["dropped"],
+            "left_out": rows - sum(fewer.values()),
+            "overlap": self.held_out.told(self.splits, places),
+            "texts": self.held_out.columns,
             "tokens": int(numbers_of(whole, "tokens").sum()),
             "longest": int(numbers_of(whole, "longest").argmax()),  # the chunk that has it
-            "names": next(each["names"] for each in told if each["names"]),
+            "names": named,
             "content": hashlib.sha256(numbers_of(whole, "hash").tobytes() + examples.tobytes()).hexdigest()[:24],
         }
         _write(whole, folder / CHUNKS)
+        self.held_out.write(folder)
         (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
         for file in files:
             discard(file)
 
 
-@contextmanager
-def _counting(file: Path, chunk: Chunk) -> Iterator[None]:
-    """Errors that are raised in here name the file, and from which of its rows on they count."""
-    try:
-        yield
-    except RunError as error:
-        raise RunError(f"{error} (rows are counted from row {chunk.row:,} of {file})") from None
+def maker(encoder: Callable[[dict[str, list]], dict[str, Any]], features: Features) -> Make:
+    """What makes examples of rows by `encoder`, without the texts that evaluations read."""
+    schema = pa.schema(
+        field
+        for field in features.arrow_schema
+        if not pa.types.is_string(field.type.value_type if pa.types.is_list(field.type) else field.type)
+    )
+    return lambda rows: encoded(rows[:], encoder, schema)
 
 
 def about(folder: Path) -> dict[str, Any]:
@@ -229,10 +277,18 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
-    """How many rows of train are left out, beside what is said of the other splits."""
+    """What is said of train, beside what is said of the other splits: rows that are left out, examples of other splits
+    that stand in it, and examples of each source."""
     told = about(folder)
-    fewer = {key: {"train": told[key]} for key in ("left_out", "filtered") if told[key]}
-    return {**others, **{key: {**each, **others.get(key, {})} for key, each in fewer.items()}}
+    found = dict(others)
+    for key in ("left_out", "filtered", "dropped"):
+        if told[key]:
+            found[key] = {"train": told[key], **others.get(key, {})}
+    if told["overlap"]:
+        found["overlap"] = told["overlap"]
+    if "sources" in others:
+        found["sources"] = others["sources"] | {"rows": {"train": told["examples"], **others["sources"]["rows"]}}
+    return found
 
 
 def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -273,37 +329,3 @@ def numbers_of(table: pa.Table, name: str) -> np.ndarray:
 def _write(table: pa.Table, path: Path) -> None:
     with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, table.schema) as stream:
         stream.write_table(table)
-
-
-def _dataset(found: Found, wanted: list[str], file: Path, lenient: bool) -> Dataset:
-    """The columns of a chunk that are read, or that the paths among `wanted` lead into. `lenient`: one that is not
-    there has nothing in every row. Errors: `RunError`."""
-    import datasets
-
-    names = found.column_names if isinstance(found, pa.Table) else list(found)
-    roots: list[str] = []
-    lacking: list[str] = []
-    for path in wanted:
-        parts = path.split(".")
-        prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        root = next((prefix for prefix in prefixes if prefix in names), None)
-        if root is None and not lenient:
-            raise RunError(f"data.train: {file.name} has no column {path!r}; it has {', '.join(names)}")
-        (lacking if root is None else roots).append(root or path)
-    roots = list(dict.fromkeys(roots))
-    try:
-        if isinstance(found, pa.Table):
-            kinds = datasets.Features.from_arrow_schema(found.schema)
-            some = found.select(roots).replace_schema_metadata(None)
-            made = datasets.Dataset(
-                datasets.table.InMemoryTable(some),
-                info=datasets.DatasetInfo(features=datasets.Features({root: kinds[root] for root in roots})),
-            )
-        else:
-            made = datasets.Dataset.from_dict({root: found[root] for root in roots})
-    except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise RunError(f"data.train: columns of {file.name} hold values of several kinds: {said}") from None
-    for path in lacking:
-        made = made.add_column(path, [None] * len(made))
-    return made

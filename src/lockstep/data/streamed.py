@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from lockstep.config.addresses import is_address
 from lockstep.config.run import RunError
 from lockstep.data import stream
 from lockstep.data.columns import Columns, Shards, table_of
+from lockstep.data.copies import Unfetched, named
 from lockstep.data.shard_files import Chunk, Shard
-from lockstep.data.stream import Make, Stream
+from lockstep.data.stream import Stream
+from lockstep.data.stream_rows import Identity, Make
 
+_LATER = "Once it can be had, the same command goes on"
 _MEND = "Put it back as it was, and the same command goes on; with other data begin anew, with another output"
 
 Opened = Callable[[], tuple[Stream, Make]]  # how rows are read, and what makes examples of them
@@ -35,7 +39,8 @@ class _Chunks(Shards):
 
     def __init__(self, folder: Path, how: Opened) -> None:
         about, table = stream.about(folder), table_of(folder / stream.CHUNKS)
-        self.files: list[tuple[str, int, int]] = [tuple(file) for file in about["files"]]
+        self.folder = folder
+        self.files: list[Identity] = [tuple(file) for file in about["files"]]
         self.ends = np.cumsum(about["chunks"])  # chunks of each file and all before
         self.chunks = {name: stream.numbers_of(table, name) for name in table.schema.names}  # memory-mapped
         self.first = np.concatenate([[0], np.cumsum(self.chunks["examples"], dtype=np.int64)])  # 8 bytes a chunk
@@ -44,7 +49,7 @@ class _Chunks(Shards):
         self._how = how
         self._parts: tuple[Stream, Make] | None = None
         self._lock = threading.Lock()  # of the file that is open; whoever collates ahead is not the only reader
-        self._shard: tuple[int, Shard | None] = (-1, None)
+        self._open: dict[int, tuple[int, Shard]] = {}  # of each source a file, by its number
 
     def column(self, shard: int, name: str) -> pa.Array:
         batch = self._opened.get(shard)  # another thread may let it go meanwhile
@@ -52,11 +57,28 @@ class _Chunks(Shards):
             self._opened[shard] = batch = self._read(shard)
         return batch.column(name)
 
-    def hold(self, wanted: Sequence[int]) -> None:
-        """These chunks are in memory afterwards, and no others."""
+    def hold(self, wanted: Sequence[int], behind: Sequence[int]) -> None:
+        """These chunks are in memory afterwards, and no others. `behind`: shards that come next, to be fetched where
+        they are elsewhere."""
         held = self._opened
+        rows_of, _ = self.how
+        of = np.searchsorted(self.ends, [chunk for chunk in wanted if chunk not in held], side="right")
+        coming: dict[int, list[Path]] = {part: [] for part in range(len(rows_of.parts))}
+        for file in dict.fromkeys([*of.tolist(), *behind]):
+            coming[rows_of.part(file)].append(rows_of.files[file])
+        for part, files in coming.items():
+            if (copies := rows_of.parts[part].copies) is not None:
+                copies.coming(files)
         self._opened = {chunk: held[chunk] if chunk in held else self._read(chunk) for chunk in wanted}
         self._lists = {key: lists for key, lists in list(self._lists.items()) if key[0] in self._opened}
+
+    @property
+    def how(self) -> tuple[Stream, Make]:
+        """How the rows of the files are read, and what makes examples of them."""
+        if self._parts is None:
+            rows_of, make = self._how()
+            self._parts = rows_of.known(self.folder), make
+        return self._parts
 
     def _read(self, number: int) -> pa.RecordBatch:
         """Errors: `Unreadable`."""
@@ -64,28 +86,35 @@ class _Chunks(Shards):
             of = int(np.searchsorted(self.ends, number, side="right"))
             path, size, _ = self.files[of]
             row, rows, at, length = (int(self.chunks[name][number]) for name in ("row", "rows", "at", "size"))
-            rows_of, make = self._parts = self._parts or self._how()
+            rows_of, make = self.how
+            file, source = rows_of.files[of], rows_of.part(of)
+            part, (open_now, shard) = rows_of.parts[source], self._open.pop(source, (-1, None))
             try:
-                if self._shard[0] != of:
-                    if self._shard[1] is not None:
-                        self._shard[1].close()
-                    self._shard = of, rows_of.opened(Path(path))
-                assert self._shard[1] is not None
-                chunk = Chunk(row, rows, at, length)
-                batch, _, _ = rows_of.made(self._shard[1].read(chunk), Path(path), chunk, make)
+                with part.named():
+                    if open_now != of:
+                        if shard is not None:
+                            shard.close()
+                        shard = part.opened(file)
+                    assert shard is not None
+                    chunk = Chunk(row, rows, at, length)
+                    batch, _ = part.made(shard.read(chunk), file, chunk, make)
+                    self._open[source] = of, shard
             except RunError as error:
-                self._shard = -1, None
-                raise Unreadable(f"{error}{_since(path, size)}. {_MEND}") from error
+                mend = _LATER if isinstance(error, Unfetched) else _MEND
+                raise Unreadable(f"{named(str(error))}{_since(path, size)}. {mend}") from error
             if batch is None or stream.counted(batch)["hash"] != int(self.chunks["hash"][number]):
+                rows_there = f"data.train: {path}, rows {row:,} to {row + rows - 1:,}"
                 raise Unreadable(
-                    f"data.train: {path}, rows {row:,} to {row + rows - 1:,}: they are not what they were when the "
-                    f"shards were counted{_since(path, size)}. {_MEND}"
+                    part.told(f"{rows_there}: they are not what they were when the shards were counted")
+                    + f"{_since(path, size)}. {_MEND}"
                 )
             return batch
 
 
 def _since(path: str, size: int) -> str:
     """What can be seen from outside."""
+    if is_address(path):
+        return ""
     try:
         now = Path(path).stat().st_size
     except OSError:
@@ -107,15 +136,26 @@ class Streamed(Columns):
         ends = self._shards.first[self._shards.ends]
         return np.diff(np.concatenate([[0], ends]))
 
-    def hold(self, near: Sequence[range]) -> None:
-        """Have these examples at hand, in this order of reading, and let all others go."""
+    @property
+    def sizes_of_sources(self) -> list[np.ndarray]:
+        """The same of each source: [sources]."""
+        return np.split(self.shard_sizes, np.cumsum((self._shards.index or {})["sources"])[:-1])
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether shards are fetched."""
+        return any(each.copies is not None for each in self._shards.how[0].parts)
+
+    def hold(self, near: Sequence[range], behind: Sequence[int] = ()) -> None:
+        """Have these examples at hand, in this order of reading, and let all others go. `behind`: the shards that come
+        next."""
         chunks: dict[int, None] = {}
         for some in near:
             first, last = self._shards.of(np.array([some.start, some.stop - 1]))
             chunks |= {
                 c: None for c in range(int(first), int(last) + 1) if self._shards.first[c + 1] > self._shards.first[c]
             }
-        self._shards.hold(list(chunks))
+        self._shards.hold(list(chunks), behind)
 
     def longest(self, count: int) -> np.ndarray:
         """The longest example, so many times: no others take more memory, and one chunk is read for it."""

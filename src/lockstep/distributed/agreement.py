@@ -65,6 +65,7 @@ def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
         mine["launch.threads"] = str(world.threads)
         mine["kind of device"] = f"{world.device.type} {platform.machine()}"
     seal = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    world.agreed = seal
     if len(set(world.all_gather(seal))) == 1:
         return
     everyone = world.all_gather((f"{world.host} (rank {world.rank})", mine))

@@ -32,7 +32,7 @@ class Journal:
     """The journal of one run; `Journal(None)` keeps none."""
 
     def __init__(self, world: World | None, folder: Path | None = None) -> None:
-        self._world = world
+        self._world, self._given = world, folder
         self._folder = folder if world is not None and world.is_main else None
         self._asked: tuple[float, int, int, Callable[[], list[list[float]]]] | None = None
         self._last = 0  # the step of the last log point
@@ -76,6 +76,12 @@ class Journal:
         """The same, and waits for the answer: no step follows that would. Collective."""
         self.times(step, seconds)
         self.answer()
+
+    def regroup(self) -> None:
+        """Other ranks are left, and another one may write; what was being gathered is left out."""
+        self._asked = None
+        if self._world is not None and self._given is not None:
+            self._folder = self._given if self._world.is_main else None
 
     def _write(self, name: str, line: dict[str, Any]) -> None:
         if self._folder is None:

@@ -167,6 +167,12 @@ def arrived(folder: Path, processes: int, steps: int) -> None:
     write(folder, replace(record, main=Process.this(), steps=steps))
 
 
+def restarts_left() -> bool:
+    """Whether torch elastic starts this job again when this rank fails."""
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count < most
+
+
 def outcome(status: int | None, text: str = "") -> State:
     """The state of what has ended with this exit status."""
     if status is None:

@@ -102,10 +102,11 @@ def peak_resident() -> int:
 
 
 def capacity(device: torch.device, sharing: int) -> int:
-    """Bytes of a device for one process; `sharing`: processes of this machine, which share its host memory. What a
-    container may use, where it has a limit."""
+    """Bytes of a device for one process; `sharing`: processes of this machine, which share its host memory, and its
+    GPUs where they are fewer. What a container may use, where it has a limit."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        each = -(-sharing // torch.cuda.device_count())
+        return torch.cuda.get_device_properties(device).total_memory // each
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max": no limit

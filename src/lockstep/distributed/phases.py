@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ NAMES = (
     "checkpoint",
     "profile",
 )
+COMPUTING = ("forward", "backward", "forward+backward", "overlapped")  # micro-batches go through the model
 _PLACES = {name: place for place, name in enumerate(NAMES)}
 _MOST_EVENTS = 4096  # pending at a time, where log points are far apart
 
@@ -39,6 +40,7 @@ class Phases:
 
     def __init__(self, device: torch.device) -> None:
         self._seconds = [0.0] * len(NAMES)
+        self._computed = 0.0  # of what was taken
         self._now = 0
         self._since = time.perf_counter()
         self._marks: deque[tuple[int, Any]] | None = None  # CUDA: (phase that ends, event)
@@ -56,7 +58,7 @@ class Phases:
         """A phase, for `with`."""
         return _Phase(self, _PLACES[name])
 
-    def during(self, name: str, items: Iterable[T]) -> Iterator[T]:
+    def during(self, name: str, items: Iterable[T]) -> Generator[T]:
         """The same items; the time it takes to get them belongs to this phase."""
         found = iter(items)
         try:
@@ -77,8 +79,16 @@ class Phases:
         if self._marks is not None:
             self._marks[-1][1].synchronize()
             self._fold()
+        self._computed = self.computed()
         found, self._seconds = self._seconds, [0.0] * len(NAMES)
         return found
+
+    def computed(self) -> float:
+        """Seconds since there is this clock in which micro-batches went through the model, up to the last change of
+        phase. On CUDA, up to where the device is: nobody waits."""
+        if self._marks is not None:
+            self._fold()
+        return self._computed + sum(self._seconds[_PLACES[name]] for name in COMPUTING)
 
     def change(self, place: int) -> int:
         """Another phase begins. Returns the one that ends."""

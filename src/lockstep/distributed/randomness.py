@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.distributed import masks
+from lockstep.distributed import masks, splitmix
 
 UNCOVERED = "not seeded for every micro-batch, so what they draw may differ at another number of processes"
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
@@ -53,14 +53,8 @@ def _has_accelerator() -> bool:
 
 
 def mix(*numbers: int) -> int:
-    """One well-mixed 63-bit number from several (splitmix64's finaliser, Steele et al. 2014, chained)."""
-    state = 0x9E3779B97F4A7C15
-    for number in numbers:
-        state = (state + (number & 0xFFFFFFFFFFFFFFFF) + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
+    """One well-mixed 63-bit number from several."""
+    return int(splitmix.mixed(*numbers)) >> 1
 
 
 def own_generators(task: Any, model: nn.Module) -> list[str]:

@@ -34,6 +34,8 @@ class Rendezvous:
     size: int
     several: bool  # machines
     timeout: timedelta
+    shared: bool = False  # GPUs, by several ranks each: NCCL refuses that
+    store: Any = None  # that the ranks meet in, where one is held for them; then `init_method` is not used
 
     def join(self, device: torch.device) -> dist.ProcessGroup:
         """Make the default group. Returns the group for decisions: they never wait behind gradients or for the device.
@@ -41,12 +43,12 @@ class Rendezvous:
         # torch's flight recorder remembers the newest collectives: what a rank waits in when it does not move
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
         cuda = device.type == "cuda"
-        arguments: dict[str, Any] = {"device_id": device} if cuda else {}
+        arguments: dict[str, Any] = {"device_id": device} if cuda and not self.shared else {}
         try:
             self._choose_interface()
             torch_internals.seal_pickles(secret.given())
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                "cpu:gloo,cuda:nccl" if cuda and not self.shared else "gloo",
                 **self._store(),
                 rank=self.rank,
                 world_size=self.size,
@@ -70,6 +72,8 @@ class Rendezvous:
     def _store(self) -> dict[str, Any]:
         """Where `init_process_group` shall meet the others: a store, opened by rank 0 on the address it is known by."""
         host, port = self.address
+        if self.store is not None:
+            return {"store": self.store}
         if not host or not port:
             return {"init_method": self.init_method}
         limit_s = self.timeout.total_seconds()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def values_of(gradient: Tensor) -> Tensor:
 def default_store() -> Any:
     """The store that the default group's ranks met in."""
     return dist.distributed_c10d._get_default_store()
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """How long the collectives of a group (None: the default one) may wait from now on."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def open_collectives() -> list[str]:

@@ -43,6 +43,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._asked: float | None = None  # when it asked the store something that is not answered yet
         self._found: dict[int, dict[str, Any]] = {}  # the last beats it heard of
+        self._left = False  # whether it has waited for the others to go on without a silent one
 
     def start(self) -> Watch:
         """Begin to beat and to watch. A job of one process has nobody to wait for."""
@@ -55,6 +56,10 @@ class Watch:
             self._thread.start()
             threading.Thread(target=self._guard, name="lockstep-guard", daemon=True).start()
         return self
+
+    def anew(self) -> Watch:
+        """Over the ranks that there are now."""
+        return Watch(self.world, self.limit_s).start()
 
     def stop(self) -> None:
         """This rank is through: the others stop waiting for its beats. Not collective."""
@@ -71,7 +76,7 @@ class Watch:
         since = time.monotonic()  # when this rank came to where it is
         place = -1
         try:
-            while not self._over.wait(self.interval_s):
+            while not self._over.wait(self.interval_s if beats else 0.0):
                 beats += 1
                 now = time.monotonic()
                 if PLACE.moves != place:
@@ -143,17 +148,28 @@ class Watch:
         return found
 
     def _tell(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
-        """Say who it is, once for the job, and end this rank."""
-        if self._store.add("told", 1) == 1:
+        """Say who it is, once for the job, and end this rank; it lives on where ranks may be lost, and one is."""
+        if first := self._store.add("told", 1) == 1:
             self._end_silent(found, silent)
-        else:
+        if silent and self.world.members is not None and not self._left:
+            self._left = True
+            self._over.wait(
+                self.world.members.place.soon_s
+            )  # until ranks have met again, with another watch; else as ever
+            return
+        if not first:
             time.sleep(self.interval_s)  # whoever speaks shall have spoken before the launcher ends us all
         sys.stderr.flush()
         os._exit(FAILED)
 
     def _end_silent(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
-        error(verdict(found, silent, self.limit_s), self.world.log)
+        text = verdict(found, silent, self.limit_s)
+        if silent and self.world.members is not None:
+            text = text.replace("The job ends here", "It counts as lost")
+        error(text, self.world.log)
         for rank in silent:
+            if self.world.members is not None and found[rank]["host"] != self.world.host:
+                self.world.members.accuse(rank)
             if found[rank]["host"] == self.world.host and sibling(found[rank]["pid"]):
                 with contextlib.suppress(OSError):  # a stopped process does not end when it is asked to
                     os.kill(found[rank]["pid"], signal.SIGKILL)

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.run import Run, RunError
+from lockstep.distributed import torch_internals
+from lockstep.distributed.gpus import share_gpus
+from lockstep.distributed.members import SOON_S, Generation, Members
 from lockstep.distributed.processor import available_cores
 from lockstep.distributed.rendezvous import Rendezvous
 from lockstep.distributed.stops import StopRequest
@@ -42,20 +46,27 @@ class World:
         self.host = socket.gethostname()
         self.hosts = [self.host] * self.size  # of every rank, once they have joined
         self.log = run.folder / LOG
-        self.device = pick_device(run, self.local_rank)
+        self.device = pick_device(run, self.local_rank, self.local_size)
         self.threads = threads_of(run, self.local_size)
+        self.agreed = ""  # the hash of what is the same on every rank: agreement.py
         self.stop = StopRequest(run.stop_after_s)
         self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks are told
         timeout = timedelta(seconds=run.launch.timeout_s)
-        self._rendezvous = Rendezvous(init_method, self.rank, self.size, self.size > self.local_size, timeout)
+        several, shared = self.size > self.local_size, share_gpus(run)
+        self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
         self._control: dist.ProcessGroup | None = None  # for decisions; None in a job of one process
         self._deterministic = self.device.type == "cuda" and run.strategy.exact
         self._asking: Callable[[], int] | None = None
+        self.members = Members.given()  # where the launcher keeps a roll of ranks
+        self.grows = False  # whether ranks are to meet again with more of them: the same on every rank, as a stop is
+        self.apart = self.members is not None and self.members.place.apart  # until it has joined the others
+        if self.apart:
+            self.rank, self.size, self.hosts = 0, 1, [self.host]
 
     @property
     def is_main(self) -> bool:
         """True on the one rank that writes files and talks to the user."""
-        return self.rank == 0
+        return self.rank == 0 and not self.apart
 
     @property
     def whereabouts(self) -> str:
@@ -73,15 +84,57 @@ class World:
         if self._deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's condition for reproducible results
             torch.use_deterministic_algorithms(True)
+            # a kernel for every new tensor, and nobody reads one before it is written
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if self.members is not None:
+            self.members.connect(self._rendezvous.timeout.total_seconds())
         if self.size > 1:
-            self._control = self._rendezvous.join(self.device)
-            self.hosts = self.all_gather(self.host)
+            self._meet()
         self.stop.listen()
         return self
+
+    def _meet(self) -> None:
+        """Form a group with the other ranks. Collective. Errors: `Unreached`."""
+        if self.members is None:
+            self._control = self._rendezvous.join(self.device)
+        else:
+            with self.members.forming():
+                store = self.members.store()
+                self._control = replace(self._rendezvous, store=store, rank=self.rank, size=self.size).join(self.device)
+        self.hosts = self.all_gather(self.host)
+
+    def part(self) -> None:
+        """Leave the others, who may be gone; nobody is waited for. The caller has dropped its model's wrapper."""
+        assert self.members is not None
+        self.members.cut()
+        self._asking = self._control = None
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def meet_again(self, generation: Generation) -> None:
+        """Be a rank of this generation, of which all members have come. Collective. Errors: `Unreached`, and whatever
+        a collective raises when a rank is lost meanwhile."""
+        assert self.members is not None
+        self.members.take(generation)
+        self.rank, self.size = generation.members.index(self.members.me), len(generation.members)
+        os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.size))  # for engines that read them
+        self.apart, self.grows, self.hosts = False, False, [self.host] * self.size
+        if self.size > 1:
+            whole = self._rendezvous
+            self._rendezvous = replace(whole, timeout=min(whole.timeout, timedelta(seconds=SOON_S)))
+            try:
+                self._meet()
+            finally:
+                self._rendezvous = whole
+            for group in (None, self._control):
+                torch_internals.set_timeout(group, whole.timeout)
 
     def close(self) -> None:
         """Leave the process group. The caller has dropped its model: DDP must be gone before the group is."""
         gc.collect()
+        if self.members is not None:
+            self.members.stop()
         if self._asking is not None:
             self._asking()
         if dist.is_initialized():
@@ -90,12 +143,17 @@ class World:
     @contextmanager
     def variables_for_engines(self) -> Iterator[None]:
         """Engines that read the six variables by themselves see what is so: none of them in a job of one process, or
-        they would make a process group of one and wrap the model for nothing."""
-        hidden = {name: os.environ.pop(name) for name in SIX if name in os.environ} if self.size == 1 else {}
+        they would make a process group of one and wrap the model for nothing; and for the local rank, which they take
+        for the number of a GPU, that number where ranks share one."""
+        kept = {name: os.environ[name] for name in SIX if name in os.environ}
+        for name in kept if self.size == 1 else ():
+            del os.environ[name]
+        if self.size > 1 and self.device.type == "cuda":
+            os.environ["LOCAL_RANK"] = str(self.device.index)
         try:
             yield
         finally:
-            os.environ.update(hidden)
+            os.environ.update(kept)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -113,12 +171,15 @@ class World:
         `stop_after` asks too; it must not where nothing can be kept of what was done since, or no start would get on.
         """
         asked = self.stop.asked(by_clock)
+        offered = 0 if self.members is None else self.members.offered
         if self._control is None:
+            self.grows = self.grows or offered > 0
             return asked
         answer, self._asking = self._asking, None
-        earlier = answer is not None and bool(answer())
-        self._asking = self.all_reduce_max(int(asked))
-        return earlier
+        earlier = 0 if answer is None else answer()
+        self._asking = self.all_reduce_max(int(asked) + 2 * offered)  # a stop is heard once the ranks have met again
+        self.grows = self.grows or earlier > 1
+        return earlier == 1
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value (small, picklable) on every rank. Collective."""
@@ -165,27 +226,36 @@ class World:
 
         return answer
 
+    def send_round(self, tensor: Tensor, source: int) -> None:
+        """One rank's tensor, in host memory, into that of every other. Collective."""
+        if self._control is not None:
+            dist.broadcast(tensor, src=source, group=self._control)
+
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
         if self._control is not None:
             dist.barrier(group=self._control)
 
 
-def pick_device(run: Run, local_rank: int) -> torch.device:
-    """The device of a local rank. Errors: `RunError` when `launch.device: cuda` finds none for it, or one that cannot
+def pick_device(run: Run, local_rank: int, local_size: int = 1) -> torch.device:
+    """The device of one of a machine's ranks. Errors: `RunError` when its GPUs are too few for all of them, or cannot
     compute in the run's precision."""
-    wanted = run.launch.device
+    wanted, each = run.launch.device, run.launch.processes_per_gpu
     count = torch.cuda.device_count() if wanted != "cpu" else 0
-    if wanted == "cuda" and count <= local_rank:
+    if not count and wanted != "cuda":
+        return torch.device("cpu")
+    if count * each < max(local_size, local_rank + 1):
         raise RunError(
-            f"launch.device: cuda, but local rank {local_rank} finds {count} CUDA device(s); use fewer processes or "
-            f"device=cpu"
+            f"launch.device: {wanted}, but local rank {local_rank} of {local_size} finds {count} CUDA device(s) for "
+            f"{each} process(es) each; use fewer processes, launch.device=cpu, or launch.processes_per_gpu for "
+            "processes that share one"
         )
-    if count > local_rank and run.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    device = torch.device("cuda", local_rank // each)
+    if run.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise RunError(
-            f"precision: bf16, but {torch.cuda.get_device_name(local_rank)} does not compute in it; use precision=fp16"
+            f"precision: bf16, but {torch.cuda.get_device_name(device)} does not compute in it; use precision=fp16"
         )
-    return torch.device("cuda", local_rank) if count > local_rank else torch.device("cpu")
+    return device
 
 
 def threads_of(run: Run, local_size: int) -> int:

@@ -27,10 +27,11 @@ from lockstep.config.exit_status import STOPPED
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import launched, network
+from lockstep.distributed.gpus import gpus_of
 from lockstep.distributed.launched import JOB_WORDS, STATUS, TRAIN, WANTED
 from lockstep.distributed.stops import Interrupts, heard
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.launchers.local import gpus_of, processes_of
+from lockstep.launchers.local import processes_of
 from lockstep.launchers.processes import accelerate_config
 from lockstep.track.console import error
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.config.plugins import importing
 from lockstep.config.run import Run, RunError
 from lockstep.distributed import secret
+from lockstep.distributed.gpus import gpus_of
 from lockstep.distributed.launched import TRAIN
 from lockstep.distributed.processor import available_cores
 from lockstep.distributed.stops import STOP_SIGNALS
@@ -30,10 +31,12 @@ class Local(Launcher):
     def plan(self, run: Run) -> Plan:
         processes = processes_of(run)
         run.check_shared(processes, f"launch.processes: {processes} processes")
-        if run.launch.device == "cuda" and (count := gpus_of(run)) < processes:
+        places = gpus_of(run) * run.launch.processes_per_gpu
+        if places < processes and (places or run.launch.device == "cuda"):
             raise RunError(
-                f"launch.device: cuda, but this machine has {count} CUDA device(s) for {processes} process(es); "
-                "use fewer processes or device=cpu"
+                f"launch.device: {run.launch.device}, but this machine has {gpus_of(run)} CUDA device(s) for "
+                f"{processes} process(es); use fewer processes, launch.device=cpu, or launch.processes_per_gpu for "
+                "processes that share one"
             )
         command = [sys.executable, "-m", "lockstep", "train", str(run.folder / "run.yaml")]
         if processes == 1:
@@ -67,23 +70,12 @@ class Local(Launcher):
 
 
 def processes_of(run: Run) -> int:
-    """`launch.processes`; auto: one a GPU, else one a core, at most `micro_batches` (1 for `single`)."""
+    """`launch.processes`; auto: as many as its GPUs take, else one a core, at most `micro_batches` (1 for `single`)."""
     if run.launch.processes != "auto":
         return int(run.launch.processes)
     if run.strategy.name == "single":
         return 1
-    return min(run.micro_batches, gpus_of(run) or available_cores())
-
-
-def gpus_of(run: Run) -> int:
-    """CUDA devices of this machine that the run may use; 0 where there is no torch."""
-    if run.launch.device == "cpu":
-        return 0
-    try:
-        import torch
-    except ImportError:  # a machine that only submits
-        return 0
-    return torch.cuda.device_count()
+    return min(run.micro_batches, gpus_of(run) * run.launch.processes_per_gpu or available_cores())
 
 
 def prestart() -> None:

@@ -31,6 +31,7 @@ from lockstep.launchers.processes.srun import Task
 from lockstep.track.console import Console
 
 _POLL_S = 3.0  # between questions to SLURM
+_MORE_S = 120.0  # that the nodes of a job which outlives some of them wait for one that is not there
 _LIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
@@ -181,6 +182,7 @@ class Slurm(Launcher):
             warn_s=warn,
             restarts=0 if elastic else run.launch.max_restarts,
             requeue=asked.requeue,
+            no_kill=_outlives_nodes(run) and asked.machines > 1,
             asked={
                 "partition": asked.partition,
                 "account": asked.account,
@@ -262,10 +264,21 @@ def agent_of(run: Run, task: Task) -> int:
     common: dict[str, Any] = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}
     common |= {"name": "torchrun", "processes": processes_of(run, Slurm.options(run))}
     where: dict[str, Any] = {"machines": task.size, "rendezvous": f"{task.host}:{task.port}", "node_rank": task.rank}
+    if _outlives_nodes(run) and task.size > 1:
+        where |= {"machines": f"1:{task.size}", "more_s": _MORE_S}
     inner = run.model_copy(update={"launch": LaunchSection(**common, **where)})
     if task.rank:  # the first node opens the port
         network.reach(task.host, task.port, run.launch.timeout_s, Console(True).say)
-    return Torchrun().start(inner, Torchrun().plan(inner))
+    status = Torchrun().start(inner, Torchrun().plan(inner))
+    if task.rank == 0 and (path := os.environ.get(sbatch.STATUS)):
+        Path(path).write_text(str(status), encoding="utf-8")
+    return status
+
+
+def _outlives_nodes(run: Run) -> bool:
+    """Whether a job goes on when a node is lost."""
+    elastic = Slurm.options(run).ranks == "elastic"
+    return elastic and run.launch.on_loss == "continue" and run.launch.max_restarts > 0
 
 
 def log_of(run: Run, record: Launched) -> Path:

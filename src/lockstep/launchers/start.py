@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
 from lockstep.config import plugins
+from lockstep.config.exit_status import EXCLUDED
 from lockstep.config.output import check_output, keep
 from lockstep.config.run import Run, RunError
-from lockstep.distributed import launched
+from lockstep.distributed import excluded, launched
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.stops import listen_no_more
 from lockstep.launchers.further import further
@@ -43,6 +44,7 @@ def train(run: Run) -> int:
     console = Console(True, voice=run.track.console)
     console.facts({"lockstep": f"{__version__}, preparing {run.name}"})  # before anything is imported that takes long
     run = further(run, console.say)
+    excluded.check(run.folder)
     PLACE.at("importing torch")
     with ExitStack() as stack:
         with console.busy(lambda: PLACE.name):
@@ -122,6 +124,8 @@ def started(run: Run, launcher: Launcher, plan: Plan) -> int:
         raise
     listen_no_more()
     record = launched.read(run.folder)
+    if status == EXCLUDED and record is not None and record.status is not None:
+        return status  # the others have written how they ended
     if record is not None and (record.began, record.status) == (mine.began, 0):
         status = 0  # rank 0 came to the end of all there was to do, whatever became of others that waited for it
     launched.note(run.folder, status=status, ended=time.time())

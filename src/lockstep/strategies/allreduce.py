@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.run import Run, RunError
-from lockstep.strategies.exact.reduction import Exchange, buckets
+from lockstep.strategies.exact.reduction import Exchange, buckets, layout_of
+from lockstep.strategies.exact.routes import links
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
 
@@ -20,6 +21,7 @@ class AllReduce(Native):
     """`strategy.options.bucket_cap_mb` (default 25): how much travels at a time, in MiB."""
 
     takes_4_bits = True
+    regroups = True
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:
@@ -42,7 +44,9 @@ class AllReduce(Native):
 
     def sum_in_tree_order(self) -> list[Tensor]:
         """The same bits at every number of ranks."""
-        exchange = Exchange(self.tree.leaves, self.world.rank, self.world.size)
+        how = links(self.run, self.world)
+        layout = layout_of(self.tree.leaves, self.world.size, self.shares)
+        exchange = Exchange(self.tree.leaves, self.world.rank, self.world.size, links=how, layout=layout)
         for positions in self.buckets:
             exchange.submit({node: [tensors[i] for i in positions] for node, tensors in self.tree.nodes.items()})
             self.let_go(positions)

@@ -36,7 +36,8 @@ from lockstep.strategies.engines.fsdp import (
 from lockstep.strategies.engines.fsdp_gate import gate
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import Exchange, ReductionTree, most_held, share
+from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, most_held, share
+from lockstep.strategies.exact.routes import links
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.treatment import Treated
 from lockstep.strategies.fsdp2_step import FSDP2Step
@@ -59,9 +60,9 @@ class FSDP2(Strategy):
     waits_inside = ("forward", "backward", "reduction", "optimizer")
 
     @classmethod
-    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         shards = processes // int(run.strategy.options.get("replicate", 1))
-        held = super().bytes_held(run, processes)
+        held = super().bytes_held(run, processes, state)
         if run.model.trained_in_bfloat16:  # its shards are the masters
             held |= {"weights": 4.0, "optimizer": held["optimizer"] - 4.0}
         return {name: each / shards for name, each in held.items()}
@@ -358,30 +359,29 @@ class _TreeScatter(ReduceScatter):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         ours = self.strategy
         self.calls += 1
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
         block = share(self.tree.leaves, ours.replica, ours.replicas)
         first = block.start + ours.turn * ours.shards
-        for leaf, part in zip(range(first, block.stop), received.chunk(ours.shards), strict=False):
-            self.tree.add(leaf, [part])
-        # A partial sum keeps its own slice alive and not all that was received with it.
-        self.tree.nodes = {node: [t.clone() for t in tensors] for node, tensors in self.tree.nodes.items()}
+        turn = range(first, min(first + ours.shards, block.stop))
+        layout = (*(((0, leaf),) for leaf in turn), *((),) * (ours.shards - len(turn)))
+        how = links(ours.run, ours.world, group)
+        scatter = Scatter(self.tree.leaves, ours.shard, ours.shards, group, how, layout)
+        slots = input_tensor.view(ours.shards, -1)  # [W, N]
+        scatter.submit(dict.fromkeys(layout[ours.shard], slots), slots)
+        for node, part in scatter.finish()[0].items():
+            self.tree.place(node, [part])
         output_tensor.zero_()
         if not ours.last:
             return
         if self.calls != ours.turn + 1:  # a micro-batch did not run this block
             raise RunError(OTHER_LAYERS)
         if ours.replicas > 1:
-            exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, ours.mesh.get_group("replicate"))
+            copies = ours.mesh.get_group("replicate")
+            how = links(ours.run, ours.world, copies)
+            exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, copies, how)
             exchange.submit(self.tree.nodes)
             root = exchange.finish()[0][0]
         else:

@@ -9,9 +9,9 @@ no part in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -21,7 +21,10 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import fsdp_config
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import ReductionTree, Scatter, all_gather, buckets, lay, unlaid
+from lockstep.strategies.exact.messages import Gather, Travelling
+from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets, layout_of
+from lockstep.strategies.exact.routes import links
+from lockstep.strategies.exact.row_slots import RowSlots
 from lockstep.strategies.exact.sparse_rows import rows_between
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
@@ -40,8 +43,8 @@ class FSDP2Step(Native):
         fsdp_config.check(run, processes)
 
     @classmethod
-    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
-        held = super().bytes_held(run, processes)
+    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
+        held = super().bytes_held(run, processes, state)
         return held | {name: held[name] / processes for name in ("optimizer", "average") if name in held}
 
     # -- who holds what ----------------------------------------------------------------------------------------------
@@ -55,6 +58,11 @@ class FSDP2Step(Native):
         self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], BUCKET_BYTES)]
         cut = [p for p in self.parameters if p.dim()]  # a single number is updated by every rank
         self.gathered = [[cut[j] for j in b] for b in buckets(cut, BUCKET_BYTES)]
+        self.links = links(self.run, self.world)
+        self.slots = [self.slots_of([self.parameters[i] for i in b]) for b in self.buckets]
+
+    def slots_of(self, parameters: Sequence[Tensor]) -> RowSlots:
+        return RowSlots([p.shape for p in parameters], self.world.size)
 
     def own(self, tensor: Tensor, rank: int) -> Tensor:
         """The rows of a whole tensor that a rank updates, as DTensor cuts them: a view, the last ones fewer or none."""
@@ -81,7 +89,8 @@ class FSDP2Step(Native):
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         leaves = batch.count if self.run.strategy.exact else self.world.size
-        self.scatter = Scatter(leaves, self.world.rank, self.world.size)
+        layout = layout_of(leaves, self.world.size, batch.shares)
+        self.scatter = Scatter(leaves, self.world.rank, self.world.size, links=self.links, layout=layout)
         self.sent = 0  # buckets
         return super().train_step(batch, learning_rate)
 
@@ -95,16 +104,14 @@ class FSDP2Step(Native):
     def on_gradient(self, position: int, parameter: Tensor) -> None:
         super().on_gradient(position, parameter)
         while self.travelling and self.sent < len(self.buckets) and self.given >= set(self.buckets[self.sent]):
-            self.send()
+            with self.phases("reduction"):  # it waits for the one before it, and so for other ranks
+                self.send()
 
     def send(self) -> None:
         """The next bucket: of this rank's partial nodes each rank's rows. They are let go of."""
         positions = self.buckets[self.sent]
         nodes = self.with_last_leaf(positions, [self.take_gradient(i) for i in positions])
-        ranks = range(self.world.size)
-        self.scatter.submit(
-            {n: [[self.own(t, rank) for t in tensors] for rank in ranks] for n, tensors in nodes.items()}
-        )
+        self.scatter.submit({node: self.slots[self.sent].laid(tensors) for node, tensors in nodes.items()})
         self.let_go(positions)
         self.sent += 1
 
@@ -119,8 +126,9 @@ class FSDP2Step(Native):
             self.send()
         rows = self.sum_rows(self.with_last_leaf(list(self.rows), [self.take_gradient(i) for i in self.rows]))
         found = {i: self.own_rows(summed) for i, summed in rows.items()}
-        for positions, flat in zip(self.buckets, self.scatter.finish(), strict=True):
-            found |= zip(positions, unlaid(flat, [self.held[i].shape for i in positions]), strict=True)
+        for positions, slots, sums in zip(self.buckets, self.slots, self.scatter.finish(), strict=True):
+            (slot,) = sums.values()
+            found |= zip(positions, slots.own(slot, self.world.rank), strict=True)
         return [found[i] for i in range(len(self.parameters))]
 
     def own_rows(self, gradient: Tensor) -> Tensor:
@@ -128,10 +136,6 @@ class FSDP2Step(Native):
         mine = self.own(torch.arange(len(gradient)), self.world.rank)
         first = int(mine[0]) if len(mine) else 0
         return rows_between(gradient, first, first + len(mine))
-
-    @property
-    def held(self) -> list[nn.Parameter]:
-        return list(self.stepped.values())
 
     def whole_gradient(self, gradients: list[Tensor]) -> Gradient:
         """Each rank holds its rows."""
@@ -159,25 +163,14 @@ class FSDP2Step(Native):
     @torch.no_grad()
     def gather(self) -> None:
         """Every rank's new rows, to every rank. Collective."""
-        arriving: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
+        arriving, gathering = Travelling(), Gather(self.world.rank, self.world.size, links=self.links)
         for parameters in self.gathered:
-            by_rank = [[self.own(p, rank) for p in parameters] for rank in range(self.world.size)]
-            chunk = max(sum(t.numel() for t in tensors) for tensors in by_rank)
-            flat = parameters[0].new_empty(self.world.size, chunk)
-            lay(by_rank[self.world.rank], flat[self.world.rank])
-            arriving.append((parameters, flat, all_gather(flat.view(-1), flat[self.world.rank], async_op=True)))
-            if len(arriving) > 1:
-                self.take_over(*arriving.pop(0))
-        for bucket in arriving:
-            self.take_over(*bucket)
-
-    def take_over(self, parameters: list[nn.Parameter], flat: Tensor, work: dist.Work) -> None:
-        """What a bucket brought from the others."""
-        work.wait()
-        for rank in range(self.world.size):
-            places = [self.own(p, rank) for p in parameters]
-            if rank != self.world.rank:
-                torch._foreach_copy_(places, unlaid(flat[rank], [place.shape for place in places]))
+            slots = self.slots_of(parameters)
+            own = parameters[0].new_zeros(slots.length)
+            places = slots.own(own, self.world.rank)
+            torch._foreach_copy_(places, [self.own(p.detach(), self.world.rank) for p in parameters])
+            arriving.add(gathering.bucket(own, partial(slots.take, tensors=parameters)))
+        arriving.finish()
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
         super().load_sharded_state_dict(saved)

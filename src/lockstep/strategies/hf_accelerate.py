@@ -57,7 +57,7 @@ class HFAccelerate(Hooked):
         options: dict[str, Any] = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
         options |= self.run.strategy.options
         self.accelerator = accelerator(self.run, self.world, [DistributedDataParallelKwargs(**options)])
-        model, self.optimizer = prepared(self.accelerator, self.model, self.optimizer)
+        model, self.optimizer = prepared(self.accelerator, self.model, self.stepper)
         self.primed = not (options.get("static_graph") and self.world.size > 1)
         return model
 
@@ -67,6 +67,10 @@ class HFAccelerate(Hooked):
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             self.accelerator.backward(self.scaled(loss / divisor))
         return loss.detach()
+
+    def part(self) -> None:
+        release(self.accelerator)
+        super().part()
 
     def close(self) -> None:
         super().close()

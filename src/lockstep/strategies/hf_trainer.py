@@ -71,14 +71,14 @@ class HFTrainer(Hooked):
                 self.model,
                 arguments,
                 compute_loss_func=self.loss,
-                optimizers=(self.optimizer, None),
+                optimizers=(self.stepper, None),
             )
         if self.run.precision == "fp16":  # by our own autocast and scale: Accelerate's are of GPUs only
             self.trainer.compute_loss_context_manager = self.autocast  # type: ignore[method-assign, assignment]
         engine: Any = self.trainer.accelerator
         assert engine.num_processes == self.world.size, f"Trainer sees {engine.num_processes} processes"
         engine.ddp_handler = self.handler(arguments)
-        model, self.optimizer = prepared(engine, self.model, self.optimizer)
+        model, self.optimizer = prepared(engine, self.model, self.stepper)
         self.trainer.model_wrapped, self.trainer.optimizer = model, self.optimizer
         self.primed = not (arguments.ddp_static_graph and self.world.size > 1)
         return model
@@ -108,6 +108,11 @@ class HFTrainer(Hooked):
         with phase, self.autocast(False):  # Trainer has its own around forward; backward runs outside of it
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
         return self.loss_of_micro
+
+    def part(self) -> None:
+        release(self.trainer.accelerator)
+        self.trainer.model_wrapped = self.model
+        super().part()
 
     def close(self) -> None:
         super().close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,10 +21,11 @@ from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import blocks, layers
 from lockstep.strategies.exact import held_state, masters, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import Node, ReductionTree, most_held
+from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, most_held
+from lockstep.strategies.exact.source_sums import SourceSums
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.strategy import Strategy, make_model
+from lockstep.strategies.strategy import DataParallel, Strategy, make_model
 from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
@@ -34,12 +36,15 @@ class Native(Strategy):
 
     exact = True
     trains_bfloat16 = without_masters = True
+    regroups: ClassVar[bool] = False  # whether every rank holds the whole state, and `part` and `regroup` are enough
     statistics: Statistics
+    shares: Shares | None = None  # of this step's micro-batches; None: even ones
     travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
-        return 4.0 * (most_held(run.micro_batches, processes) - 1) if run.strategy.exact else 0.0
+        held = most_held(run.micro_batches, processes, uneven=bool(run.launch.hand_over))
+        return 4.0 * (held - 1) if run.strategy.exact else 0.0
 
     @property
     def parameter_count(self) -> int:
@@ -84,7 +89,7 @@ class Native(Strategy):
         return self.named
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        self.tree = ReductionTree(batch.count)
+        self.tree, self.shares = ReductionTree(batch.count), batch.shares
         self.uses = [0] * len(self.parameters)
         losses = torch.zeros(batch.count, dtype=torch.float64, device=self.world.device)  # [M], 0 for others' leaves
         self.statistics.start(batch.count)
@@ -183,7 +188,7 @@ class Native(Strategy):
     def sum_rows(self, nodes: Mapping[Node, list[Tensor]]) -> dict[int, Tensor]:
         """The row-sparse gradients summed over ranks in tree order, by position; `nodes` holds this rank's partial sums
         in the order of `self.rows`. Collective."""
-        ours = (self.world.rank, self.world.size)
+        ours = (self.world.rank, self.world.size, self.shares)
         return {
             i: exchange_rows({node: tensors[j] for node, tensors in nodes.items()}, self.tree.leaves, *ours)
             for j, i in enumerate(self.rows)
@@ -235,6 +240,18 @@ class Native(Strategy):
 
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
+
+    def part(self) -> None:
+        """Let go of all that belongs to the group of ranks: a wrapper, what travels. The state stays as it is between
+        two updates."""
+        self.tree, self.waiting = ReductionTree(0), None
+        self.sources = SourceSums(len(self.run.data.sources or ()))
+        for parameter in (*self.parameters, *self.stepped.values()):
+            parameter.grad = None
+
+    def regroup(self) -> None:
+        """There is another group of ranks, and each of them holds the state. Collective."""
+        self.data_parallel = DataParallel(self.world.rank, self.world.size, self.world.sum)
 
     def close(self) -> None:
         del (

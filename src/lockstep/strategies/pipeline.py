@@ -21,6 +21,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.distributed.gpus import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World
@@ -39,6 +40,7 @@ from lockstep.strategies.engines.pipelining import (
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
+from lockstep.strategies.exact.routes import links
 from lockstep.strategies.strategy import DataParallel, Strategy, make_model, summing
 from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
@@ -55,9 +57,9 @@ class Pipeline(Strategy):
     waits_inside = ("forward+backward", "reduction", "optimizer")
 
     @classmethod
-    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         stages = int(run.strategy.options.get("stages", processes))
-        return {name: each / stages for name, each in super().bytes_held(run, processes).items()}
+        return {name: each / stages for name, each in super().bytes_held(run, processes, state).items()}
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
@@ -76,8 +78,11 @@ class Pipeline(Strategy):
             )
         if processes < 2:
             raise RunError("strategy.name: pipeline needs two processes or more; use single, or launch.processes=2")
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-            raise RunError(f"strategy.name: pipeline needs torch 2.13 or newer, this is {torch.__version__}")
+        if share_gpus(run):
+            raise RunError(
+                "launch.processes_per_gpu: stages of a pipeline send to each other from GPU to GPU, which gloo cannot; "
+                "leave it out, or try the pipeline with launch.device=cpu"
+            )
         if run.model.adapter:
             raise RunError("strategy.name: pipeline cannot cut a model with model.adapter; use ddp, or fsdp2")
         ranks, schedule, each = _shape(run, processes)
@@ -230,7 +235,8 @@ class Pipeline(Strategy):
             return [held.tree.root for held in self.held]
         groups = [buckets(list(held.owned.values()), BUCKET_BYTES) for held in self.held]
         if self.run.strategy.exact:
-            exchange = Exchange(self.batch.count, self.pipeline, self.pipelines, self.across)
+            how = links(self.run, self.world, self.across)
+            exchange = Exchange(self.batch.count, self.pipeline, self.pipelines, self.across, how)
             for held, positions in ((h, p) for h, group in zip(self.held, groups, strict=True) for p in group):
                 exchange.submit({node: [tensors[i] for i in positions] for node, tensors in held.tree.nodes.items()})
             done = iter(exchange.finish())

@@ -133,10 +133,12 @@ class Strategy(ABC):
         return 1e-4
 
     @classmethod
-    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         """Bytes that a process holds for each parameter of the model between two micro-batches: `weights`, and of those
-        that are trained `gradients`, `optimizer`, `average`; a mean over processes, the sums of docs/strategies.md."""
-        held = {"weights": 4.0, "gradients": 4.0, "optimizer": optimizers.rule(run.optim).bytes_held()}
+        that are trained `gradients`, `optimizer`, `average`; a mean over processes, the sums of docs/strategies.md.
+        `state`: of the optimizer's alone, where it is known better than its rule says."""
+        state = optimizers.rule(run.optim).bytes_held() if state is None else state
+        held = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
         if run.model.trained_in_bfloat16:
             held |= {"weights": 2.0, "optimizer": held["optimizer"] + 4.0 * masters.wanted(run)}
         return held if run.average.ema is None else held | {"average": 4.0}

@@ -1,3 +1,3 @@
 """What is learned: loss, scores and samples of a kind of task."""
 
-SHARED = {"answer_pairs", "own_metrics", "per_token", "task"}  # the files here that are no plug-ins
+SHARED = {"answer_pairs", "drawn", "given", "own_metrics", "per_token", "task"}  # the files here that are no plug-ins

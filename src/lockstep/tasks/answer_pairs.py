@@ -7,7 +7,8 @@ behind the other; `targets`, the same tokens where they are of an answer and IGN
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,14 +16,19 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, missing, scan, source, tokenizer
+from lockstep.data import apart, documents, missing, scan, source, stream, tokenizer
+from lockstep.data.stream import Stream
+from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.tasks import drawn
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
     from torch import Tensor
+
+    from lockstep.data.batch import Sums
 
 _IGNORED = -100  # as in batch.py, which imports torch
 _ROW = "lockstep row"  # a column that says which row of its split is encoded
@@ -61,6 +67,8 @@ class AnswerPairs(Task):
     """A task whose example is a pair of answers."""
 
     Options: ClassVar[type[AnswerPairOptions]]
+    streams = True
+    gathered = ("rewards",)
     tokenizer: Any
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -71,9 +79,13 @@ class AnswerPairs(Task):
         columns = list(options.columns.values())
         data = source.load(run.data, run.seed, columns=options.columns, tokens=TokenCounts.of(run))
         splits = {s: _whole(rows, options, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()}
+        rows = cls.stream(run).found(splits, columns) if run.data.stream else None
         splits, left_out = apart.kept(data, splits, run, columns, [], documents.cut)
         hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
-        folder = tokenizer.prepare(run, _batches(splits["train"], columns), hashes["train"], generative=True)
+        if rows is not None:
+            folder = rows.tokenizer(run, lambda some: _batches(some, columns), generative=True)
+        else:
+            folder = tokenizer.prepare(run, _batches(splits["train"], columns), hashes["train"], generative=True)
         tok = tokenizer.load(str(folder), run.model.trust_remote_code)
         if options.conversations and not (options.chat_template or tok.chat_template):
             raise RunError("task.conversations: the tokenizer has no chat template; give task.chat_template")
@@ -87,9 +99,24 @@ class AnswerPairs(Task):
             files[split] = _encode(run, dataset, split, options, str(folder), key)
             if count := sum(int(part.sum()) for _, part in Columns(files[split]).flat("cut").parts()):
                 cut[split] = count
+        if rows is not None:
+            key = digest("answers", VERSION, folder.name, run.data.max_length, asked.model_dump())
+            index = rows.index(cls.example_maker(run, str(folder), {}), key)
+            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
         facts = {"source": data.name} | left_out | ({"cut_answers": cut, "cut_at": run.data.max_length} if cut else {})
-        tokens = sorted((split, Path(file).name) for split, file in files.items())
-        return Prepared(digest(tokens), files, str(folder), facts)
+        return Prepared(digest(stream.names_of(files)), files, str(folder), facts)
+
+    @classmethod
+    def stream(cls, run: Run) -> Stream:
+        options = cls.Options.model_validate(run.task.options)
+        whole = partial(_whole, options=options, drop=run.data.drop_missing)
+        return Stream(run.data, options.columns, lambda rows, name: whole(rows, split="train", name=name))
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        options = cls.Options.model_validate(run.task.options)
+        make = stream.maker(*_encoder(run, "train", options, folder))
+        return lambda rows: make(_numbered(rows, options))
 
     @classmethod
     def check_model(cls, run: Run) -> None:
@@ -133,6 +160,18 @@ class AnswerPairs(Task):
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)
+
+    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rewards of both answers, float64 [N, 2]; and which of them was chosen: the first, int64 [N]."""
+        return sums["rewards"].double().numpy(), np.zeros(len(rows), dtype=np.int64)
+
+    def tables(self, sums: Sums) -> dict[str, Any]:
+        """How much more the chosen answers are rewarded than the rejected ones, from the least to the most."""
+        rewards = sums["rewards"].double().numpy()
+        return drawn.in_order("margins of rewards", "margin", rewards[:, 0] - rewards[:, 1])
+
+    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([[0.5, -0.5], [-0.25, 0.75], [1.5, 0.0]]), np.zeros(3, dtype=np.int64)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models
@@ -195,6 +234,18 @@ def _batches(train: Dataset, columns: list[str]) -> Iterator[list[str]]:
 
 
 def _encode(run: Run, dataset: Dataset, split: str, options: AnswerPairOptions, folder: str, key: str) -> str:
+    return encode(_numbered(dataset, options), *_encoder(run, split, options, folder), key)
+
+
+def _numbered(dataset: Dataset, options: AnswerPairOptions) -> Dataset:
+    columns = list(dict.fromkeys(options.columns.values()))
+    return dataset.select_columns(columns).add_column(_ROW, list(range(len(dataset))))
+
+
+def _encoder(
+    run: Run, split: str, options: AnswerPairOptions, folder: str
+) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
+    """What makes tokens of rows, and what these are."""
     import datasets
 
     tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
@@ -227,9 +278,7 @@ def _encode(run: Run, dataset: Dataset, split: str, options: AnswerPairOptions, 
             found["cut"].append(int(any(b[2] for b in both)))
         return found
 
-    columns = list(dict.fromkeys(options.columns.values()))
-    numbered = dataset.select_columns(columns).add_column(_ROW, list(range(len(dataset))))
-    return encode(numbered, encoder, features, key)
+    return encoder, features
 
 
 def _cut(ids: list[int], first: int, most: int, split: str, row: int) -> tuple[list[int], list[int], bool]:

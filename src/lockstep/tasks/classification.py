@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import apart, labels, missing, source, stream, tokenizer
-from lockstep.data.stream import Make, Stream
+from lockstep.data.stream import Stream
+from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode, encoded
 from lockstep.tasks.objectives.numbers import Numbers
@@ -73,7 +74,7 @@ class Classification(Task):
             missing.present(dataset, asked, split, data.name)
         for split, dataset in splits.items():
             splits[split] = _whole(dataset, options, split, data.name, run.data.drop_missing)
-        rows = cls.stream(run).found() if run.data.stream else None
+        rows = cls.stream(run).found(splits, texts) if run.data.stream else None
         codes, counts = (kind.codes(splits, options, data.name), []) if rows is None else _of(rows, options, splits)
 
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
@@ -219,7 +220,7 @@ class Classification(Task):
     def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.objective.metric_names
 
-    def predictions(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.objective.given(sums)
 
     def made_up(self) -> tuple[np.ndarray, np.ndarray]:

@@ -82,9 +82,12 @@ class Embedding(Task):
 
     Options = EmbeddingOptions
     head = "embedding"
+    unstreamed = "texts that are the same are found among all rows of train, so that none is the negative of itself"
     library, loader = "sentence-transformers", "SentenceTransformer"
     pipeline = "sentence-similarity"
     shown = ("corpus", "samples")
+    for_metrics = ("told",)
+    metric_names = ("triplet_accuracy", "spearman", "pearson", *retrieval.NAMES)
 
     @property
     def usage(self) -> str:
@@ -268,12 +271,28 @@ class Embedding(Task):
         asked, others = vectors[:count], vectors[count : 2 * count]
         known, theirs = batch.targets[:count], pairs.number(batch.targets[count : 2 * count])
         found = {"there": spread(torch.ones_like(known))}
+        parts = vectors[: count * self.texts].view(self.texts, count, -1)
+        told = (asked * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
+        found |= {"told": told} if self.gathered else {}  # float32 [B], or [B, texts, H]
         if self.options.score is not None:
             found |= {"cosines": spread((asked * others).sum(1)), "scores": spread(known.double() / pairs.ONE)}
         else:
             found |= {"anchors": spread(asked), "positives": spread(others)}
             found |= {"queries": spread(known), "texts": spread(theirs)}
         return self._sums(vectors, batch.targets) | found
+
+    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The cosine of each pair and its score, float64 [N], from 0 to 1; or all vectors, float64 [N, texts, H], with
+        a number for each text, int64 [N, texts], the same for the same text."""
+        found = sums["told"].double().numpy()
+        return found, pairs.true_of(columns, rows)
+
+    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+        from lockstep.tasks.models import models
+
+        if self.options.score is not None:
+            return np.array([0.9, -0.1, 0.4, 0.3]), np.array([1.0, 0.0, 0.5, 0.25])
+        return retrieval.made_up((4, self.texts, int(models.load_config(self.run).hidden_size)))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         count = float(sums["examples"])
@@ -286,14 +305,14 @@ class Embedding(Task):
             found["spearman"] = retrieval.correlation(retrieval.placed(one), retrieval.placed(other))
             found["pearson"] = retrieval.correlation(one, other)
         elif "anchors" in gathered:
-            found |= retrieval.scores(*_ranks(gathered))
+            found |= retrieval.scores(*retrieval.ranks_of(gathered))
         return found
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """Recall by how many texts are looked at; or the mean cosine of pairs by their score."""
         gathered = _gathered(sums)
         if "anchors" in gathered:
-            query, at = _ranks(gathered)
+            query, at = retrieval.ranks_of(gathered)
             within = [k for k in retrieval.CURVE if k <= len(np.unique(gathered["texts"]))]
             line = [[k, retrieval.recall(query, at, k)] for k in within]
             return {"plots": [{"title": "recall", "x": "texts looked at", "lines": {"recall": line}}]}
@@ -377,7 +396,3 @@ def _gathered(sums: Sums) -> dict[str, np.ndarray]:
     used = sums["there"].numpy() > 0
     names = ("cosines", "scores", "anchors", "positives", "queries", "texts")
     return {name: sums[name].numpy()[used] / retrieval.SHARP for name in names if name in sums}
-
-
-def _ranks(gathered: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    return retrieval.ranks(*(gathered[name] for name in ("anchors", "positives", "queries", "texts")))

@@ -31,7 +31,8 @@ from lockstep.data import (
     tokenizer,
 )
 from lockstep.data.cache import discard
-from lockstep.data.stream import Make, Stream
+from lockstep.data.stream import Stream
+from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.models.language_options import LanguageModelingOptions
@@ -65,10 +66,10 @@ class LanguageModeling(PerToken):
         data = source.load(run.data, run.seed, options.document, asked, TokenCounts.of(run))
         splits = {s: _whole(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
         columns = list(asked.values())
+        rows = cls.stream(run).found(splits, columns) if run.data.stream else None
         cut = partial(documents.cut, column=options.text if list(asked) == ["task.text"] else None)
         splits, left_out = apart.kept(data, splits, run, columns, [], cut)
         hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
-        rows = cls.stream(run).found() if run.data.stream else None
         if rows is not None:
             folder = rows.tokenizer(run, partial(_batches, options=options), generative=True)
         else:
@@ -133,6 +134,8 @@ class LanguageModeling(PerToken):
         self.options = LanguageModelingOptions.model_validate(run.task.options)
         self.loss_chunk = self.options.loss_chunk
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
+
+    metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import chunked_loss, models

@@ -17,8 +17,22 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, long_texts, masking, missing, mixed, packing, shards, source, tokenizer
+from lockstep.data import (
+    apart,
+    documents,
+    long_texts,
+    masking,
+    missing,
+    mixed,
+    packing,
+    shards,
+    source,
+    stream,
+    tokenizer,
+)
 from lockstep.data.cache import discard
+from lockstep.data.stream import Stream
+from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.per_token import PerToken
@@ -59,6 +73,7 @@ class MaskedLanguageModeling(PerToken):
     Options = MaskedLanguageModelingOptions
     head = "masked"
     pipeline = "fill-mask"
+    streams = True
     shown = ("samples",)
 
     @property
@@ -76,9 +91,13 @@ class MaskedLanguageModeling(PerToken):
         data = source.load(run.data, run.seed, plain=options.document, columns=asked, tokens=TokenCounts.of(run))
         splits = {s: missing.texts(rows, asked, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()}
         cut = partial(documents.cut, column=options.text)
+        streamed = cls.stream(run).found(splits, [options.text]) if run.data.stream else None
         splits, left_out = apart.kept(data, splits, run, [options.text], [], cut)
         hashes = {split: content(rows, [options.text]) for split, rows in splits.items()}
-        folder = tokenizer.prepare(run, _batches(splits["train"], options.text), hashes["train"])
+        if streamed is not None:
+            folder = streamed.tokenizer(run, partial(_batches, column=options.text))
+        else:
+            folder = tokenizer.prepare(run, _batches(splits["train"], options.text), hashes["train"])
         _check_tokenizer(tokenizer.load(str(folder), run.model.trust_remote_code), options)
         models.check(run, "masked")
         known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
@@ -94,9 +113,34 @@ class MaskedLanguageModeling(PerToken):
                 )
             if counts:
                 left_out["sources"]["rows"][split] = counts
-        tokens = sorted((split, Path(file).name) for split, file in files.items())
-        facts = {"source": data.name, "texts": {split: len(rows) for split, rows in splits.items()}} | left_out
-        return Prepared(digest(tokens), files, str(folder), facts)
+        texts = {split: len(rows) for split, rows in splits.items()}
+        if streamed is not None:
+            key = digest("masked", VERSION, folder.name, run.data.max_length, options.packing)
+            index = streamed.index(cls.example_maker(run, str(folder), {}), key)
+            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
+            texts["train"] = stream.about(index)["rows"]
+        facts = {"source": data.name, "texts": texts} | left_out
+        return Prepared(digest(stream.names_of(files)), files, str(folder), facts)
+
+    @classmethod
+    def stream(cls, run: Run) -> Stream:
+        options = MaskedLanguageModelingOptions.model_validate(run.task.options)
+        asked = {"task.text": options.text}
+        whole = partial(missing.texts, columns=asked, split="train", drop=run.data.drop_missing)
+        return Stream(run.data, asked, lambda rows, name: whole(rows, name=name), options.document)
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        options = MaskedLanguageModelingOptions.model_validate(run.task.options)
+        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+
+        def make(rows: Dataset) -> pa.RecordBatch:
+            if not options.packing:
+                return _parts(rows[:][options.text], tok, run.data.max_length)
+            found = [each for each, _ in documents.of_texts(rows, tok, options.text, range(len(rows)))]
+            return packing.examples(packing.joined(found, True), run.data.max_length)
+
+        return make
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -254,11 +298,17 @@ def _encode(dataset: Dataset, key: str, tok: Any, column: str, size: int, packed
     parts = shards.cuts(dataset.select_columns([column]))
     if packed:
         return packing.write(parts, lambda rows: documents.of_texts(dataset, tok, column, rows), size, True, key)
-    schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
 
     def make(rows: range) -> Iterator[tuple[pa.RecordBatch, int]]:
         for _, batch in shards.batches(dataset.select_columns([column]), rows):
-            found = tok(batch[column], truncation=True, max_length=size, return_overflowing_tokens=True)["input_ids"]
-            yield pa.record_batch([pa.array(found, schema.field(0).type)], schema=schema), len(batch[column])
+            yield _parts(batch[column], tok, size), len(batch[column])
 
-    return shards.written(key, schema, parts, make, "tokenising")
+    return shards.written(key, pa.schema([("input_ids", pa.list_(pa.int32()))]), parts, make, "tokenising")
+
+
+def _parts(texts: list[str], tok: Any, size: int) -> pa.RecordBatch:
+    """Texts by themselves."""
+    import pyarrow as pa
+
+    found = tok(texts, truncation=True, max_length=size, return_overflowing_tokens=True)["input_ids"]
+    return pa.record_batch([pa.array(found, pa.list_(pa.int32()))], ["input_ids"])

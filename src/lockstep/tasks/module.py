@@ -54,6 +54,7 @@ class Module(Task):
 
     Options = ModuleOptions
     own_model = True
+    unstreamed = "its data set is code of yours, which may read them as it likes"
     functions = ("model", "data", "loss", "collate", "length", "targets", "metrics", "generate")
     shown = ("samples", "generate", "metrics")
     collates_ahead = False  # items draw from the generators that the model draws from; workers do not
@@ -61,6 +62,7 @@ class Module(Task):
     loader = "lockstep.load"
     pipeline = "other"
     unit = None
+    ungiven = "they are your model's outputs; task.metrics names a function of (outputs, batch)"
 
     @property
     def usage(self) -> str:

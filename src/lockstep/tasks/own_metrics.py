@@ -10,6 +10,7 @@ under its own name, or under those of the mapping.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -63,8 +64,7 @@ def check(run: Run, prepared: Prepared) -> None:
     given = task.made_up()
     if given is None:
         raise RunError(
-            f"metrics: the task {run.task.name} gathers no predictions that functions could be given; classification "
-            "does"
+            f"metrics: the task {run.task.name} gathers no predictions that functions could be given: {task.ungiven}"
         )
     scored(run, found, given, task.metric_names, " (tried on made-up predictions)")
 
@@ -83,7 +83,7 @@ def scored(
     numbers: dict[str, float] = {}
     for name, function in found.items():
         seed_everything(run.seed, _DRAWN)
-        predictions, labels = (array.copy() for array in given)  # what one of them changes, the next one does not see
+        predictions, labels = copy.deepcopy(given)  # what one of them changes, the next one does not see
         try:
             result = function(predictions, labels)
         except Exception as error:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.config.run import RunError
 from lockstep.data.tokens import Columns
+from lockstep.tasks import given
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ class PerToken(Task):
 
     tokenizer: Any
     loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all
+    for_metrics = ("foretold", "wanted")
+    metric_names: tuple[str, ...] = ("accuracy", "perplexity")
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         import torch
@@ -59,6 +63,34 @@ class PerToken(Task):
 
             return scored(found, batch.targets)
         return self.sums(found, batch.targets)
+
+    def score_at(
+        self,
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+        batch: MicroBatch,
+        columns: Columns,
+        rows: np.ndarray,
+    ) -> Sums:
+        """The sums; with functions in `metrics` also the likeliest of each target, beside it: int32 [B, longest]."""
+        if not self.gathered:
+            return self.score(forward, batch)
+        logits, width = forward(batch.inputs).float(), given.longest(columns)
+        foretold = logits.argmax(-1).masked_fill(batch.targets < 0, given.NOTHING)
+        wanted = batch.targets.clamp(min=given.NOTHING)
+        told = {"foretold": given.as_wide(foretold, width), "wanted": given.as_wide(wanted, width)}
+        return self.sums(logits, batch.targets) | told
+
+    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of tokens: int64 [N, longest], -1 where there is no target."""
+        return sums["foretold"].numpy().astype(np.int64), sums["wanted"].numpy().astype(np.int64)
+
+    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.loss_chunk:
+            raise RunError(
+                "metrics: with task.loss_chunk no logits are kept that tokens could be read from; leave one of them out"
+            )
+        labels = np.where(np.arange(12) % 4 == 0, given.NOTHING, np.arange(12) % len(self.tokenizer)).reshape(4, 3)
+        return labels.copy(), labels
 
     def sums(self, logits: Tensor, targets: Tensor) -> Sums:
         """Loss, examples, targets and how many of them are the likeliest, of float32 logits [B, T, V]."""

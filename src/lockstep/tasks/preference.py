@@ -52,10 +52,20 @@ class Preference(AnswerPairs):
     head = "causal"
     pipeline = "text-generation"
     shown = ("sample_tokens",)
+    metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 
     def __init__(self, run: Run, prepared: Any) -> None:
         super().__init__(run, prepared)
         self.options = PreferenceOptions.model_validate(run.task.options)
+
+    @classmethod
+    def refused(cls, run: Run) -> dict[str, str]:
+        if run.data.stream and PreferenceOptions.model_validate(run.task.options).loss != "simpo":
+            return {
+                "data.stream": "the model is asked about all rows of train before it is trained; loss: simpo asks for "
+                "nothing, or leave this out"
+            }
+        return {}
 
     @classmethod
     def check_model(cls, run: Run) -> None:
@@ -102,10 +112,13 @@ class Preference(AnswerPairs):
         return (found["loss"] * found["real"]).sum()
 
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
+        import torch
+
         found = self._judged(forward(batch.inputs), batch.targets)
         real = found.pop("real")
         sums = {name: (values.double() * real).sum() for name, values in found.items()}
-        return sums | {"examples": real.sum().double()}
+        rewards = torch.stack([found["chosen"], found["rejected"]], 1)  # [B, 2]
+        return sums | {"examples": real.sum().double()} | {"rewards": rewards}
 
     def _judged(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Of each pair, float32 [B]: its loss, the rewards of both answers, and whether it is `real`."""

@@ -8,6 +8,7 @@ exact matches and F1 of words as of SQuAD's own script, all from sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, questions, source, tokenizer
+from lockstep.data import apart, documents, questions, source, stream, tokenizer
+from lockstep.data.stream import Stream
+from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.tasks import drawn
+from lockstep.tasks.given import listed
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 
     from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.decoding import Decoding
+    from lockstep.tasks.models.spans import Span
 
 _SHARP = 2.0**20  # sums are rounded to its inverse: scores are kept to 2^-40
 
@@ -57,7 +63,10 @@ class QuestionAnswering(Task):
     Options = QuestionAnsweringOptions
     head = "question_answering"
     pipeline = "question-answering"
+    streams = True
     shown = ("answer_tokens", "samples")
+    for_metrics = ("spans",)
+    metric_names = ("exact_match", "f1")
 
     @property
     def usage(self) -> str:
@@ -88,9 +97,13 @@ class QuestionAnswering(Task):
         }
         texts = [questions.QUESTION, questions.CONTEXT]
         answer = [questions.TEXTS, questions.START]
+        streamed = cls.stream(run).found(splits, texts) if run.data.stream else None
         splits, left_out = apart.kept(data, splits, run, texts, answer, documents.cut)
         hashes = {split: content(rows, [*texts, *answer]) for split, rows in splits.items()}
-        folder = tokenizer.prepare(run, questions.batches(splits["train"]), hashes["train"])
+        if streamed is not None:
+            folder = streamed.tokenizer(run, questions.batches)
+        else:
+            folder = tokenizer.prepare(run, questions.batches(splits["train"]), hashes["train"])
         known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
         if not known.is_fast:
             raise RunError("tokenizer: it does not tell which characters its tokens stand for")
@@ -99,8 +112,25 @@ class QuestionAnswering(Task):
         for split, rows in splits.items():
             key = digest("questions", VERSION, hashes[split], folder.name, run.data.max_length, options.stride)
             files[split] = questions.encoded(rows, known, run.data.max_length, options.stride, split, data.name, key)
-        tokens = sorted((split, Path(file).name) for split, file in files.items())
-        return Prepared(digest(tokens), files, str(folder), {"source": data.name} | left_out)
+        if streamed is not None:
+            key = digest("questions", VERSION, folder.name, run.data.max_length, options.stride)
+            index = streamed.index(cls.example_maker(run, str(folder), {}), key)
+            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
+        return Prepared(digest(stream.names_of(files)), files, str(folder), {"source": data.name} | left_out)
+
+    @classmethod
+    def stream(cls, run: Run) -> Stream:
+        options = QuestionAnsweringOptions.model_validate(run.task.options)
+        asked: Any = {"answers": options.answers, "unanswerable": options.unanswerable, "split": "train"}
+        whole: Any = partial(questions.whole, columns=options.columns, drop=run.data.drop_missing, **asked)
+        columns = options.columns | {"task.answers": options.answers}
+        return Stream(run.data, columns, lambda rows, name: whole(rows, name=name))
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        options = QuestionAnsweringOptions.model_validate(run.task.options)
+        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+        return stream.maker(*questions.encoder_of(tok, run.data.max_length, options.stride, "train", "the stream"))
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -161,29 +191,50 @@ class QuestionAnswering(Task):
         from lockstep.tasks.models import spans
 
         logits = forward(batch.inputs)
-        found = np.zeros(2)
-        for answer, right in zip(self._answers(logits, columns, rows), columns.texts("answers", rows), strict=True):
-            found += spans.scores(answer, right)
-        exact, f1 = torch.from_numpy(found * _SHARP).to(logits.device)
+        held = self._spans(logits, columns, rows)
+        right = columns.texts(questions.TEXTS, rows)
+        each = [spans.scores(answer, wanted) for answer, wanted in zip(_texts(held, columns, rows), right, strict=True)]
+        exact, f1 = torch.tensor(each, dtype=torch.float64).reshape(-1, 2).sum(0).to(logits.device) * _SHARP
+        words = [len(spans.normal(wanted[0] if wanted else "").split()) for wanted in right]
+        by_words = torch.from_numpy(drawn.binned(words, [f1 for _, f1 in each])).to(logits.device)  # [bins, 3]
+        placed = torch.tensor([[span.start, span.end] for span in held], dtype=torch.int32).reshape(-1, 2)
+        gathered = {"spans": placed.to(logits.device)} if self.gathered else {}
         examples = torch.tensor(float(len(rows)), dtype=torch.float64, device=logits.device)
-        return self._sums(logits, batch.targets) | {"examples": examples, "exact": exact, "f1": f1}
+        found = {"examples": examples, "exact": exact, "f1": f1, "by_words": by_words}
+        return self._sums(logits, batch.targets) | found | gathered
 
-    def _answers(self, logits: Tensor, columns: Columns, rows: np.ndarray) -> list[str]:
-        """What the model answers to the questions at these rows, from the logits of all their windows."""
+    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The answers, texts [N], empty where there is none; and lists of all that are right, empty likewise."""
+        from lockstep.tasks.models.spans import Span
+
+        held = [Span(*place) for place in sums["spans"].tolist()]
+        right = [[each for each in answers if each] for answers in columns.texts("answers", rows)]
+        return listed(_texts(held, columns, rows)), listed(right)
+
+    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+        none: list[str] = [] if self.options.unanswerable else ["a third"]
+        return listed(["a text", "another", ""]), listed([["a text", "text"], ["a second one"], none])
+
+    def _spans(self, logits: Tensor, columns: Columns, rows: np.ndarray) -> list[Span]:
+        """Where the model has the answers to the questions at these rows, from the logits of all their windows."""
         from lockstep.tasks.models import spans
 
         if len(rows) == 0:
             return []
         windows = questions.parts_of(columns, rows)
-        found = spans.best(logits, windows, self.options.answer_tokens, self.options.unanswerable)
-        contexts = columns.texts(questions.CONTEXT, rows)
-        return [context[span.start : span.end] for context, span in zip(contexts, found, strict=True)]
+        return spans.best(logits, windows, self.options.answer_tokens, self.options.unanswerable)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """`exact_match` and `f1` are from 0 to 100, as of SQuAD's script."""
         count = float(sums["examples"]) * _SHARP
         found = {"loss": float(sums["loss"]) / float(sums["targets"])}
         return found | {name: 100 * float(sums[key]) / count for name, key in (("exact_match", "exact"), ("f1", "f1"))}
+
+    def tables(self, sums: Sums) -> dict[str, Any]:
+        """F1 by the words of the right answer; none where there is no answer."""
+        found = sums["by_words"].numpy()
+        line = drawn.curve(found, lambda b: 100 * float(found[b, 2] / found[b, 0]))
+        return {"plots": [{"title": "F1", "x": "words of the right answer", "lines": {"F1": line}}]}
 
     def samples(
         self,
@@ -194,7 +245,7 @@ class QuestionAnswering(Task):
         rows = self.shown_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
-        answers = self._answers(forward(self.collate(columns, rows, 0).inputs), columns, rows)
+        answers = _texts(self._spans(forward(self.collate(columns, rows, 0).inputs), columns, rows), columns, rows)
         asked, right = columns.texts(questions.QUESTION, rows), columns.texts("answers", rows)
         return [
             {"question": question, "answer": answer or "(none)", "right": " / ".join(dict.fromkeys(each)) or "(none)"}
@@ -242,6 +293,12 @@ class QuestionAnswering(Task):
         from lockstep.tasks.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
+
+
+def _texts(found: Sequence[Span], columns: Columns, rows: np.ndarray) -> list[str]:
+    """What stands there in the contexts of these rows."""
+    contexts = columns.texts(questions.CONTEXT, rows)
+    return [text[span.start : span.end] for text, span in zip(contexts, found, strict=True)]
 
 
 def _inputs(windows: Sequence[questions.Window], pad: int) -> dict[str, Tensor]:

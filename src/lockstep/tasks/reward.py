@@ -39,6 +39,7 @@ class Reward(AnswerPairs):
     Options = RewardOptions
     head = "classification"
     pipeline = "text-classification"
+    metric_names = ("accuracy", "margin", "reward")
 
     def __init__(self, run: Run, prepared: Any) -> None:
         super().__init__(run, prepared)
@@ -73,8 +74,10 @@ class Reward(AnswerPairs):
         return self._judged(outputs.logits, targets)["loss"].sum()
 
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
-        found = self._judged(forward(batch.inputs), batch.targets)
-        return {name: values.double().sum() for name, values in found.items()}
+        logits, pairs = forward(batch.inputs), len(batch.targets) // 2
+        sums = {name: values.double().sum() for name, values in self._judged(logits, batch.targets).items()}
+        rewards = logits.float().view(-1)[: 2 * pairs].view(pairs, 2)
+        return sums | {"rewards": rewards}
 
     def _judged(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Of each pair, float32 [B], 0 of a blank one."""

@@ -30,6 +30,7 @@ class Summarization(Translation):
     pipeline = "summarization"
     shown = ("rouge", "beams", "samples")
     answer = "summary"
+    metric_names = ("accuracy", "perplexity", *rouge.NAMES)
 
     @classmethod
     def overlap_of(cls, options: Any) -> Any:

@@ -18,7 +18,8 @@ from pydantic import BaseModel
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import micro_batches, streamed
-from lockstep.data.stream import Make, Stream
+from lockstep.data.stream import Stream
+from lockstep.data.stream_rows import Make
 from lockstep.data.tokens import Columns, Prepared
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Task(ABC):
 
     head: ClassVar[str | None] = None  # of its model of transformers, as `models.HEADS` calls it
     streams: ClassVar[bool] = False  # whether `data.stream` goes with it: it has the two methods about it
+    unstreamed: ClassVar[str] = "it has no `stream` and no `example_maker`"  # why not, where it does not
     functions: ClassVar[tuple[str, ...]] = ()  # its keys that name functions of the user's
     library: ClassVar[str] = "transformers"  # what loads the export
     loader: ClassVar[str] = "from_pretrained"  # by which function
@@ -52,6 +54,12 @@ class Task(ABC):
     gathered: tuple[str, ...] = ()
     """Names among what `score` gives that are no sums, but [B, ...], a row for each example: `metrics` and `tables` get
     them as [N, ...], in the order of the split, each example once."""
+
+    for_metrics: ClassVar[tuple[str, ...]] = ()
+    """What is `gathered` besides where the run file names functions in `metrics`, for `predictions`."""
+
+    ungiven: ClassVar[str] = "a task says what they are in gathered, predictions and made_up"
+    """Why such functions can be given nothing, where `made_up` gives nothing."""
 
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
@@ -65,6 +73,8 @@ class Task(ABC):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
+        if run.metrics:
+            self.gathered = (*self.gathered, *self.for_metrics)
         self.first_said: dict[str, np.ndarray] = {}  # by split, where it `asks_first`
 
         def how() -> tuple[Stream, Make]:
@@ -78,7 +88,8 @@ class Task(ABC):
         split = next((name for name, known in self.splits.items() if known is columns), None)
         if told is None or split is None:
             return {}
-        ends = [0, *np.cumsum(told["rows"][split]).tolist()]
+        rows = told["rows"][split]
+        ends = np.cumsum([0, *rows, *[0] * (len(told["names"]) - len(rows))]).tolist()  # the last may have none
         return {name: range(*ends[i : i + 2]) for i, name in enumerate(told["names"])}
 
     @property
@@ -299,9 +310,9 @@ class Task(ABC):
         points [x, y] by name; of `labels`, `reliability` and `scatter` see `track/report/predictions.py`."""
         return {}
 
-    def predictions(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
-        """What functions of `metrics` in the run file are given of a split: predictions and labels, from what was
-        gathered."""
+    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What functions of `metrics` in the run file are given of the examples at `rows` of a split: predictions and
+        labels, a row for each, from what was gathered, which has their order."""
         raise NotImplementedError
 
     metric_names: tuple[str, ...] = ()  # of its own, which those functions cannot have

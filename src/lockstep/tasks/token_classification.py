@@ -6,7 +6,8 @@ entities, all from sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,20 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, missing, scan, source, tokenizer
+from lockstep.data import apart, documents, missing, scan, source, stream, tokenizer
+from lockstep.data.stream import Stream
+from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Prepared, content, digest, encode
+from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.tasks.given import listed
 from lockstep.tasks.per_token import PerToken
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
     from torch import Tensor, nn
 
     from lockstep.data.batch import Sums
+    from lockstep.tasks.models.decoding import Decoding
 
 _SKIPPED = -100  # the tag of a word's further tokens; IGNORED in batch.py, which imports torch
 
@@ -34,6 +39,7 @@ class TokenClassificationOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     words: str = Field("tokens", description="column of lists of words")
     tags: str = Field("tags", description="column of lists of tags, one a word, as texts or as numbers with names")
+    samples: int = Field(3, ge=0, description="texts to show after each evaluation, with the entities found in them")
 
 
 class TokenClassification(PerToken):
@@ -42,6 +48,9 @@ class TokenClassification(PerToken):
     Options = TokenClassificationOptions
     head = "token_classification"
     pipeline = "token-classification"
+    streams = True
+    shown = ("samples",)
+    metric_names = ("accuracy", "precision", "recall", "f1")
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -51,7 +60,12 @@ class TokenClassification(PerToken):
         asked = {"task.words": options.words, "task.tags": options.tags}
         data = source.load(run.data, run.seed, columns=asked, tokens=TokenCounts.of(run))
         splits = {s: _rows(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
-        names = sorted(_tags(splits["train"]))
+        rows = cls.stream(run).found(splits, ["words"]) if run.data.stream else None
+        if rows is not None:
+            told = rows.told(lambda some: sorted(_tags(some)), "tags", "looking for the tags of the shards")
+            names = sorted({tag for each in told for tag in each})
+        else:
+            names = sorted(_tags(splits["train"]))
         splits, left_out = apart.kept(data, splits, run, ["words"], ["tags"], documents.cut)
         for split, dataset in splits.items():
             if unknown := _tags(dataset) - set(names):
@@ -61,11 +75,14 @@ class TokenClassification(PerToken):
                 )
         hashes = {split: content(dataset, ["words", "tags"]) for split, dataset in splits.items()}
 
-        def batches() -> Iterator[list[str]]:
-            for start in range(0, len(splits["train"]), 1000):
-                yield [" ".join(words) for words in splits["train"][start : start + 1000]["words"]]
+        def batches(train: Dataset) -> Iterator[list[str]]:
+            for start in range(0, len(train), 1000):
+                yield [" ".join(words) for words in train[start : start + 1000]["words"]]
 
-        folder = tokenizer.prepare(run, batches(), hashes["train"])
+        if rows is not None:
+            folder = rows.tokenizer(run, batches)
+        else:
+            folder = tokenizer.prepare(run, batches(splits["train"]), hashes["train"])
         from lockstep.tasks.models import models
 
         models.check(run, "token_classification")
@@ -73,8 +90,23 @@ class TokenClassification(PerToken):
         for split, dataset in splits.items():
             key = digest("token classification", VERSION, hashes[split], folder.name, run.data.max_length, names)
             files[split] = _encode(run, dataset, names, str(folder), key)
-        tokens = sorted((split, Path(file).name) for split, file in files.items())
-        return Prepared(digest(tokens, names), files, str(folder), {"source": data.name, "labels": names} | left_out)
+        facts: dict[str, Any] = {"source": data.name, "labels": names}
+        if rows is not None:
+            key = digest("token classification", VERSION, folder.name, run.data.max_length, names)
+            index = rows.index(cls.example_maker(run, str(folder), facts), key)
+            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
+        return Prepared(digest(stream.names_of(files), names), files, str(folder), facts | left_out)
+
+    @classmethod
+    def stream(cls, run: Run) -> Stream:
+        options = TokenClassificationOptions.model_validate(run.task.options)
+        whole = partial(_rows, options=options, split="train", drop=run.data.drop_missing)
+        asked = {"task.words": options.words, "task.tags": options.tags}
+        return Stream(run.data, asked, lambda rows, name: whole(rows, name=name))
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        return stream.maker(*_encoder(run, facts["labels"], folder))
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -82,6 +114,7 @@ class TokenClassification(PerToken):
         super().__init__(run, prepared)
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.labels: list[str] = prepared.facts["labels"]
+        self.options = TokenClassificationOptions.model_validate(run.task.options)
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
@@ -93,17 +126,46 @@ class TokenClassification(PerToken):
 
         real = targets >= 0  # [B, T]
         predicted = logits.argmax(-1)
-        counts = np.zeros(3)  # entities that are there, that are predicted, that are both
+        kinds = self.kinds
+        counts = np.zeros((len(kinds), 3))  # entities of each kind that are there, that are predicted, that are both
         for row in range(len(real)):
             there, found = (
                 entities([self.labels[tag] for tag in tags[row][real[row]].tolist()]) for tags in (targets, predicted)
             )
-            counts += len(there), len(found), len(there & found)
-        return super().sums(logits, targets) | {"entities": torch.from_numpy(counts).to(logits.device)}  # [3]
+            for place, some in enumerate((there, found, there & found)):
+                for _, _, kind in some:
+                    counts[kinds.index(kind), place] += 1
+        return super().sums(logits, targets) | {"entities": torch.from_numpy(counts).to(logits.device)}  # [kinds, 3]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of entities."""
+        return sorted({kind for tag in self.labels if (kind := _parts(tag)[1])})
+
+    def tables(self, sums: Sums) -> dict[str, Any]:
+        """The scores of each kind of entity."""
+        there, found, right = sums["entities"].long().T.tolist()
+        counts = {"examples": there, "given": found, "right": right}
+        return {"labels": {"of": "kind of entity", "names": self.kinds} | counts} if self.kinds else {}
+
+    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tags by name: of each example a list, one a word as far as it was read."""
+        foretold, wanted = super().predictions(sums, columns, rows)
+        return tuple(self._named(each, wanted >= 0) for each in (foretold, wanted))  # type: ignore[return-value]
+
+    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+        """A few examples of several lengths, with every tag among them."""
+        places = np.arange(4 * (len(self.labels) + 2)).reshape(4, -1) % len(self.labels)
+        there = np.arange(places.shape[1]) >= np.arange(4)[:, None]
+        return self._named(places[::-1], there), self._named(places, there)
+
+    def _named(self, places: np.ndarray, there: np.ndarray) -> np.ndarray:
+        names = np.array(self.labels, dtype=object)
+        return listed([names[row[real]].tolist() for row, real in zip(places, there, strict=True)])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Precision, recall and F1 of entities whose beginning, end and kind are all right, as seqeval counts them."""
-        there, found, right = (float(count) for count in sums["entities"])
+        there, found, right = (float(count) for count in sums["entities"].sum(0))
         return {
             "loss": float(sums["loss"]) / float(sums["targets"]),
             "accuracy": float(sums["right"]) / float(sums["targets"]),
@@ -111,6 +173,32 @@ class TokenClassification(PerToken):
             "recall": right / there if there else 0.0,
             "f1": 2 * right / (there + found) if there + found else 0.0,
         }
+
+    def samples(
+        self,
+        generate: Callable[[Mapping[str, Tensor], Decoding], Tensor],
+        forward: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> list[dict[str, str]]:
+        columns = self.splits["validation"]
+        rows = self.shown_rows(columns, self.options.samples)
+        if len(rows) == 0:
+            return []
+        batch = self.collate(columns, rows, 0)
+        best = forward(batch.inputs).argmax(-1)
+        texts = zip(batch.inputs["input_ids"].tolist(), batch.targets.tolist(), best.tolist(), strict=True)
+        return [self._sample(*each) for each in texts]
+
+    def _sample(self, ids: list[int], targets: list[int], best: list[int]) -> dict[str, str]:
+        """A text, and its entities, each with its kind."""
+        first = [place for place, tag in enumerate(targets) if tag >= 0]
+        parts = zip(first, [*first[1:], len(ids)], strict=True)
+        words = [str(self.tokenizer.decode(ids[a:b], skip_special_tokens=True)).strip() for a, b in parts]
+
+        def told(tags: list[int]) -> str:
+            found = sorted(entities([self.labels[tags[place]] for place in first]))
+            return ", ".join(f"{' '.join(words[a:b])} ({kind})" for a, b, kind in found) or "none"
+
+        return {"text": " ".join(words), "found": told(best), "right": told(targets)}
 
     @classmethod
     def asked(cls, run: Run) -> tuple[str, ...]:
@@ -157,8 +245,7 @@ def entities(tags: list[str]) -> set[tuple[int, int, str]]:
     found = set()
     start, kind = 0, ""
     for place, tag in enumerate([*tags, "O"]):
-        letter, dash, name = tag.partition("-")
-        letter, name = (letter, name) if dash else ("O" if tag == "O" else "S", tag)
+        letter, name = _parts(tag)
         if kind and (letter in "OBS" or name != kind):
             found.add((start, place, kind))
             kind = ""
@@ -168,6 +255,12 @@ def entities(tags: list[str]) -> set[tuple[int, int, str]]:
             found.add((start, place + 1, kind))
             kind = ""
     return found
+
+
+def _parts(tag: str) -> tuple[str, str]:
+    """The letter of a tag and its kind of entity, none of O."""
+    letter, dash, name = tag.partition("-")
+    return (letter, name if letter != "O" else "") if dash else ("O", "") if tag == "O" else ("S", tag)
 
 
 def first_tokens(word_ids: list[int | None]) -> dict[int, int]:
@@ -231,6 +324,11 @@ def _nothing(value: Any, names: list[str] | None = None) -> bool:
 
 
 def _encode(run: Run, dataset: Dataset, names: list[str], folder: str, key: str) -> str:
+    return encode(dataset, *_encoder(run, names, folder), key)
+
+
+def _encoder(run: Run, names: list[str], folder: str) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
+    """What makes tokens and tags of rows, and what these are."""
     import datasets
 
     tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
@@ -251,4 +349,4 @@ def _encode(run: Run, dataset: Dataset, names: list[str], folder: str, key: str)
         counts = [sum(tag != _SKIPPED for tag in line) for line in targets]
         return {"input_ids": found["input_ids"], "targets": targets, "count": counts}
 
-    return encode(dataset, encoder, features, key)
+    return encoder, features

@@ -8,51 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, missing, source, tokenizer
+from lockstep.data import apart, documents, source, stream, tokenizer
+from lockstep.data.stream import Stream
+from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
-from lockstep.tasks.models import bleu
+from lockstep.tasks import drawn
+from lockstep.tasks.given import listed
+from lockstep.tasks.models import bleu, writing
+from lockstep.tasks.models.writing import WritingOptions as WritingOptions
 from lockstep.tasks.per_token import losses, of_examples, summed_losses
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from torch import Tensor, nn
 
     from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.decoding import Decoding
 
-PAIR = "translation"  # the Hub's column of {language: text}
 
-
-class WritingOptions(BaseModel):
-    """The keys of tasks that write one text for another."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    source: str = Field("source", description="column of the source text, or its language in a translation column")
-    target: str = Field("target", description="column of the target text, or its language in a translation column")
-    prefix: str = Field("", description="put before every source text, as T5 wants it")
-    tokenizers: Literal["shared", "separate"] = Field(
-        "shared", description="trained ones: one for both languages, or one each (marian)"
-    )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
-    loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
-        None,
-        description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
-        "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
-    )
-    target_length: int | None = Field(
-        None, ge=1, description="tokens of a target, and of what is written, at most; default: data.max_length"
-    )
-    beams: int = Field(1, ge=1, description="of the search that writes texts; 1: greedy")
-    samples: int = Field(3, ge=0, description="texts to show after each evaluation, with what is written for them")
+_WORDS = "by_words"
 
 
 class TranslationOptions(WritingOptions):
@@ -67,9 +50,12 @@ class Translation(Task):
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = "seq2seq"
+    streams = True
     pipeline = "translation"
     shown: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
     answer: ClassVar[str] = "translation"  # what `predict` calls what is written
+    for_metrics = ("written",)
+    metric_names: tuple[str, ...] = ("accuracy", "perplexity", "bleu", "chrf")
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -86,18 +72,39 @@ class Translation(Task):
         cls.overlap_of(options)
         asked = {"task.source": options.source, "task.target": options.target}
         data = source.load(run.data, run.seed, columns=asked, tokens=TokenCounts.of(run, [options.target]))
-        splits = {s: _pairs(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
+        splits = {
+            s: writing.pairs(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()
+        }
+        rows = cls.stream(run).found(splits, ["source", "target"]) if run.data.stream else None
         splits, left_out = apart.kept(data, splits, run, ["source", "target"], [], documents.cut)
         hashes = {split: content(dataset, ["source", "target"]) for split, dataset in splits.items()}
-        folder = _tokenizers(run, splits["train"], hashes["train"], options)
+        if rows is not None:
+            folder = writing.tokenizers(run, rows, rows.content if run.tokenizer.train else "", options)
+        else:
+            folder = writing.tokenizers(run, splits["train"], hashes["train"], options)
         _check_model(run, options, folder)
         files = {}
+        read = [run.data.max_length, options.prefix, options.target_length]
         for split, dataset in splits.items():
-            read = [run.data.max_length, options.prefix, options.target_length]
             key = digest("translation", VERSION, hashes[split], folder.name, *read)
-            files[split] = _encode(run, dataset, folder, options, key)
-        tokens = sorted((split, Path(file).name) for split, file in files.items())
-        return Prepared(digest(tokens), files, str(folder), {"source": data.name} | left_out)
+            files[split] = encode(dataset, *writing.encoder_of(run, folder, options), key)
+        if rows is not None:
+            index = rows.index(
+                cls.example_maker(run, str(folder), {}), digest("translation", VERSION, folder.name, *read)
+            )
+            files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
+        return Prepared(digest(stream.names_of(files)), files, str(folder), {"source": data.name} | left_out)
+
+    @classmethod
+    def stream(cls, run: Run) -> Stream:
+        options: Any = cls.Options.model_validate(run.task.options)
+        whole = partial(writing.pairs, options=options, split="train", drop=run.data.drop_missing)
+        asked = {"task.source": options.source, "task.target": options.target}
+        return Stream(run.data, asked, lambda rows, name: whole(rows, name=name), within=writing.PAIR)
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        return stream.maker(*writing.encoder_of(run, Path(folder), cls.Options.model_validate(run.task.options)))  # type: ignore[arg-type]
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -105,7 +112,7 @@ class Translation(Task):
         super().__init__(run, prepared)
         self.options: Any = self.Options.model_validate(run.task.options)
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
-        self.target_tokenizer = _target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
+        self.target_tokenizer = writing.target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.unpadded = self.padded_because is None
         self.overlap = self.overlap_of(self.options)
@@ -174,17 +181,51 @@ class Translation(Task):
     ) -> Sums:
         import torch
 
-        if self.overlap is None:
+        if self.overlap is None and not self.gathered:
             return {}
-        written = self._written(generate(_asked(batch), self._decoding()))[: len(rows)]
-        found = self.overlap.sums(written, columns.texts("reference", rows))
-        return {name: torch.from_numpy(counts).to(batch.targets.device).double() for name, counts in found.items()}
+        tokens = generate(_asked(batch), self._decoding())
+        gathered = {"written": tokens.int()} if self.gathered else {}  # as wide for every batch
+        if self.overlap is None:
+            return gathered
+        found = self._overlaps(self._written(tokens)[: len(rows)], columns.texts("reference", rows))
+        sums = {name: torch.from_numpy(counts).to(batch.targets.device).double() for name, counts in found.items()}
+        return gathered | sums
+
+    def _overlaps(self, written: list[str], wanted: list[str]) -> dict[str, np.ndarray]:
+        """What the scores of texts are made of, in bins by the words of the references: [bins, ...] each."""
+        words = [len(text.split()) for text in wanted]
+        place = drawn.bin_of(words)
+        of_bins = [
+            self.overlap.sums(*([texts[i] for i in np.flatnonzero(place == b)] for texts in (written, wanted)))
+            for b in range(len(drawn.BINS))
+        ]
+        return {_WORDS: drawn.binned(words)} | {name: np.stack([of[name] for of in of_bins]) for name in of_bins[0]}
+
+    def tables(self, sums: Sums) -> dict[str, Any]:
+        """The scores of texts by the words of the references."""
+        if self.overlap is None or _WORDS not in sums:
+            return {}
+
+        def score(name: str, b: int) -> float:
+            return float(self.overlap.scores({key: sums[key][b] for key in self.overlap.names})[name])
+
+        lines = {name: drawn.curve(sums[_WORDS], partial(score, name)) for name in self.overlap.scored}
+        return {"plots": [{"title": ", ".join(lines), "x": "words of the reference", "lines": lines}]}
+
+    def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What was written, and the references: texts [N] each."""
+        return listed(self._written(sums["written"])), listed(columns.texts("reference", rows))
+
+    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+        return listed(["a text that is written", "another one", ""]), listed(["a text as it is wanted", "another", "x"])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         loss = float(sums["loss"]) / float(sums["targets"])
         accuracy = float(sums["right"]) / float(sums["targets"])
         found = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
-        return found | (self.overlap.scores(sums) if self.overlap is not None else {})
+        if self.overlap is None or _WORDS not in sums:
+            return found
+        return found | self.overlap.scores({name: sums[name].sum(0) for name in self.overlap.names})
 
     def samples(
         self,
@@ -207,7 +248,7 @@ class Translation(Task):
     def usage(self) -> str:
         """transformers has no pipeline for translation any more."""
         target = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")\n'
-        written, most = "tokenizer", _most(self.run, self.options)
+        written, most = "tokenizer", writing.most(self.run, self.options)
         if self.target_tokenizer is not self.tokenizer:
             target += 'targets = AutoTokenizer.from_pretrained("PATH_OR_REPO", subfolder="target")\n'
             written = "targets"
@@ -222,14 +263,14 @@ class Translation(Task):
     @classmethod
     def writes_greedily(cls, run: Run) -> bool:
         options: Any = cls.Options.model_validate(run.task.options)
-        return options.beams == 1 or not (options.samples or cls.overlap_of(options))
+        return options.beams == 1 or not (options.samples or cls.overlap_of(options) or run.metrics)
 
     def _decoding(self) -> Decoding:
         from lockstep.tasks.models.decoding import Decoding
 
         pad, end = int(self.target_tokenizer.pad_token_id), documents.end_of(self.target_tokenizer)
         start = int(self.entries["decoder_start_token_id"])
-        return Decoding(_most(self.run, self.options), pad, end, start, self.options.beams)
+        return Decoding(writing.most(self.run, self.options), pad, end, start, self.options.beams)
 
     def _written(self, tokens: Tensor) -> list[str]:
         found = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
@@ -248,9 +289,11 @@ class Translation(Task):
 
         options: Any = cls.Options.model_validate(run.task.options)
         model, sources = models.exported("seq2seq", folder, run)
-        targets = _target_tokenizer(run, folder, sources)
+        targets = writing.target_tokenizer(run, folder, sources)
         most, start = run.data.max_length, model.config.decoder_start_token_id
-        how = Decoding(_most(run, options), targets.pad_token_id, documents.end_of(targets), start, options.beams)
+        how = Decoding(
+            writing.most(run, options), targets.pad_token_id, documents.end_of(targets), start, options.beams
+        )
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             read = [sources(options.prefix + row[0], truncation=True, max_length=most) for row in rows]
@@ -272,63 +315,12 @@ class Translation(Task):
             tokenizer.save(self.target_tokenizer, folder / tokenizer.TARGET)
 
 
-def _most(run: Run, options: WritingOptions) -> int:
-    """Tokens of a target."""
-    return options.target_length or run.data.max_length
-
-
 def _asked(batch: MicroBatch) -> dict[str, Tensor]:
     """What is to be translated, without what the decoder would read."""
     return {name: batch.inputs[name] for name in ("input_ids", "attention_mask")}
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------
-
-
-def _pairs(dataset: Dataset, options: WritingOptions, split: str, name: str, drop: bool) -> Dataset:
-    """The two sides as columns `source` and `target`. Errors: `RunError`."""
-    sides = {"source": options.source, "target": options.target}
-    if PAIR in dataset.column_names and not {options.source, options.target} <= set(dataset.column_names):
-        dataset = dataset.select_columns([PAIR]).flatten()
-        languages = [column.removeprefix(f"{PAIR}.") for column in dataset.column_names]
-        for key, language in sides.items():
-            if language not in languages:
-                raise RunError(
-                    f"task.{key}: the {split} split of {name} has no language {language!r}; it has "
-                    f"{', '.join(languages)}"
-                )
-        sides = {key: f"{PAIR}.{language}" for key, language in sides.items()}
-    dataset = missing.texts(dataset, {f"task.{key}": column for key, column in sides.items()}, split, name, drop)
-    if options.source == options.target:
-        raise RunError(f"task.target: {options.target!r} is the source already")
-    wanted = dataset.select_columns([*sides.values(), *(c for c in dataset.column_names if c == source.SOURCE)])
-    return wanted.rename_columns({column: key for key, column in sides.items() if column != key})
-
-
-def _tokenizers(run: Run, train: Dataset, hashed: str, options: WritingOptions) -> Path:
-    def batches(*columns: str) -> Iterator[list[str]]:
-        for start in range(0, len(train), 1000):
-            rows = train[start : start + 1000]
-            yield [text for column in columns for text in rows[column]]
-
-    targets = tokenizer.of_targets(run)
-    if targets is not None:  # of a model that was trained with two, whatever task.tokenizers says
-        return tokenizer.pair(tokenizer.prepare(run, batches("source"), hashed), targets)
-    if options.tokenizers == "shared":
-        return tokenizer.prepare(run, batches("source", "target"), hashed, generative=True)
-    if run.tokenizer.train is None:
-        raise RunError(
-            "task.tokenizers: separate ones are trained (set tokenizer.train), or come with the model, the second one "
-            f"in its folder {tokenizer.TARGET}/; {run.tokenizer.source or run.model.source or 'a new model'} has none: "
-            "leave this out"
-        )
-    both = [tokenizer.prepare(run, batches(side), f"{hashed} {side}", generative=True) for side in ("source", "target")]
-    return tokenizer.pair(*both)
-
-
-def _target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
-    own = folder / tokenizer.TARGET
-    return tokenizer.load(str(own), run.model.trust_remote_code) if own.is_dir() else shared
 
 
 def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
@@ -354,7 +346,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     from lockstep.tasks.models import models
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
-    models.check(run, "seq2seq", max(run.data.max_length, _most(run, options)), key, use_cache=False)
+    models.check(run, "seq2seq", max(run.data.max_length, writing.most(run, options)), key, use_cache=False)
     known = models.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
@@ -373,27 +365,3 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
             f"task.tokenizers: a {run.model.type or 'pretrained'} model has one vocabulary for both languages; use "
             "shared ones, or model.type: marian"
         )
-
-
-def _encode(run: Run, dataset: Dataset, folder: Path, options: WritingOptions, key: str) -> str:
-    import datasets
-
-    sources: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
-    targets = _target_tokenizer(run, folder, sources)
-    numbers = datasets.List(datasets.Value("int32"))
-    text = datasets.Value("string")
-    features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
-    limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
-
-    def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
-        """A target without any token could not be learned: it has its end token at least."""
-        end = documents.end_of(known)
-        return [row or [end if end is not None else known.pad_token_id] for row in rows]
-
-    def encoder(rows: dict[str, list]) -> dict[str, list]:
-        asked = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
-        told = targets(text_target=rows["target"], **limit | {"max_length": _most(run, options)})["input_ids"]
-        ids = {"input_ids": closed(asked, sources), "target_ids": closed(told, targets)}
-        return ids | {"reference": rows["target"]}
-
-    return encode(dataset, encoder, features, key)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.config.exit_status import STOPPED
@@ -140,3 +141,25 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[threading.Event]:
+    """Set when this process is asked to stop; a second Ctrl-C does not wait for children."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def on_signal(number: int, frame: object) -> None:
+        if event.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        event.set()
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

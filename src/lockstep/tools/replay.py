@@ -75,14 +75,26 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
     folder = Path(tempfile.mkdtemp(prefix="lockstep-replay-"))
     try:
         run = run.model_copy(update={"output": str(folder / "run")})
-        launcher, plan = start.planned(run)
-        start.checked(run, plan)
+        try:
+            launcher, plan = start.planned(run)
+            start.checked(run, plan)
+        except RunError as caught:
+            raise RunError(f"{caught}{written(output, step)}") from caught
         keep(run)
         job = (JOB, str(output.resolve()), str(step), str(step if begin is None else begin))
         status = launcher.start(run, plan, job)
         yield status or int(not (run.folder / FOUND).exists()), run.folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def written(output: Path, step: int) -> str:
+    """What OUTPUT tells of a step that cannot be computed here; empty where it tells nothing."""
+    lines = lines_of(output / fingerprints.FILE, ("step", "hash"))
+    told = next((line for line in lines if line["step"] == step), None)
+    if told is None:
+        return ""
+    return f"; of step {step} is written down: loss {told.get('loss')!r}, gradient norm {told.get('grad_norm')!r}"
 
 
 def replay(

@@ -95,6 +95,10 @@ class Console:
         self._best, self._per_epoch, self._done = Best(), 0, 0
         self.samples: list[Mapping[str, str]] = []  # the last that were shown
 
+    def take_over(self, log: Path) -> None:
+        """Speak from now on: the rank that did is gone."""
+        self.rich.quiet, self._loud, self._log = False, True, log
+
     def facts(self, rows: Mapping[str, str], whole: bool = False) -> None:
         """`name  value` lines. `whole`: a value is to be pasted, and is never cut into lines."""
         for name, value in rows.items():

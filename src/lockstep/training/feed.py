@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,13 +18,15 @@ import numpy as np
 import torch
 
 from lockstep.config.run import Run
+from lockstep.data import copies
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.micro_batches import by_chance
-from lockstep.data.mixture import MixedOrder
+from lockstep.data.mixture import MixedOrder, MixedShards
 from lockstep.data.order import ByLength, ByShard, Order, total_steps
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.reduction import Shares
 from lockstep.tasks.task import Task
 from lockstep.track.console import error
 
@@ -54,29 +57,45 @@ class Feed:
 
     def __init__(self, run: Run, task: Task, indices: Iterable[int], device: torch.device) -> None:
         self.task, self.indices, self.device = task, list(indices), device
+        self.shares: Shares | None = None  # of all ranks, where they are not even
         self.columns = task.splits["train"]
         self.sources = task.sources(self.columns)
-        self.order = Order(len(self.columns), run.batch_size, run.seed)
-        self.mixed: MixedOrder | None = None
-        if run.data.sources is not None:
-            schedules = [each.schedule for each in run.data.sources]
-            self.mixed = MixedOrder([len(r) for r in self.sources.values()], schedules, run.batch_size, run.seed)
-            self.order = self.mixed
-        if run.data.group_by_length > 1:
-            self.order = ByLength(self.order, self.columns.lengths, run.data.group_by_length)
-        if isinstance(self.columns, Streamed):
-            self.order = ByShard(self.columns.shard_sizes, run.batch_size, run.seed, run.data.stream_window)
+        self.order = self._order(run)
+        order = self.order.order if isinstance(self.order, ByLength) else self.order
+        self.mixed = order if isinstance(order, MixedOrder) else None
         self.micro_batches, self.seed = run.micro_batches, run.seed
         self.pads = task.padded_because is not None
         self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
 
+    def _order(self, run: Run) -> Order:
+        streamed = self.columns if isinstance(self.columns, Streamed) else None
+        how, window = (run.batch_size, run.seed), run.data.stream_window
+        if run.data.sources is not None:
+            schedules = [each.schedule for each in run.data.sources]
+            if streamed:
+                return MixedShards(streamed.sizes_of_sources, schedules, *how, window)
+            order: Order = MixedOrder([len(rows) for rows in self.sources.values()], schedules, *how)
+        elif streamed:
+            return ByShard(streamed.shard_sizes, *how, window)
+        else:
+            order = Order(len(self.columns), *how)
+        together = run.data.group_by_length
+        return ByLength(order, self.columns.lengths, together) if together > 1 else order
+
     @property
     def mixture(self) -> dict[str, str]:
-        """An opening line about several sources, or shards; none of one source."""
+        """Opening lines about several sources, and about shards; none of one source that is no stream."""
+        told = {} if self.mixed is None else {"mixture": self.mixed.told(list(self.sources), self.total)}
         if isinstance(self.columns, Streamed):
-            window = min(self.task.run.data.stream_window, len(self.columns))
-            return {"stream": f"{len(self.columns.shard_sizes):,} shards, {window:,} examples shuffled together"}
-        return {} if self.mixed is None else {"mixture": self.mixed.told(list(self.sources), self.total)}
+            most = len(self.columns) if self.mixed is None else int(self.mixed.sizes.max())
+            window = f"{min(self.task.run.data.stream_window, most):,} examples"
+            some = window if self.mixed is None else f"up to {window} of each source"
+            told["stream"] = f"{len(self.columns.shard_sizes):,} shards, {some} shuffled together"
+        return told
+
+    def deal(self, shares: Shares, rank: int) -> None:
+        """From the next batch that `steps` gives on, ranks run these micro-batches; `rank` is this one."""
+        self.shares, self.indices = shares, list(shares[rank])
 
     def interval(self, every: int | Literal["epoch"]) -> int:
         """In steps."""
@@ -85,8 +104,9 @@ class Feed:
     def make(self, step: int, made: Iterator[MicroBatch] | None = None) -> StepBatch:
         """One step's batch: every rank cuts the same micro-batches and collates its own, or takes those that workers
         have `made`."""
-        if isinstance(self.columns, Streamed) and isinstance(self.order, ByShard):
-            self.columns.hold(self.order.near(step))
+        if isinstance(self.columns, Streamed) and isinstance(self.order, ByShard | MixedShards):
+            behind = self.order.behind(step, copies.AHEAD) if self.columns.elsewhere else []
+            self.columns.hold(self.order.near(step), behind)
         return self._batch(step, self.order.step(step), made)
 
     def one(self, step: int, index: int) -> MicroBatch:
@@ -102,7 +122,8 @@ class Feed:
         lengths = self.columns.lengths[rows]
         groups = self.task.cut(self.columns, rows)
         targets_of = None if self.mixed is None else self._targets_of(rows, step)
-        micro_batches = [self._collated(step, rows[groups[k]], k) if made is None else next(made) for k in self.indices]
+        own, shares = self.indices, self.shares
+        micro_batches = [self._collated(step, rows[groups[k]], k) if made is None else next(made) for k in own]
         if self.device.type == "cuda":
             micro_batches = [m.pinned() for m in micro_batches]
         return StepBatch(
@@ -112,11 +133,19 @@ class Feed:
             examples=len(rows),
             targets=self.task.count_targets_at(self.columns, rows, step),
             tokens=int(lengths.sum()),
-            padded=self.task.padded(self.columns, rows, groups) if self.pads else int(lengths.sum()),
+            padded=self._tokens(rows, groups),
             padded_by_chance=self.task.padded(self.columns, rows, by_chance(len(rows), self.micro_batches)),
             ids=rows,
+            shares=shares,
+            own_tokens=self._tokens(rows, [groups[k] for k in own]),
             targets_of=targets_of,
         )
+
+    def _tokens(self, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
+        """That go through the model for these micro-batches of a step."""
+        if self.pads:
+            return self.task.padded(self.columns, rows, groups)
+        return int(self.columns.lengths[rows[np.concatenate(groups)]].sum()) if len(groups) else 0
 
     def _source_of(self, rows: np.ndarray) -> np.ndarray:
         """Which source of the mixture each is from: int64, same shape."""
@@ -145,9 +174,20 @@ class Feed:
             groups = self.task.cut(self.columns, rows)
             yield from ((step, k, rows[groups[k]]) for k in self.indices)
 
-    def steps(self, after: int, ends: Callable[[Unreadable], None] = lambda error: None) -> Iterator[StepBatch]:
+    def steps(self, after: int, ends: Callable[[Unreadable], None] = lambda error: None) -> Generator[StepBatch]:
         """The batches of steps `after`, `after + 1`, ... to the run's last. `ends` is told of a shard that cannot be
         read while there are steps to stop at before it is needed. Errors: `Unreadable` when it is."""
+        while after < self.total:
+            shares = self.shares
+            with closing(self._dealt(after, ends)) as batches:
+                for batch in batches:
+                    after += 1
+                    yield batch
+                    if self.shares is not shares:  # those that were made ahead are of other micro-batches
+                        break
+
+    def _dealt(self, after: int, ends: Callable[[Unreadable], None]) -> Generator[StepBatch]:
+        """The same, of the shares as they are now."""
         if self.task.ahead():
             yield from self._foreseen(self._made_ahead(after), ends)
         else:

@@ -34,6 +34,24 @@ class Fingerprints:
             Lines(folder / FILE, after) if folder is not None and world is not None and world.is_main else None
         )
         self._waiting: list[tuple[int, StepResult, dict[str, str]]] = []
+        self._written: list[tuple[int, StepResult, dict[str, str]]] = []  # last: a rank that is lost may not have
+        self._folder = folder
+
+    def regroup(self, world: World, step: int) -> None:
+        """Other ranks are left, after `step` updates, and another one may write."""
+        if self._hash is not None:
+            self._hash = StateHash(world)
+        if self._folder is not None and self._lines is None and world.is_main:
+            self._lines = Lines(self._folder / FILE, step)
+            self._waiting = self._written + self._waiting  # those that are there already are left out
+
+    def kept(self) -> Any:
+        """What a rank that comes in is to `keep`."""
+        return self._written, self._waiting
+
+    def keep(self, lines: Any) -> None:
+        """Of a rank that has been there: what it has not written, and what it has written last."""
+        self._written, self._waiting = lines
 
     def step(self, step: int, result: StepResult) -> None:
         """What a step came to, after which `step` updates are done."""
@@ -44,14 +62,16 @@ class Fingerprints:
 
     def state(self, strategy: Strategy) -> None:
         """The state as it is after the last step. Collective; the host waits for the device."""
-        if self._hash is not None and self._waiting:
-            step, result, _ = self._waiting[-1]
-            self._waiting[-1] = (step, result, self._hash.of(strategy.sharded_state_dict()))
+        lines = self._waiting or self._written  # the latter where this is done once more, after a loss
+        if self._hash is not None and lines:
+            step, result, _ = lines[-1]
+            lines[-1] = (step, result, self._hash.of(strategy.sharded_state_dict()))
             self.write()
 
     def write(self) -> None:
         """The lines of the steps so far. The host waits for the device."""
         waiting, self._waiting = self._waiting, []
+        self._written = waiting or self._written
         for step, result, state in waiting:
             if self._lines is not None:
                 with suppress(OSError):  # it is kept, and tried again with the next line

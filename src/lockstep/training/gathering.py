@@ -15,6 +15,7 @@ import torch
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import Sums
+from lockstep.data.tokens import Columns
 from lockstep.distributed.world import World
 from lockstep.tasks import own_metrics
 from lockstep.tasks.task import Task
@@ -37,10 +38,11 @@ def add(task: Task, sums: Sums, found: Sums, places: np.ndarray, count: int) -> 
 
 
 def told(
-    run: Run, world: World, task: Task, of_each: Mapping[str, Sums], count: int
+    run: Run, world: World, task: Task, of_each: Mapping[str, Sums], columns: Columns, rows: np.ndarray, texts: bool
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and tables of `count` examples, from what each source of them came to. Collective. Errors: `RunError` of
-    a function of the user's, on every rank."""
+    """Metrics and tables of the examples at `rows`, from what each source of them came to, one after the other.
+    `texts`: whether what the model writes was asked for. Collective. Errors: `RunError` of a function of the user's, on
+    every rank."""
     found = [of for of in of_each.values() if of]
     sums = {
         name: torch.cat([of[name] for of in found])
@@ -48,13 +50,15 @@ def told(
         else functools.reduce(operator.add, (of[name] for of in found))
         for name in found[0]
     }
+    count = len(rows)
     assert int(sums["examples"]) == count, f"{int(sums['examples'])} of {count} examples were evaluated"
 
     def numbers() -> tuple[dict[str, float], dict[str, Any]]:
         losses = {f"loss_{name}": task.metrics(of)["loss"] for name, of in of_each.items() if name and of}
         known = {**task.metrics(sums), **losses}
-        if run.metrics:
-            known |= own_metrics.scored(run, own_metrics.functions(run), task.predictions(sums), list(known))
+        if run.metrics and (texts or sums.keys() >= {*task.gathered}):
+            given = task.predictions(sums, columns, rows)
+            known |= own_metrics.scored(run, own_metrics.functions(run), given, list(known))
         return known | {"examples": count}, task.tables(sums)
 
     return _by_the_first(world, numbers)

@@ -6,15 +6,16 @@ ranks and which hosts did not come to the same bits.
 At every `guard.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it is,
 as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same bits;
 no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who was
-wrong. At these steps the weights of all ranks are compared, too. It takes strategies that hold a whole copy of the
-model.
+wrong, and `leaving.py` what becomes of it. At these steps the weights of all ranks are compared, too; before every
+checkpoint the weights and, where all hold it, the state of the optimizer: what a run goes on from is what its ranks
+agreed on. It takes strategies that hold a whole copy of the model.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,19 +29,22 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.randomness import seed_everything
-from lockstep.strategies.exact.reduction import share
+from lockstep.distributed.sharded import local
+from lockstep.strategies.exact.reduction import even
 from lockstep.strategies.native import Native
+from lockstep.training.leaving import leaving
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session
 
 
 class Corrupted(Exception):
-    """Ranks did not come to the same bits; nothing was updated. `sound`: the weights are the same on all ranks."""
+    """Ranks did not come to the same bits; nothing was updated. `sound`: the weights are the same on all ranks.
+    `leaves`: the ranks that the job goes on without, if it does."""
 
-    def __init__(self, told: str, sound: bool) -> None:
+    def __init__(self, told: str, sound: bool, leaves: Sequence[int] = ()) -> None:
         super().__init__(told)
-        self.sound = sound
+        self.sound, self.leaves = sound, list(leaves)
 
 
 class Guard:
@@ -69,7 +73,7 @@ class Guard:
         try:
             return self._watched(batch, rate)
         except Corrupted as caught:
-            if self._run.guard.on_difference == "stop" or not caught.sound:
+            if self._run.guard.on_difference != "retry" or not caught.sound:
                 raise
             self.retried += 1
             self._session.journal.event("guard", batch.step, retried=True)
@@ -78,11 +82,11 @@ class Guard:
         return self._watched(batch, rate)
 
     def _watched(self, batch: StepBatch, rate: float) -> StepResult:
-        self._agree(batch.step)
+        self._agree(f"before step {batch.step + 1}", [p.detach() for p in self._strategy.parameters])
         world, strategy = self._world, self._strategy
         chosen = drawn(self._run, batch.step)
-        ranks = range(world.size)
-        owner = next(r for r in ranks if chosen in share(self._run.micro_batches, r, world.size))
+        shares = batch.shares or even(self._run.micro_batches, world.size)
+        owner = next(rank for rank, each in enumerate(shares) if chosen in each)
         witness = (owner + 1) % world.size
         theirs = self._again(batch, chosen) if world.rank == witness else None
         heard = _Listener(strategy)
@@ -108,24 +112,24 @@ class Guard:
 
     def _tell(self, batch: StepBatch, chosen: int, owner: int, witness: int, found: tuple[Any, Any]) -> None:
         """Let a third rank decide. Collective. Errors: `Corrupted`."""
-        world = self._world
-        third = (witness + 1) % world.size
-        if third == owner:
-            third = owner if world.size > 1 else witness
+        world, hosts = self._world, self._world.hosts
+        third = third_of(owner, witness, hosts)
         decided = world.all_gather(self._again(batch, chosen) if world.rank == third else None)[third]
-        hosts = world.hosts
-        who = {0: f"rank {owner} on {hosts[owner]}, whose it is", 1: f"rank {witness} on {hosts[witness]}"}
-        wrong = who[1] if decided == found[0] else who[0] if decided == found[1] else None
+        who = {witness: f"rank {witness} on {hosts[witness]}", owner: f"rank {owner} on {hosts[owner]}, whose it is,"}
+        second = "it did so again" if owner == witness else f"{who[witness]} did"
+        wrong = [witness] if decided == found[0] else [owner] if decided == found[1] else []
         verdict = (
-            f"a third computation says that {wrong}, was wrong"
+            f"a third computation says that {who[wrong[0]]} was wrong"
             if wrong
             else "and a third computation came to another one"
         )
+        then, leaves = leaving(self._run, hosts, wrong, (owner, witness, third))
         raise Corrupted(
-            f"guard: step {batch.step + 1}: the gradient of micro-batch {chosen} is not the same where {who[0]}, "
-            f"computed it and where {who[1]}, did; {verdict}. Nothing was updated. A processor, memory or driver that "
-            "changes bits is the likely cause: take that machine out",
-            sound=True,
+            f"guard: step {batch.step + 1}: the gradient of micro-batch {chosen} is not the same where {who[owner]} "
+            f"computed it and where {second}; {verdict}. Nothing was updated. A processor, memory or driver that "
+            f"changes bits is the likely cause: {then}",
+            True,
+            leaves,
         )
 
     def _again(self, batch: StepBatch, chosen: int) -> str:
@@ -143,24 +147,49 @@ class Guard:
                 torch.autograd.grad(strategy.scaled(loss / batch.targets), strategy.parameters, allow_unused=True)
         return heard.hash()
 
-    def _agree(self, step: int) -> None:
-        """Whether all ranks hold the same weights. Collective. Errors: `Corrupted`."""
+    def agree(self, step: int) -> None:
+        """After `step` updates, whether all ranks hold the same weights and, where each has all of it, optimizer.
+        Collective. Errors: `Corrupted`."""
+        if self._run.guard.every:
+            state = sorted(self._strategy.sharded_state_dict().items())
+            self._agree(f"after step {step}", [each.detach() for _, each in state if local(each) is each])
+
+    def agrees(self, step: int) -> bool:
+        """The same as an answer. Collective."""
+        try:
+            self.agree(step)
+        except Corrupted:
+            return False
+        return True
+
+    def _agree(self, when: str, held: list[Tensor]) -> None:
+        """Whether all ranks hold the same. Collective. Errors: `Corrupted`."""
         world = self._world
         if world.size == 1:
             return
-        found = world.all_gather(_hashed([p.detach() for p in self._strategy.parameters]))
+        found = world.all_gather(_hashed(held))
         counts = Counter(found)
         if len(counts) == 1:
             return
         (usual, most), *_ = counts.most_common()
-        others = [f"rank {r} on {world.hosts[r]}" for r, each in enumerate(found) if each != usual]
-        told = f"those of {', '.join(others)} are other ones" if most > len(found) / 2 else "no majority has the same"
+        wrong = [rank for rank, each in enumerate(found) if each != usual] if most > len(found) / 2 else []
+        others = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in wrong)
+        told = f"those of {others} are other ones" if wrong else "no majority has the same"
+        then, leaves = leaving(self._run, world.hosts, wrong, range(world.size))
         raise Corrupted(
-            f"guard: before step {step + 1} the ranks do not hold the same weights: {told}. What changed them came "
-            "after the last step that was guarded; the same command goes on from the newest checkpoint, whose hash is "
-            "verified",
-            sound=False,
+            f"guard: {when} the ranks do not hold the same weights: {told}. What changed them came after the last "
+            f"checkpoint, before which they were compared; {then}",
+            False,
+            leaves,
         )
+
+
+def third_of(owner: int, witness: int, hosts: Sequence[str]) -> int:
+    """The rank that decides between two: on a third host if there is one, else any third; of two ranks the owner."""
+    after = [(witness + place) % len(hosts) for place in range(1, len(hosts))]
+    others = [rank for rank in after if rank != owner]
+    elsewhere = [rank for rank in others if hosts[rank] not in (hosts[owner], hosts[witness])]
+    return (elsewhere or others or [owner])[0]
 
 
 def drawn(run: Run, step: int) -> int:

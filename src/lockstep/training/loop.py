@@ -5,134 +5,34 @@ In: everything already built. Out: trained weights in the strategy, numbers in t
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from lockstep.config.exit_status import FAILED
 from lockstep.config.run import Run
-from lockstep.data.batch import StepBatch, StepResult, Sums
+from lockstep.data.batch import Sums
 from lockstep.data.tokens import Columns
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.profiling import Profiler
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
-from lockstep.strategies.exact.scaling import LossScale
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 from lockstep.training import gathering
 from lockstep.training.feed import Feed, stopping
 from lockstep.training.guard import Corrupted, Guard
+from lockstep.training.hand_over import HandOver
+from lockstep.training.leaving import settled
+from lockstep.training.meter import Counts as Counts
+from lockstep.training.meter import Meter
 from lockstep.training.session import Session
 from lockstep.training.sizes import evaluated_at_once, validation_rows
-from lockstep.training.source_losses import SourceLosses
-
-
-class Meter:
-    """Counts examples, tokens and seconds of steps; evaluation and checkpoints do not count as time."""
-
-    def __init__(self, state: Mapping[str, Any] | None = None, sources: Iterable[str] = ()) -> None:
-        """`state`: what `state` gave at the checkpoint that the run goes on from. `sources`: names, of a mixture."""
-        began = Counts(**state["line"]) if state else Counts()
-        self.total = Counts(*(-number for number in astuple(began)))  # what was done before does not count
-        self._line = began
-        self._spikes = Spikes(*state["spikes"]) if state else Spikes()
-        self._used: list[Tensor | bool] = []  # of the steps since the last line; may still be on the device
-        self._overflowed: list[Tensor] = []  # the same: by the loss scale of fp16
-        self._of_sources = SourceLosses(list(sources), (state or {}).get("sources"))
-        self._since = time.perf_counter()
-
-    def state(self) -> dict[str, Any]:
-        """What the next line of the log needs to know of the steps so far; the same on every rank but for seconds."""
-        self._count_skipped()
-        return {"line": asdict(self._line), "spikes": self._spikes.state} | self._of_sources.state
-
-    def add(self, batch: StepBatch, result: StepResult, scaling: LossScale | None = None) -> None:
-        """One step more; `scaling`: of the loss, after it."""
-        counts = (batch.examples, batch.tokens, batch.padded, batch.padded_by_chance)
-        self._line += Counts(1, *counts)
-        self._used.append(result.used)
-        self._of_sources.add(batch, result)
-        self._overflowed += [scaling.overflowed] if scaling else []
-
-    def line(
-        self, result: StepResult, rate: float, lengths: bool = True, scaling: LossScale | None = None
-    ) -> dict[str, float]:
-        """The numbers of a line of the log: this step's, and rates since the last line. `lengths`: whether examples
-        have any. `scaling`: of the loss. The host waits for the device here."""
-        numbers = {"loss": float(result.loss), "learning_rate": rate, "grad_norm": float(result.grad_norm)}
-        self._stop_clock()
-        self._count_skipped()
-        numbers |= self._of_sources.take()
-        line, self.total, self._line = self._line, self.total + self._line, Counts()
-        if line.skipped:
-            numbers["skipped_steps"] = line.skipped
-        if line.overflowed:
-            numbers["overflowed_steps"] = line.overflowed
-        if scaling is not None:
-            numbers["loss_scale"] = float(scaling.value)
-        if self._spikes.seen(numbers["loss"]):
-            numbers["spike"] = 1
-        numbers |= {
-            "examples_per_s": line.examples / line.seconds,
-            "seconds_per_step": line.seconds / line.steps,
-        }
-        if not lengths:
-            return numbers
-        return numbers | {
-            "tokens_per_s": line.tokens / line.seconds,
-            "padding": line.padded / line.tokens,
-            "padding_by_chance": line.padded_by_chance / line.tokens,
-        }
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens in here takes no time."""
-        self._stop_clock()
-        yield
-        self._since = time.perf_counter()
-
-    def _count_skipped(self) -> None:
-        """The host waits for the device here."""
-        overflowed = sum(bool(each) for each in self._overflowed)
-        skipped = sum(not used for used in self._used) - overflowed
-        self._line += Counts(skipped=skipped, overflowed=overflowed)
-        self._used.clear()
-        self._overflowed.clear()
-
-    def _stop_clock(self) -> None:
-        now = time.perf_counter()
-        self._line += Counts(seconds=now - self._since)
-        self._since = now
-
-
-class Spikes:
-    """Tells a loss that jumps from one that wanders: running mean and variance, in which a jump does not count."""
-
-    def __init__(self, count: int = 0, mean: float = 0.0, variance: float = 0.0) -> None:
-        self._count, self._mean, self._variance = count, mean, variance
-
-    @property
-    def state(self) -> tuple[int, float, float]:
-        return self._count, self._mean, self._variance
-
-    def seen(self, loss: float) -> bool:
-        """Whether this one is more than six standard deviations above those before it."""
-        apart = loss - self._mean
-        if not math.isfinite(loss) or (self._count >= 20 and apart > 6 * self._variance**0.5):
-            return True
-        self._count += 1
-        weight = max(0.02, 1 / self._count)
-        self._mean += weight * apart
-        self._variance = (1 - weight) * (self._variance + weight * apart**2)
-        return False
+from lockstep.training.standing import Regroup, Standing
 
 
 class Interrupted(Exception):
@@ -140,7 +40,12 @@ class Interrupted(Exception):
 
 
 class TrainingFailed(Exception):
-    """Training cannot go on: one message for the user, exit status 1."""
+    """Training cannot go on: one message for the user, and the exit status of this rank. `everywhere`: each machine
+    says it."""
+
+    def __init__(self, told: str, status: int = FAILED, everywhere: bool = False) -> None:
+        super().__init__(told)
+        self.status, self.everywhere = status, everywhere
 
 
 def explained(caught: NotFinite, feed: Feed, rows: np.ndarray, when: str = "") -> str:
@@ -160,95 +65,96 @@ def explained(caught: NotFinite, feed: Feed, rows: np.ndarray, when: str = "") -
     ) + "".join("\n" + line for line in lines)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What a stretch of training took: over the whole job, in seconds of the wall clock."""
-
-    steps: int = 0
-    examples: int = 0
-    tokens: int = 0
-    padded: int = 0
-    padded_by_chance: int = 0
-    seconds: float = 0.0
-    skipped: int = 0  # steps whose update was left out: not finite
-    overflowed: int = 0  # those left out because fp16 overflowed at their loss scale
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def train(session: Session, step: int) -> tuple[int, Counts]:
+def train(session: Session, step: int, stand: Standing | None = None) -> tuple[int, Counts]:
     """Train from `step` updates done to the run's last, or until asked to stop. Collective.
 
     Returns updates done and what they took. They are fewer than `feed.total` after a stop, or where
-    `evaluate.patience` has ended training; a checkpoint of them is written.
+    `evaluate.patience` has ended training; a checkpoint of them is written. `stand`: where this rank stands, which is
+    kept up to date; where it has stood before, training goes on from there. Errors: what a collective raises where a
+    rank is lost, `Regroup` where one more is to come in.
     """
     run, world, strategy, feed = session.run, session.world, session.strategy, session.feed
-    checkpoints, journal, sinks = session.checkpoints, session.journal, session.sinks
-    fingerprints = session.fingerprints
-    meter, profiler, phases = Meter(checkpoints.meter, feed.sources), Profiler(run, world), strategy.phases
-    guard = Guard(session)
-    if checkpoints.meter.get("owed") and due(step, feed.interval(run.evaluate.every), False):
+    checkpoints = session.checkpoints
+    meter = stand.meter if stand and stand.meter else Meter(checkpoints.meter, feed.sources)
+    meter.restart_clock()
+    profiler, phases, guard = Profiler(run, world), strategy.phases, Guard(session)
+    stand = stand or Standing(step)
+    stand.now = meter
+    if checkpoints.meter.get("owed") and due(step, feed.interval(run.evaluate.every), False) and not stand.result:
         with meter.paused():
             scores = evaluation(session, step)
         if not scores:
             return step, meter.total
         checkpoints.evaluated(step, scores)
         checkpoints.add(scores, meter.state())
-    if checkpoints.progress.over(run):
+        checkpoints.meter = {k: v for k, v in checkpoints.meter.items() if k != "owed"}
+    if checkpoints.progress.over(run) and not stand.open:
         return step, meter.total
     phases.take()  # what came before the first step is not in its phases
+    steps = phases.during("data", HandOver(session).steps(step, stopping(world)))
     try:
-        for batch in phases.during("data", feed.steps(step, stopping(world))):
+        last = stand.open and after_step(session, guard, meter, profiler, stand)
+        for batch in () if last else steps:
             PLACE.at(f"step {step}")
             rate = optim.learning_rate(run.optim, step, feed.total)
             result = guard.trained(batch, rate)
             step += 1
             with phases("optimizer"):
                 session.averaged.follow(step)
-            last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
             meter.add(batch, result, strategy.scaling)
-            fingerprints.step(step, result)
-            sinks.advance(step)
-            journal.answer()
-            if due(step, run.track.every, step in (1, feed.total)):  # no line more where a run was stopped on the way
-                line = meter.line(result, rate, session.task.unit is not None, strategy.scaling)
-                sinks.log(step, "train", line)
-                journal.times(step, phases.take())
-            with meter.paused():
-                last = between_steps(session, meter, profiler, step, last)
-                if due(step, run.track.every, last):  # the host has waited for the device already
-                    fingerprints.write()
-            if last:
+            session.fingerprints.step(step, result)
+            kept = world.members is not None and due(step, run.track.every, step in (1, feed.total))
+            stand.updated(step, result, rate, meter, checkpoints.progress, kept)
+            if after_step(session, guard, meter, profiler, stand):
                 break
     except NotFinite as caught:
         raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
     except Corrupted as caught:
-        saved_before(session, step, caught)
-        raise TrainingFailed(str(caught)) from caught
+        if (status := settled(session, guard, meter, step, caught)) is None:
+            raise Regroup from caught
+        raise TrainingFailed(str(caught), status, bool(caught.leaves)) from caught
     finally:
-        fingerprints.close()
+        steps.close()
     PLACE.at("waiting for the last checkpoint")
     with phases("checkpoint"):
         checkpoints.settle()
-    journal.saved(checkpoints.newest)
+    session.journal.saved(checkpoints.newest)
     with phases("profile"):
         profiler.close()
-    journal.last_times(step, phases.take())
+    session.journal.last_times(step, phases.take())
     return step, meter.total
 
 
-def saved_before(session: Session, step: int, caught: Corrupted) -> None:
-    """Save the state after `step` updates, if it is sound, where the next one went wrong. Collective."""
-    session.journal.event("guard", step, weights_agree=caught.sound)
-    if caught.sound:
-        session.checkpoints.save(step, session.strategy)
+def after_step(session: Session, guard: Guard, meter: Meter, profiler: Profiler, stand: Standing) -> bool:
+    """What is to be done after the last update that was made. Returns whether no step comes after it. Doing it once
+    more from where it began comes to the same. Collective. Errors: `Regroup`."""
+    run, world, feed, phases = session.run, session.world, session.feed, session.strategy.phases
+    step, sinks = stand.step, session.sinks
+    assert stand.result is not None
+    last = world.asked_to_stop() or step == feed.total  # the same answer on every rank
+    sinks.advance(step)
+    session.journal.answer()
+    if due(step, run.track.every, step in (1, feed.total)):  # no line more where a run was stopped on the way
+        scaling = session.strategy.scaling
+        sinks.log(step, "train", meter.line(stand.result, stand.rate, session.task.unit is not None, scaling))
+        session.journal.times(step, phases.take())
+    with meter.paused():
+        last = between_steps(session, guard, meter, profiler, step, last, stand.saves)
+        if due(step, run.track.every, last):  # the host has waited for the device already
+            session.fingerprints.write()
+    stand.closed()
+    if world.grows and not last:
         session.checkpoints.settle()
+        world.barrier()
+        raise Regroup
+    return last
 
 
-def between_steps(session: Session, meter: Meter, profiler: Profiler, step: int, last: bool) -> bool:
-    """What is due after `step` updates: an evaluation, a checkpoint. `last`: no step comes after it now. Returns the
-    same, as it is afterwards. Collective."""
+def between_steps(
+    session: Session, guard: Guard, meter: Meter, profiler: Profiler, step: int, last: bool, saves: bool = False
+) -> bool:
+    """What is due after `step` updates: an evaluation, a checkpoint. `last`: no step comes after it now; `saves`: a
+    checkpoint is due in any case. Returns the former, as it is afterwards. Collective."""
     run, strategy, checkpoints, phases = session.run, session.strategy, session.checkpoints, session.strategy.phases
     feed = session.feed
     scores, owed = {}, False
@@ -262,13 +168,15 @@ def between_steps(session: Session, meter: Meter, profiler: Profiler, step: int,
         scores = evaluation(session, step, last)
         owed = not scores
         last = last or owed or checkpoints.evaluated(step, scores)  # asked to stop before: nothing was evaluated
-    saves = due(step, feed.interval(run.checkpoint.every), last) or bool(scores and checkpoints.is_best(scores))
+    saves |= due(step, feed.interval(run.checkpoint.every), last or step in run.checkpoint.at)
+    saves = saves or bool(scores and checkpoints.is_best(scores))
     if saves or due(step, feed.interval(run.fingerprint.every), False):
         strategy.settle()
         with phases("checkpoint"):
             session.fingerprints.state(strategy)
     if saves:
         PLACE.at(f"saving after step {step}")
+        guard.agree(step)  # what is saved is what all ranks hold
         checkpoints.meter = meter.state() | ({"owed": True} if owed else {})
         with phases("checkpoint"):
             checkpoints.save(step, session.averaged, scores)  # the step waits for a copy, and for the save before
@@ -361,7 +269,7 @@ def scored(
             interrupted = caught
     if interrupted is not None:
         raise interrupted
-    return gathering.told(run, world, task, of_each, len(rows))
+    return gathering.told(run, world, task, of_each, columns, np.concatenate([*parts.values()]), texts)
 
 
 def _summed(

@@ -26,7 +26,7 @@ from lockstep.checkpoint.export import require, write_export
 from lockstep.checkpoint.manifest import export_of
 from lockstep.config import plugins
 from lockstep.config.disclosure import said, struck_all
-from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
+from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.output import aside_of, keep
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.apart import warnings
@@ -55,7 +55,8 @@ from lockstep.training.delivery import at_a_stop, delivered
 from lockstep.training.dry_run import try_a_step, try_the_end
 from lockstep.training.ending import final_scores
 from lockstep.training.fingerprints import Fingerprints
-from lockstep.training.loop import Counts, TrainingFailed, samples, train
+from lockstep.training.going_on import GoingOn
+from lockstep.training.loop import Counts, TrainingFailed, samples
 from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
 from lockstep.training.summary import closing, digest_of, facts
 
@@ -82,12 +83,15 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
             tell_failure(caught, world, run.folder / LOG)
         elif world is None or world.is_main or (isinstance(caught, Unreached) and world.local_rank == 0):
             error(str(caught), run.folder / LOG)
-        note_end(run, world, job, FAILED)
+        elif world.local_rank == 0 and isinstance(caught, TrainingFailed) and caught.everywhere:
+            error(str(caught))
+        status = caught.status if isinstance(caught, TrainingFailed) else FAILED
+        note_end(run, world, job, FAILED if status == HALTED else status)
         if world is not None and world.size > 1:
             if lost_contact(caught):
                 world.stop.wait(1.0)  # so that the launcher sees the rank that failed by itself first
             sys.stdout.flush()
-            os._exit(FAILED)  # leaving properly would wait for ranks that may be gone
+            os._exit(status)  # leaving properly would wait for ranks that may be gone
         return FAILED
     finally:
         if world is not None:
@@ -96,8 +100,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
 
 def note_end(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
     """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
-    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if status == FAILED and count < most:
+    if status == EXCLUDED or (status == FAILED and launched.restarts_left()):
         return status  # not the end yet
     if world is not None and world.is_main and tuple(job) == TRAIN and world.refusal is None:
         launched.note(run.folder, status=status, ended=time.time())
@@ -125,12 +128,22 @@ class Trained:
 class Outlets(Sinks):
     """The terminal and the trackers, on rank 0."""
 
-    def __init__(self, console: Console, trackers: Trackers, usage: Usage) -> None:
-        self._console, self._trackers, self._usage = console, trackers, usage
+    def __init__(self, session: Session, console: Console, step: int) -> None:
+        self._session, self._console, self._loud = session, console, session.world.is_main
+        self._told: dict[str, int] = {}  # of each split, the step of what was told last
+        self._open(step)
+
+    def _open(self, step: int) -> None:
+        session, console = self._session, self._console
+        ids, loud = session.checkpoints.trackers, self._loud
+        self._trackers = Trackers(session.run, step, ids, console.tracker, console.note, loud)
+        self._usage = Usage(session.world)
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
-        self._console.log(step, split, numbers)
-        self._trackers.log(step, split, numbers)
+        if self._told.get(split, -1) < step:  # else it is done once more, after a loss
+            self._told[split] = step
+            self._console.log(step, split, numbers)
+            self._trackers.log(step, split, numbers)
         if split == "train":
             self._usage.ask(step)
 
@@ -140,15 +153,36 @@ class Outlets(Sinks):
             self.log(found[0], "system", found[1])
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        self._console.show(step, samples)
-        self._trackers.show(step, samples)
+        if self._told.get("samples", -1) < step:
+            self._told["samples"] = step
+            self._console.show(step, samples)
+            self._trackers.show(step, samples)
+
+    def moved(self, step: int, what: str) -> None:
+        """After so many updates ranks have met again; the first of them may be another one than before."""
+        session, console, world = self._session, self._console, self._session.world
+        self._usage = Usage(world)
+        if world.is_main and not self._loud:
+            self._loud, self._told = True, {}
+            with suppress(OSError):
+                session.run.folder.mkdir(parents=True, exist_ok=True)
+            console.take_over(world.log)
+            self._open(step)
+            console.start(session.feed.total, step, lambda: PLACE.name, session.feed.order.steps_per_epoch)
+            launched.arrived(session.run.folder, world.size, session.feed.total)
+        console.note(f"{what}; {world.size} rank{'s go' if world.size > 1 else ' goes'} on from step {step}")
+        session.journal.event("regroup", step, what=what, processes=world.size, hosts=world.hosts)
+
+    def close(self, end: End) -> None:
+        """The last call."""
+        self._trackers.close(end)
 
 
 def work(run: Run, world: World) -> int:
     """Build, resume, train, evaluate, export."""
     prepared = prepare_and_join(run, world)
     console = Console(world.is_main, world.log, run.track.console)
-    done = finished_already(run, world, prepared)
+    done = not world.apart and finished_already(run, world, prepared)
     if world.is_main:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
     if done:
@@ -157,7 +191,7 @@ def work(run: Run, world: World) -> int:
     PLACE.at("building the model")
     with console.busy(lambda: PLACE.name):
         session = replace(build_session(run, world, prepared, console.note), journal=Journal(world, run.folder))
-        step = resumed(session, console)
+        step = -1 if world.apart else resumed(session, console)
     found = through(session, console, step)
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
@@ -199,9 +233,9 @@ def resumed(session: Session, console: Console) -> int:
 def through(session: Session, console: Console, step: int) -> Trained | None:
     """Train from `step` to the end and score the model; None when the run was asked to stop before. Collective."""
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
-    trackers = Trackers(run, step, session.checkpoints.trackers, console.tracker, console.note, world.is_main)
-    sinks = Outlets(console, trackers, Usage(world))
-    watch = Watch(world, run.launch.hang_s).start()
+    sinks = Outlets(session, console, step)
+    session = replace(session, sinks=sinks, fingerprints=Fingerprints(world, run.folder, step))
+    going = GoingOn(session, Watch(world, run.launch.hang_s).start(), step, sinks.moved)
     end: End = "failed"
     best = Best(run.checkpoint.best)
     for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step and world.is_main else ():
@@ -209,7 +243,10 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
             best.seen(line["step"], line)
     try:
         console.start(session.feed.total, step, lambda: PLACE.name, session.feed.order.steps_per_epoch, best)
-        step, counts = train(replace(session, sinks=sinks, fingerprints=Fingerprints(world, run.folder, step)), step)
+        try:
+            step, counts = going.train()
+        finally:
+            session.fingerprints.close()
         sinks.advance(step)
         console.stop()
         ended = step == session.feed.total or session.checkpoints.progress.over(run)
@@ -243,9 +280,9 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
         session.journal.failed(caught, PLACE.name)
         raise
     finally:
-        watch.stop()
+        going.watch.stop()
         console.stop()
-        trackers.close(end)
+        sinks.close(end)
 
 
 def stopped_at(session: Session, step: int) -> str:

@@ -21,6 +21,7 @@ from lockstep.data.streamed import Streamed
 from lockstep.data.tokens import Columns, Prepared
 from lockstep.distributed.memory import capacity
 from lockstep.distributed.world import World, pick_device
+from lockstep.strategies.exact.optim import state_bytes
 from lockstep.strategies.exact.treatment import Treated, assigned, freeze
 from lockstep.strategies.strategy import strategy_class
 from lockstep.tasks.models import quantized
@@ -50,7 +51,7 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
         **({task.unit: units(feed)} if task.unit else {}),
         **padding(run, task),
         **chosen(run, task),
-        "memory": memory(run, processes, every, trained, quantized.count(model)),
+        "memory": memory(run, processes, every, trained, quantized.count(model), state_bytes(run.optim, model)),
     }
 
 
@@ -150,14 +151,14 @@ def chosen(run: Run, task: Task) -> dict[str, str]:
     return found
 
 
-def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0) -> str:
+def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, state: float | None = None) -> str:
     """What a process holds, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
-    that are trained."""
+    that are trained, the optimizer's `state` of each among it."""
     found, note = strategy_class(run), ""
     if found.undecided(run):
         run = found.decided(run, processes, every, trained, capacity(pick_device(run, 0), processes))
         found, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
-    held = found.bytes_held(run, processes) | {"partial sums": found.partial_sums(run, processes)}
+    held = found.bytes_held(run, processes, state) | {"partial sums": found.partial_sums(run, processes)}
     # the frozen matrices of an adapter's base; its vectors, which are float32, are few
     low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # of float32's bytes
     kept = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed

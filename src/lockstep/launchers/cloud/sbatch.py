@@ -33,6 +33,7 @@ class Job:
     warn_s: int = 120  # the ranks are told so long before the limit
     restarts: int = 0  # in the same allocation, after a failure
     requeue: bool = True
+    no_kill: bool = False  # a node that is lost does not end the others
     asked: dict[str, str | None] = field(default_factory=dict)  # further options of sbatch, by their long names
     extra: Sequence[str] = ()  # and whole ones
     setup: Sequence[str] = ()  # shell lines before the ranks start
@@ -69,14 +70,18 @@ def _head(job: Job) -> list[str]:
     lines = [f"# {what}. Written by lockstep {__version__}; to submit it again by hand: {again}"]
     lines += [f"#SBATCH --{name}={_word(str(value))}" for name, value in asked.items() if value is not None]
     lines += ["#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue"]
+    lines += ["#SBATCH --no-kill"] if job.no_kill else []
     return ["#!/bin/bash", *lines, *(f"#SBATCH {option}" for option in job.extra)]
 
 
 FILE = "job.sbatch"
+STATUS = "LOCKSTEP_SLURM_STATUS"  # the file in which the first task leaves its exit status
 
 
 def _before(job: Job) -> list[str]:
     lines = ["export LOCKSTEP_LAUNCHER=slurm LOCKSTEP_JOB_ID=$SLURM_JOB_ID PYTHONUNBUFFERED=1", *job.setup]
+    if job.no_kill:
+        lines.append(f'export {STATUS}={shlex.quote(str(job.folder))}"/slurm-$SLURM_JOB_ID.status"')
     if job.array:
         folder = shlex.quote(f"log={job.folder}")  # the shell reads nothing in a folder's name
         lines.append(f'export LOCKSTEP_FACT={folder}"/slurm-${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID.out"')
@@ -87,10 +92,15 @@ def _before(job: Job) -> list[str]:
 
 def _ranks(job: Job) -> list[str]:
     srun = ["srun", "--kill-on-bad-exit=0"]  # a rank that is through first must not end the others
+    if job.no_kill:
+        srun.append("--no-kill")
     if job.cpus:
         srun.append(f"--cpus-per-task={job.cpus * job.processes}")  # which srun does not take over from sbatch
     line = shlex.join([*srun, *job.command]).replace("'$run'", '"$run"')
     lines = ["trap : TERM  # what ends the ranks does not end this script before it has seen how they ended"]
+    if job.no_kill:  # srun counts a node that is lost as a failure, whatever became of the others
+        last = f'[ -s "${STATUS}" ] && status=$(cat "${STATUS}")'
+        return [*lines, f'rm -f "${STATUS}"', line, "status=$?", last]
     if not job.restarts:
         return [*lines, line, "status=$?"]
     return [

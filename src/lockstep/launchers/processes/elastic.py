@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -32,12 +32,14 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from lockstep.checkpoint.manifest import newest_whole
-from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
+from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.run import Run
 from lockstep.distributed import launched
 from lockstep.distributed.failure import MARKER
 from lockstep.distributed.stops import Interrupts, heard
+from lockstep.launchers.processes.elastic_machines import RanksAmongMachines
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
+from lockstep.launchers.processes.elastic_survivors import Survivors, name_of
 from lockstep.track.console import error
 
 # seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
@@ -65,6 +67,8 @@ def run_agent(
         monitor_interval=0.1,
     )
     agent = Agent(spec, rendezvous, int(run.launch.timeout_s), say)
+    rendezvous.continues = run.launch.on_loss == "continue" and max(processes, rendezvous.most) > 1
+    spec.monitor_interval = 0.01 if rendezvous.continues else 0.1  # `Ranks` waits by itself
     # Torch elastic would pass a signal on as it came, look no more at how ranks end, and wait even for those that have
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
     main = threading.current_thread() is threading.main_thread()  # no other may set a handler
@@ -75,9 +79,12 @@ def run_agent(
         return status
     finally:
         agent.over = True  # nothing is left to interrupt
-        rendezvous.end(status)
         with contextlib.suppress(RendezvousError):
-            rendezvous.shutdown()
+            if status == EXCLUDED:  # the job is not over
+                rendezvous.hold(lambda: agent.asked)
+            else:
+                rendezvous.end(status)
+                rendezvous.shutdown()
         for number, handler in before.items():
             signal.signal(number, handler)
         for marker in Path(tempfile.gettempdir()).glob(f"{MARKER}{rendezvous.get_run_id()}-*"):
@@ -131,19 +138,20 @@ def _unheard(run: Run) -> int:
     return 128 + signal.SIGTERM if os.environ.get(launched.VARIABLE) == "slurm" else FAILED
 
 
-class Agent(LocalElasticAgent):
+class Agent(Survivors):
     """Torch elastic's own, told what our exit statuses mean, saying who died, and looking after the other machines."""
 
     def __init__(
         self, spec: WorkerSpec, rendezvous: ElasticRendezvous, timeout_s: int, say: Callable[[str], None]
     ) -> None:
-        super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver", shutdown_timeout=timeout_s)
+        super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
+        self._shutdown_timeout = timeout_s  # which torch before 2.13 does not take
         self.rendezvous, self.say = rendezvous, say
         self.verdict: int | None = None  # another machine's exit status, once this one follows it
         self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
         self.over = False
         self._hopeless = False  # a peer is gone for sure: ranks that wait for it will not end by themselves
-        self._asked = False  # by a signal, or on another machine
+        self.asked = False  # to stop: by a signal, or on another machine
         self._meets = True  # no ranks are there that could stop by themselves
         self._interrupts = Interrupts()
         self._told, self._limit = 0.0, math.inf  # when ranks were last told to stop, and have to have stopped
@@ -153,7 +161,7 @@ class Agent(LocalElasticAgent):
         if self._interrupts.again(number):
             self._signal(signal.SIGKILL)
             raise KeyboardInterrupt
-        self._asked = True
+        self.asked = True
         if self._meets and not self.over:
             raise SignalException("asked to stop", sigval=signal.Signals(number))
 
@@ -195,11 +203,16 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._meets = True
-        if self._asked:
+        if self.asked:
             raise SignalException("asked to stop", sigval=signal.SIGTERM)
         with self.rendezvous.reading():
-            super()._rendezvous(worker_group)
+            entered = self.come_in(worker_group)
+            if not entered:
+                super()._rendezvous(worker_group)
         self._hopeless = self._meets = False
+        if entered:
+            return
+        self.formed()
         nodes = self.rendezvous.nodes
         if self.rendezvous.most > 1:
             first, said = 0, []
@@ -210,10 +223,10 @@ class Agent(LocalElasticAgent):
             self.say(f"machines   {len(nodes)} at {self.rendezvous.at}:{self.rendezvous.port}: {', '.join(said)}")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._asked:
+        if self.asked:
             self._remaining_restarts = 0
             self._pass_on()
-        result = super()._monitor_workers(worker_group)
+        result = self.looked_at(worker_group)
         if result.state == WorkerState.HEALTHY:
             return self._look_around(worker_group) or result
         if result.state != WorkerState.FAILED:
@@ -222,19 +235,23 @@ class Agent(LocalElasticAgent):
         statuses = {failure.exitcode for failure in result.failures.values()}
         alone = self.rendezvous.most == 1
         end = None if alone else self.rendezvous.ended()
+        if not alone and EXCLUDED in statuses:
+            error(f"{socket.gethostname()} computed wrongly (guard) and is taken out; the others go on without it")
+            self.rendezvous.leave()
+            return self._give_up(EXCLUDED)
         if not alone and BAD not in statuses and self.rendezvous.grows():
             return RunResult(WorkerState.HEALTHY)  # torch elastic sees in a moment who waits, and forms again
         if statuses == {STOPPED}:  # not a failure, and no reason to start again
             self.saved = True
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
-        unheard = self._asked and statuses <= {-signal.SIGTERM, STOPPED}  # by ranks that were not yet listening
+        unheard = self.asked and statuses <= {-signal.SIGTERM, STOPPED}  # by ranks that were not yet listening
         elsewhere = end is not None and end.status == STOPPED  # which knows of the checkpoint
         if unheard or elsewhere:
             self.saved = elsewhere
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
         if end is not None and end.status in (FAILED, BAD):
             return self._give_up(self.follow(end))
-        if BAD in statuses:  # starting again would meet the same bad input
+        if not statuses.isdisjoint((BAD, HALTED)):  # starting again would meet the same bad input, or machine
             self._remaining_restarts = 0
         self._tell(result)
         if not self._remaining_restarts:
@@ -247,9 +264,13 @@ class Agent(LocalElasticAgent):
             return None
         if (end := self.rendezvous.ended(at_once=False)) is not None:
             if end.status == STOPPED:
-                self._asked = True  # ranks agree by themselves; one that starts does not
+                self.asked = True  # ranks agree by themselves; one that starts does not
             elif end.status in (FAILED, BAD):
                 return self._give_up(self.follow(end))
+            if isinstance(self._pcontext, RanksAmongMachines) and self._pcontext.idle:
+                return self._give_up(self.follow(end))
+        if self.goes_on:  # the ranks' machines look after each other
+            return None
         if hosts := self.rendezvous.lost():
             self._hopeless = True
             left = self._remaining_restarts
@@ -267,7 +288,7 @@ class Agent(LocalElasticAgent):
     def _tell(self, result: RunResult) -> None:
         for rank, failure in result.failures.items():
             how = (
-                f"was killed by {_name_of(-failure.exitcode)}"
+                f"was killed by {name_of(-failure.exitcode)}"
                 if failure.exitcode < 0
                 else f"ended with status {failure.exitcode}"
             )
@@ -280,6 +301,7 @@ class Agent(LocalElasticAgent):
         if worker_group.state == WorkerState.HEALTHY:  # a machine has come
             self.say("another machine has come: a checkpoint, and the job forms again")
             self.rendezvous.grow()
+            self.leave_room()
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -287,15 +309,19 @@ class Agent(LocalElasticAgent):
         self._shutdown(timeout=self._shutdown_timeout if growing else GRACE_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
-        super()._shutdown(death_sig, NO_GRACE_S if self._hopeless or self.rendezvous.gone else timeout)
+        if self._pcontext:
+            self._pcontext.close(death_sig, NO_GRACE_S if self._hopeless or self.rendezvous.gone else timeout)
+        super()._shutdown(death_sig)
+
+    def _construct_event(self, state: str, source: EventSource, *more: Any, **named: Any) -> Event:
+        """Nobody records these; torch elastic's hold the machine's full name, and where no server of names answers, as
+        between machines of their own, each would wait six seconds for it, five of them or more a start."""
+        return Event(f"torchelastic.worker.status.{state}", source)
 
     def _exit_barrier(self) -> None:
-        if self.rendezvous.most > 1:
+        if self.several:
+            if not self.leave_together():
+                error("rank 0 has not come to its end, which is on another machine; start the same command again there")
+                self.verdict = FAILED
+        elif self.rendezvous.most > 1:
             self.rendezvous.leave_together()
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

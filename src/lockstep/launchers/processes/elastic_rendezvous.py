@@ -30,7 +30,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from lockstep.config.run import RunError
 from lockstep.distributed import network, secret, stores
 from lockstep.distributed.agreement import disagreement
+from lockstep.distributed.members import Roll
 from lockstep.distributed.stores import Sealed
+from lockstep.launchers.processes.elastic_leaving import Leaving
 from lockstep.launchers.processes.elastic_state import Backend
 
 
@@ -43,6 +45,7 @@ class Node:
     processes: int
     place: int | None = None  # `launch.node_rank`: its wish for a place
     holds: bool = False  # whether it holds the store
+    continues: bool = False  # whether its ranks may be lost one by one: `launch.on_loss`
     step: int = 0  # of the newest checkpoint in its OUTPUT
 
     @property
@@ -70,7 +73,7 @@ class End:
     text: str = ""
 
 
-class ElasticRendezvous:
+class ElasticRendezvous(Leaving):
     """A rendezvous handler as torch elastic wants one. Its methods raise `RendezvousError`s where torch's own do."""
 
     use_agent_store = False  # each formation has a store of its own, on the machine of rank 0 (pytorch#135712)
@@ -94,6 +97,8 @@ class ElasticRendezvous:
         self.nodes: list[Node] = []  # of this formation, in the order of their ranks
         self.place = 0  # of this machine among them
         self.gone = False  # whether the store is
+        self.holds = node.holds
+        self.continues = False  # whether this machine's ranks may be lost one by one
         self._key = secret.given() if key is None else key
         timeout_s = max(limits.lost, 10)
         try:
@@ -110,10 +115,12 @@ class ElasticRendezvous:
         network.end_silent(self.port, limits.lost)
         self._number = number
         self._job = Sealed(PrefixStore(f"lockstep-{name}", self._store), name, self._key)
+        kept = Sealed(PrefixStore(f"lockstep-state-{name}", self._store), f"{name}/state", self._key)
+        self._kept = Backend(kept, most)
         self._inner = DynamicRendezvousHandler.from_backend(
             name,
             self._store,
-            Backend(Sealed(PrefixStore(f"lockstep-state-{name}", self._store), f"{name}/state", self._key)),
+            self._kept,
             fewest,
             most,
             node.address,
@@ -187,6 +194,7 @@ class ElasticRendezvous:
     def admit(self, facts: dict[str, str]) -> None:
         """Compare this machine with the first one of the job. Errors: `RunError`; with a fixed number of machines the
         others end with the same message, else they go on without this one."""
+        self.refuse()
         mine = json.dumps([self._node.host, facts], sort_keys=True)
         first = self._call(lambda: self._job.compare_set("facts", "", mine)).decode()
         host, theirs = _parsed(_facts, first)
@@ -201,6 +209,33 @@ class ElasticRendezvous:
             self.end(2, text)
             self.shutdown()
         raise RunError(text)
+
+    def roll(self, room: str, key: str, members: list[str] | None) -> Roll:
+        """A roll of ranks in this store."""
+        return Roll(self._store, room, key, members)
+
+    @property
+    def round(self) -> int:
+        """The number of this formation."""
+        return int(self._state().round)
+
+    def announce(self, room: str) -> None:
+        """Machines that come may come into this formation without another one, in that room; empty: they may not."""
+        self._call(lambda: self._job.set("room", json.dumps([self.round, room, len(self.nodes)])))
+
+    def announced(self) -> tuple[int, str, int]:
+        """What was announced last: the formation's number, its room, and how many machines formed it."""
+        if not self._call(lambda: self._job.check(["room"])):
+            return -1, "", 0
+        number, room, count = self._call(lambda: json.loads(self._job.get("room")))
+        return int(number), str(room), int(count)
+
+    def formed_by_others(self) -> bool:
+        """Whether there is a formation, and this machine is not in it; it may come into that one from now on."""
+        self._call(self._inner.num_nodes_waiting)  # hears of the others
+        state = self._state()
+        self._round: Any = self._inner._get_store()
+        return bool(state.complete and state.participants and self._inner._this_node not in state.participants)
 
     def lost(self) -> list[str]:
         """Hosts of this formation that gave no sign of life for too long. Uses what `num_nodes_waiting` last saw."""
@@ -279,8 +314,8 @@ class ElasticRendezvous:
     def _introduce(self, found: RendezvousInfo) -> list[str]:
         """Say who this is. Returns the keys under which all machines of this formation do so."""
         self._nodes, self._missing = set(self._state().participants), (set(), 0.0)
-        self._round: Any = found.store
-        mine = asdict(self._node) | {"step": self._newest()}
+        self._round = found.store
+        mine = asdict(self._node) | {"step": self._newest(), "continues": self.continues}
         self._call(lambda: self._round.set(f"machine/{found.rank}", json.dumps(mine)))
         return [f"machine/{rank}" for rank in range(found.world_size)]
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -27,42 +29,63 @@ _EMPTY = "null"  # a key must be there to be asked for: what it holds before the
 
 
 class Backend(RendezvousBackend):
-    """Keeps the state of one job."""
+    """Keeps the state of one job of at most so many machines."""
 
-    def __init__(self, store: Sealed) -> None:
-        self._store = store
+    def __init__(self, store: Sealed, most: int) -> None:
+        self._store, self._most = store, most
         self._ask("compare_set", _KEY, "", _EMPTY)
+
+    def exclude(self) -> None:
+        """One machine fewer may come from now on."""
+        self._out(1)
 
     @property
     def name(self) -> str:
         return "c10d"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        return _answer(self._ask("get", _KEY))
+        return self._answer(self._ask("get", _KEY))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         mine = _text(pickle.loads(state))  # this process's own, handed over a moment ago
         found = self._ask("compare_set", _KEY, token.decode() if isinstance(token, bytes) else _EMPTY, mine)
-        answer = _answer(found)
+        answer = self._answer(found)
         return None if answer is None else (*answer, found == mine.encode())
 
+    def _answer(self, found: bytes) -> tuple[bytes, Token] | None:
+        if found == _EMPTY.encode():
+            return None
+        most = self._most - self._out(0)
+        return pickle.dumps(_held_open(_state(found), most)), found
+
+    def _out(self, more: int) -> int:
+        """So many more machines are out of the job. Returns how many are."""
+        with _reached():
+            return self._store.add("excluded", more)
+
     def _ask(self, what: str, *words: str) -> bytes:
-        try:
+        with _reached():
             return bytes(getattr(self._store, what)(*words))
-        except (ValueError, RuntimeError, TimeoutError) as caught:
-            raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
 
 
-def _answer(found: bytes) -> tuple[bytes, Token] | None:
-    return None if found == _EMPTY.encode() else (pickle.dumps(_held_open(_state(found))), found)
+@contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError, TimeoutError) as caught:
+        raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
 
 
-def _held_open(state: _RendezvousState) -> _RendezvousState:
+def _held_open(state: _RendezvousState, most: int) -> _RendezvousState:
     """A formation is not complete while a machine that was seen waiting for it has not come in. torch elastic forms
     without one that is slow to, and a job that has saved for a machine's sake would end without it. One that gives no
-    sign of life is taken off the list by whoever reads it."""
-    if state.wait_list and not state.complete and state.deadline is not None:
+    sign of life is taken off the list by whoever reads it. Where all have come that may, nobody is waited for."""
+    if state.complete or state.deadline is None:
+        return state
+    if state.wait_list:
         state.deadline = max(state.deadline, datetime.now(UTC) + _COMES_IN)
+    elif len(state.participants) >= most:
+        state.deadline = datetime.now(UTC) - _COMES_IN
     return state
 
 

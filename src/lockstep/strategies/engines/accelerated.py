@@ -48,7 +48,10 @@ def accelerator(run: Run, world: World, handlers: list[Any], **options: Any) -> 
 
 
 def prepared(engine: Any, model: nn.Module, optimizer: Any) -> Any:
-    """`engine.prepare(model, optimizer)`."""
+    """`engine.prepare(model, optimizer)`; what an engine before it did to the model itself is undone."""
+    vars(model).pop("_is_accelerate_prepared", None)  # in a job of one process, where nothing was wrapped
+    if (forward := vars(model).pop("_original_forward", None)) is not None:  # under its own autocast
+        model.forward = forward
     with warnings.catch_warnings():
         # torch 2.13 renamed an option of DistributedDataParallel, Accelerate 1.15 knows its old name only
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)

@@ -10,11 +10,13 @@ meets what none of this code is for (a mask where there was none) runs as it is,
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,9 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch._dynamo
+import torch._functorch.config
 import torch._inductor.config
 import torch.fx.experimental._config
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch
@@ -42,6 +46,8 @@ Forward = Callable[..., Any]
 
 _stance = ["eager_on_recompile"]  # of this process: compiled code is used where there is some, and made in `warm_up`
 BACKEND = "inductor"
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_AS_THEY_SAY = {f"torch.amp.autocast_mode._{word}_autocast": torch.__version__ for word in ("enter", "exit")}
 
 
 def check(on_gpu: bool) -> None:
@@ -82,12 +88,10 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
     if not run.model.compile:
         return
     PLACE.at("compiling the layers")
-    # The ranks of a machine share it: what one of them compiles, the others wait for, under inductor's own locks.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
-    Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir(mode=0o700, parents=True, exist_ok=True)
     torch.compiler.reset()  # what was made for another run in this process met other sizes
-    with making():
-        for batch in examples(run, strategy, task):
+    batches = list(examples(run, strategy, task))
+    with shared_cache(batches), making():
+        for batch in batches:
             try:
                 strategy.dry_run(batch.to(strategy.world.device))
             except torch._dynamo.exc.TorchDynamoException as error:
@@ -98,14 +102,43 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
 
 
 @contextmanager
+def shared_cache(batches: Sequence[StepBatch]) -> Iterator[None]:
+    """Inductor's cache in here, unless TORCHINDUCTOR_CACHE_DIR names one. The ranks of a machine share it: what one of
+    them compiles, the others wait for, under inductor's own locks. So do later starts with examples of these sizes.
+    Inductor would also take what was made for others, and a run's bits would depend on what else ran on the machine."""
+    before = os.environ.get(CACHE)
+    if before not in (None, default_cache_dir()):  # the latter is what torch itself puts there
+        yield
+        return
+    sizes = [
+        (batch.tokens, [(name, list(value.shape)) for name, value in batch.micro_batches[0].inputs.items()])
+        for batch in batches
+    ]
+    folder = cache_folder() / "compiled" / hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ[CACHE] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[CACHE]
+        if before is not None:
+            os.environ[CACHE] = before
+
+
+@contextmanager
 def making() -> Iterator[None]:
     """What layers meet in here is compiled."""
     _stance[0] = "default"
     try:
         with (
             # of one compiler for all layers that are alike, with and without a mask; an encoder and a decoder
-            torch._dynamo.config.patch(recompile_limit=64, optimize_ddp=False),
-            torch._inductor.config.patch(compile_threads=1),  # no further processes, which may outlive a rank
+            # Numbers such as dropout's are constants at once: otherwise they turn out to be when a layer has been
+            # compiled, and it is compiled again.
+            torch._dynamo.config.patch(recompile_limit=64, optimize_ddp=False, specialize_float=True),
+            # no further processes, which may outlive a rank; `autocast` in a layer is what its arguments say
+            torch._inductor.config.patch(compile_threads=1, unsafe_marked_cacheable_functions=_AS_THEY_SAY),
+            # a rank takes from the cache what another one has made, with texts laid end to end (`unpadded.py`), too
+            torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True),
             # sizes that are equal once need not stay so
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):

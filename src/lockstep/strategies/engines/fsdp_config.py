@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lockstep.config.run import Run, RunError
+from lockstep.distributed.gpus import share_gpus
 from lockstep.strategies.engines import layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,7 +35,9 @@ def gather(run: Run) -> str | None:
     options = run.strategy.options
     if "gather" in options:
         return _GATHER.get(str(options["gather"]), MICRO_BATCH)  # `check` refuses what is neither
-    return MICRO_BATCH if _FSDP & set(options) or not run.strategy.exact else None
+    if _FSDP & set(options) or not run.strategy.exact:
+        return MICRO_BATCH
+    return STEP if share_gpus(run) else None
 
 
 def check(run: Run, processes: int) -> None:
@@ -51,6 +54,11 @@ def check(run: Run, processes: int) -> None:
         raise RunError(
             f"strategy.options.{others[0]}: is FSDP's, which gathers for every micro-batch; under gather: {STEP} every "
             f"rank has the whole weights during a step. Leave it out, or set strategy.options.gather={MICRO_BATCH}"
+        )
+    if gather(run) == MICRO_BATCH and share_gpus(run):
+        raise RunError(
+            "launch.processes_per_gpu: FSDP gathers and reduces on streams of its own, which gloo does not keep apart; "
+            f"leave it out, or set strategy.options.gather={STEP} and no option of FSDP's"
         )
     own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(options)
     if own and run.model.trained_in_bfloat16:

@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.strategies.engines import layers
-from lockstep.strategies.exact.reduction import Exchange, buckets
+from lockstep.strategies.exact.reduction import Exchange, buckets, layout_of
+from lockstep.strategies.exact.routes import links
 from lockstep.strategies.exact.statistics import buffers_kept
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
@@ -37,6 +38,7 @@ class Hooked(Native):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
     primed = True  # False while DDP has still to see a backward outside `no_sync`
+    regroups = True
     steady: bool | None = None  # whether every micro-batch so far used every weight; None: no step was seen
 
     @classmethod
@@ -54,10 +56,14 @@ class Hooked(Native):
         super().build(task)
         ignored = [name for i, name in enumerate(self.named) if i in self.rows]  # their rows travel by themselves
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
+        self.position = {id(p): i for i, p in enumerate(self.parameters)}
+        self.wrap_up()
+
+    def wrap_up(self) -> None:
+        """The wrapper, the hook in it, and what travels together."""
         self.wrapped = self.wrap()
         self.ddp = self.wrapped if isinstance(self.wrapped, DistributedDataParallel) else None
         assert (self.ddp is not None) == (self.world.size > 1), f"{type(self.wrapped)} at {self.world.size} processes"
-        self.position = {id(p): i for i, p in enumerate(self.parameters)}
         dense = [i for i in reversed(range(len(self.parameters))) if i not in self.rows]  # as backward meets them
         narrow = self.run.model.trained_in_bfloat16
         if self.ddp is not None:
@@ -83,7 +89,9 @@ class Hooked(Native):
             self.prime(batch.micro_batches[0])
         self.arrived: dict[int, Tensor] = {}  # what DDP handed over of the last leaf
         self.sent = 0  # buckets
-        self.exchange = Exchange(batch.count, self.world.rank, self.world.size)
+        how = links(self.run, self.world)
+        layout = layout_of(batch.count, self.world.size, batch.shares)
+        self.exchange = Exchange(batch.count, self.world.rank, self.world.size, links=how, layout=layout)
         return super().train_step(batch, learning_rate)
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
@@ -108,8 +116,9 @@ class Hooked(Native):
             self.arrived |= arrived
             if not self.run.strategy.exact:
                 return allreduce_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)
-            while self.sent < len(self.buckets) and self.arrived.keys() >= set(self.buckets[self.sent]):
-                self.send()
+            with self.phases("reduction"):  # a bucket waits for the one before it, and so for other ranks
+                while self.sent < len(self.buckets) and self.arrived.keys() >= set(self.buckets[self.sent]):
+                    self.send()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
@@ -158,6 +167,17 @@ class Hooked(Native):
             self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
         self.take_gradients()
         self.primed = True
+
+    def part(self) -> None:
+        super().part()
+        self.wrapped, self.optimizer, self.steady = self.model, self.stepper, None
+        self.ddp = self.exchange = None  # type: ignore[assignment]
+        self.arrived = {}
+
+    def regroup(self) -> None:
+        super().regroup()
+        self.primed = True  # unless the wrapper says otherwise
+        self.wrap_up()
 
     def close(self) -> None:
         super().close()

@@ -15,12 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import _TensorMeta
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lockstep.data.batch import MicroBatch
 from lockstep.strategies.engines.cuts import Cut, Part
 from lockstep.strategies.exact.reduction import ReductionTree
+
+try:
+    from torch.distributed.pipelining._utils import _TensorMeta
+except ImportError as error:
+    raise ImportError(f"pipeline needs torch 2.13 or newer, this is {torch.__version__}") from error
 
 
 def random_state(device: torch.device) -> Tensor:

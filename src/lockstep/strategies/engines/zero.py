@@ -49,9 +49,9 @@ class Sharded(Strategy):
         return cls.stage
 
     @classmethod
-    def bytes_held(cls, run: Run, processes: int) -> dict[str, float]:
+    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
         low = keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options))
-        return zero_config.shared_out(super().bytes_held(run, processes), processes, cls.stage_of(run), low)
+        return zero_config.shared_out(super().bytes_held(run, processes, state), processes, cls.stage_of(run), low)
 
     @abstractmethod
     def start_engine(self) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.run import Run, RunError
+from lockstep.distributed.gpus import share_gpus
 from lockstep.strategies.engines.zero_agreement import OURS, differing, refuse, remaining
 
 
@@ -68,6 +69,11 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
     `key`: where in the run file the options are. Errors: `RunError`, with everything that is wrong."""
     if run.on_nonfinite == "skip":
         raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
+    if share_gpus(run):
+        raise RunError(
+            "launch.processes_per_gpu: DeepSpeed's processes need a GPU each; use strategy.name=fsdp2, which divides "
+            "the same states exactly, or leave launch.processes_per_gpu out"
+        )
     if run.model.compile:
         raise RunError(
             "model.compile: DeepSpeed gathers and lets go of weights inside of layers, which cannot be compiled then; "

@@ -52,6 +52,17 @@ def build(optim: OptimSection, model: nn.Module) -> Stepper:
     return of_groups(optim, groups(optim, model.named_parameters(), assigned(optim, model)))
 
 
+def state_bytes(optim: OptimSection, model: nn.Module) -> float:
+    """What the optimizer keeps for each parameter that is trained, on the average, from the shapes of the model's."""
+    found, held, count = rule(optim), 0, 0
+    for group in groups(optim, model.named_parameters(), assigned(optim, model)):
+        for parameter in group["params"]:
+            state = found.begin(group, torch.empty(parameter.shape, device="meta"))
+            held += sum(each.numel() * each.element_size() for each in state.values() if each.dim())
+            count += parameter.numel()
+    return held / max(1, count)
+
+
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
     """How a parameter is spread over ranks: not at all, or as its DTensor says."""
     return tensor

@@ -7,18 +7,18 @@ not associate: fix the bracket and the bits are fixed.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+from lockstep.strategies.exact.messages import Bucket, Sent, Travelling, all_gather, gather_in_stages
+from lockstep.strategies.exact.routes import Links, Stage, merged, plan
+from lockstep.strategies.exact.routes import Node as Node
 
-Node = tuple[int, int]  # (level, index): the sum of the leaves [index * 2^level, (index + 1) * 2^level) that exist
+Shares = tuple[range, ...]  # by rank: the leaves that it runs; contiguous, in the ranks' order, each one leaf or more
 
 
 class ReductionTree:
@@ -83,46 +83,46 @@ def share(leaves: int, rank: int, ranks: int) -> range:
     return range(rank * leaves // ranks, (rank + 1) * leaves // ranks)
 
 
+def even(leaves: int, ranks: int) -> Shares:
+    """The shares of all ranks, where none has handed leaves over."""
+    return tuple(share(leaves, rank, ranks) for rank in range(ranks))
+
+
 @lru_cache(maxsize=1024)
 def partial_nodes(first: int, end: int, leaves: int) -> tuple[Node, ...]:
     """The partial sums that remain when the leaves `first..end-1` have merged as far as they can, in leaf order."""
-    tree = ReductionTree(leaves)
-    for leaf in range(first, end):
-        tree.add(leaf, [])
-    return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
+    return merged(((0, leaf) for leaf in range(first, end)), leaves)
 
 
-def most_held(leaves: int, ranks: int, apart: bool = False) -> int:
+@lru_cache(maxsize=64)
+def layout_of(leaves: int, ranks: int, shares: Shares | None = None) -> tuple[tuple[Node, ...], ...]:
+    """Each rank's partial sums, once it has run its leaves; shares are even ones by default."""
+    return tuple(partial_nodes(each.start, each.stop, leaves) for each in shares or even(leaves, ranks))
+
+
+def most_held(leaves: int, ranks: int, apart: bool = False, uneven: bool = False) -> int:
     """How many partial sums a rank holds at most while it makes its leaves one after another and adds each, while it is
     made, to the one that waits for it: max(1, log2(k)) for a share that is a whole subtree of k leaves. `apart`: a leaf
-    is made whole before it is added: 1 + log2(k)."""
+    is made whole before it is added: 1 + log2(k). `uneven`: with any shares; those that begin at 1 take most."""
     most = 0
-    for rank in range(ranks):
+    for leaves_of_rank in (range(leaves), range(1, leaves)) if uneven and ranks > 1 else even(leaves, ranks):
         tree = ReductionTree(leaves)
-        for leaf in share(leaves, rank, ranks):
+        for leaf in leaves_of_rank:
             node, _ = ((0, leaf), None) if apart else tree.take_sibling(leaf)
             most = max(most, len(tree.nodes) + 1)
             tree.place(node, [])
     return most
 
 
-@dataclass
-class _InFlight:
-    """One bucket on its way to the ranks that add up its slices."""
-
-    chunk: int  # elements of one rank's slice
-    received: Tensor
-    work: dist.Work
-    sent: Tensor  # kept alive until it has arrived
-
-
 class Scatter:
-    """Gives each rank its slice of the sum of partial nodes over ranks, in tree order, bucket by bucket, while the
+    """Gives each rank its slot of the sum of partial nodes over ranks, in tree order, bucket by bucket, while the
     caller goes on computing.
 
-    A bucket goes through an all-to-all (each rank gets its slice of everybody's partial nodes) and a sum of the slice
-    in tree order: (W-1)/W of its bytes a rank, as a ring reduce-scatter (more when shares are not whole subtrees).
-    `then` is given the slice of each bucket, flat, in the memory of what was received; by default copies are kept.
+    A bucket goes through one all-to-all (each rank gets its slot of everybody's partial nodes) and a sum in tree order;
+    or, as `links` says, through the stages of a plan (`routes.py`), each with its own sum in tree order. Either way
+    (W-1)/W of its bytes a rank, as a ring reduce-scatter (more when shares are not whole subtrees). `layout`: each
+    rank's partial nodes, where they are not those of its share of the leaves. `then` is given the slot of each bucket
+    by the node that it is of: the root where every leaf is there; it may return messages that follow.
     """
 
     def __init__(
@@ -131,101 +131,159 @@ class Scatter:
         rank: int,
         ranks: int,
         group: dist.ProcessGroup | None = None,
-        then: Callable[[Tensor], None] | None = None,
+        links: Links | None = None,
+        layout: tuple[tuple[Node, ...], ...] | None = None,
+        then: Callable[[dict[Node, Tensor]], Iterable[None]] | None = None,
     ) -> None:
         self._rank, self._ranks, self._group, self._leaves = rank, ranks, group, leaves
-        self._nodes = [partial_nodes(r.start, r.stop, leaves) for r in (share(leaves, i, ranks) for i in range(ranks))]
-        self._travelling: deque[_InFlight] = deque()
-        self._sums: list[Tensor] = []
-        self._then = then or (lambda total: self._sums.append(total.clone()))
+        self._layout, links = layout or layout_of(leaves, ranks), links or Links()
+        self.plan = plan(leaves, self._layout, links.hosts) if links.tree(ranks) else None
+        self._travelling = Travelling()
+        self._sums: list[dict[Node, Tensor]] = []
+        self._then = then or self._keep
 
-    def submit(self, nodes: Mapping[Node, Sequence[Sequence[Tensor]]]) -> None:
-        """Start a bucket. `nodes`: of each of this rank's partial nodes what every rank is to have of it, a list of
-        tensors a rank; as many numbers on all ranks. They are copied. Collective."""
-        mine = [nodes[node] for node in self._nodes[self._rank]]
-        chunk = max(sum(t.numel() for t in slice_) for slice_ in mine[0])
-        like = next(t for slice_ in mine[0] for t in slice_)
-        sent = like.new_empty(self._ranks, len(mine), chunk)
-        for j, slices in enumerate(mine):
-            for rank, tensors in enumerate(slices):
-                lay(tensors, sent[rank, j])
-        received = sent.new_empty(sum(map(len, self._nodes)) * chunk)
+    def submit(
+        self, nodes: Mapping[Node, Tensor], like: Tensor | None = None, order: tuple[int, ...] | None = None
+    ) -> None:
+        """Start a bucket. `nodes`: of each of this rank's partial nodes what every rank is to have of it, [W, N], which
+        is the scatter's from now on; `like` is of that shape where the rank may have none. `order`: the ranks that the
+        rows are for, if not 0, 1, 2, ... Collective."""
+        like = next(iter(nodes.values())) if like is None else like
+        way = self._at_once(nodes, like) if self.plan is None else self._in_stages(nodes, like, order)
+        self._travelling.add(way)
+
+    def finish(self) -> list[dict[Node, Tensor]]:
+        """This rank's slot of every bucket's sums [N], in the order of `submit`. Collective."""
+        self._travelling.finish()
+        sums, self._sums = self._sums, []
+        return sums
+
+    def _keep(self, nodes: dict[Node, Tensor]) -> Iterable[None]:
+        """Not all that was received with them."""
+        self._sums.append({node: tensor.clone() for node, tensor in nodes.items()})
+        return ()
+
+    def _at_once(self, nodes: Mapping[Node, Tensor], like: Tensor) -> Bucket:
+        chunk, mine = like.shape[1], [nodes[node] for node in self._layout[self._rank]]
+        sent = mine[0] if len(mine) == 1 else torch.stack(mine, 1) if mine else like.new_empty(0)
+        received = like.new_empty(sum(map(len, self._layout)), chunk)  # of no rows in a turn that nobody has
         work = dist.all_to_all_single(
-            received,
+            received.view(-1),
             sent.view(-1),
-            [len(nodes) * chunk for nodes in self._nodes],
+            [len(nodes) * chunk for nodes in self._layout],
             [len(mine) * chunk] * self._ranks,
             group=self._group,
             async_op=True,
         )
-        self._travelling.append(_InFlight(chunk, received, work, sent))
-        if len(self._travelling) > 1:
-            self._sum_oldest()
-
-    def finish(self) -> list[Tensor]:
-        """This rank's slice of every bucket's sum, flat, in the order of `submit`. Collective."""
-        while self._travelling:
-            self._sum_oldest()
-        sums, self._sums = self._sums, []
-        return sums
-
-    def _sum_oldest(self) -> None:
-        bucket = self._travelling.popleft()
-        bucket.work.wait()
+        yield
+        work.wait()
         tree = ReductionTree(self._leaves)
-        slices = bucket.received.split(bucket.chunk)
-        for node, part in zip((n for nodes in self._nodes for n in nodes), slices, strict=True):
+        for node, part in zip((n for nodes in self._layout for n in nodes), received, strict=True):
             tree.place(node, [part])
-        self._then(tree.root[0])
+        yield from self._then({node: tensors[0] for node, tensors in tree.nodes.items()})
+
+    def _in_stages(self, nodes: Mapping[Node, Tensor], like: Tensor, order: tuple[int, ...] | None) -> Bucket:
+        assert self.plan is not None
+        own = self.plan.order(self._rank)
+        held = {node: in_order(tensor, order or tuple(range(self._ranks)), own) for node, tensor in nodes.items()}
+        del nodes
+        stages = {stage.height: stage for stage in self.plan.stages(self._rank)}
+        for height in range(1, self.plan.height + 1):
+            if height in stages:
+                held = yield from self._in_stage(stages[height], held, like)
+            else:
+                yield  # others have something to do
+        following = self._then({node: tensor[0] for node, tensor in held.items()})
+        del held
+        yield from following
+
+    def _in_stage(
+        self, stage: Stage, held: dict[Node, Tensor], like: Tensor
+    ) -> Generator[None, None, dict[Node, Tensor]]:
+        """Of each partial node the rows that this rank goes on with, once they are added up."""
+        sends = [(peer, _together([held[node][rows] for node in stage.nodes])) for peer, rows in stage.sends]
+        receives = [(peer, like.new_empty(len(nodes), stage.rows, like.shape[1])) for peer, nodes in stage.receives]
+        sent = Sent([(peer, tensor) for peer, tensor in sends if tensor is not None], receives, self._group)
+        yield
+        sent.wait()
+        tree = ReductionTree(self._leaves)
+        for node in stage.nodes:
+            tree.place(node, [held[node][stage.kept]])
+        for (_, theirs), (_, parts) in zip(stage.receives, receives, strict=True):
+            for node, part in zip(theirs, parts, strict=True):
+                tree.place(node, [part])
+        return {node: tensors[0] for node, tensors in tree.nodes.items()}
+
+
+def in_order(rows: Tensor, has: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
+    """Rows that are in one order, in another; themselves where that is the same."""
+    if has == wanted:
+        return rows
+    places = dict(zip(has, range(len(has)), strict=True))
+    return rows.index_select(0, torch.tensor([places[slot] for slot in wanted], device=rows.device))
+
+
+def _together(parts: list[Tensor]) -> Tensor | None:
+    """One message: of one partial node it is what is there already, and nothing is copied."""
+    return None if not parts else parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
 class Exchange:
-    """Sums partial nodes over ranks in tree order and gives every rank the whole sum: a `Scatter` of even slices, and
-    an all-gather of their sums, 2 (W-1)/W of the bytes a rank, as a ring all-reduce. The second half of a bucket is
-    issued after the first half of the next one, in the same order on every rank."""
+    """Sums partial nodes over ranks in tree order and gives every rank the whole sum: a `Scatter` of even slots, and
+    then all of them to all ranks, by an all-gather or back through the same stages: 2 (W-1)/W of the bytes a rank, as a
+    ring all-reduce. What follows a bucket's first half is issued after the next one has begun, in the same order on
+    every rank."""
 
-    def __init__(self, leaves: int, rank: int, ranks: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        leaves: int,
+        rank: int,
+        ranks: int,
+        group: dist.ProcessGroup | None = None,
+        links: Links | None = None,
+        layout: tuple[tuple[Node, ...], ...] | None = None,
+    ) -> None:
         self._rank, self._ranks, self._group = rank, ranks, group
-        self._scatter = Scatter(leaves, rank, ranks, group, self._gather)
+        self._scatter = Scatter(leaves, rank, ranks, group, links, layout, self._gather)
+        # Which slot each piece of a bucket is: as most ranks lay them out, so that they copy nothing.
+        self._order = tuple(range(ranks)) if self._scatter.plan is None else self._scatter.plan.order(0)
         self._shapes: list[list[torch.Size]] = []
         self._gathering: list[tuple[Tensor, dist.Work]] = []
+        self._gathered: list[Tensor] = []
 
     def submit(self, nodes: Mapping[Node, list[Tensor]]) -> None:
-        """Start the exchange of a bucket: this rank's partial nodes, each a list of tensors of the same shapes.
-        Collective."""
-        self._shapes.append([t.shape for t in next(iter(nodes.values()))])
-        self._scatter.submit({node: _evenly(tensors, self._ranks) for node, tensors in nodes.items()})
+        """Start the exchange of a bucket: this rank's partial nodes, each a list of tensors of the same shapes, which
+        are copied. Collective."""
+        like = next(iter(nodes.values()))
+        self._shapes.append([t.shape for t in like])
+        chunk = max(1, -(-sum(t.numel() for t in like) // self._ranks))
+        laid = {node: like[0].new_empty(self._ranks, chunk) for node in nodes}
+        for node, tensors in nodes.items():
+            lay(tensors, laid[node].view(-1))
+        self._scatter.submit(laid, order=self._order)
 
-    def _gather(self, own: Tensor) -> None:
+    def _gather(self, nodes: dict[Node, Tensor]) -> Iterable[None]:
+        (own,) = nodes.values()
+        if (found := self._scatter.plan) is not None:
+            has, wanted = found.order(self._rank), self._order
+            return gather_in_stages(
+                own, found, self._rank, self._group, lambda total: self._gathered.append(in_order(total, has, wanted))
+            )
         total = own.new_empty(self._ranks, own.numel())
         total[self._rank] = own  # sent from there: what was received is not kept
         work = all_gather(total.view(-1), total[self._rank], group=self._group, async_op=True)
         self._gathering.append((total, work))
+        return ()
 
     def finish(self) -> list[list[Tensor]]:
         """The summed tensors of every bucket, in the order of `submit`. Collective."""
         self._scatter.finish()
-        done = []
-        for shapes, (total, work) in zip(self._shapes, self._gathering, strict=True):
+        for total, work in self._gathering:
             work.wait()
-            done.append(unlaid(total.view(-1), shapes))
-        self._shapes, self._gathering = [], []
+            self._gathered.append(total)
+        done = [unlaid(total.view(-1), shapes) for shapes, total in zip(self._shapes, self._gathered, strict=True)]
+        self._shapes, self._gathering, self._gathered = [], [], []
         return done
-
-
-def _evenly(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
-    """Tensors laid end to end and cut into equal slices, the last ones shorter or empty: flat pieces, by rank."""
-    chunk = -(-sum(t.numel() for t in tensors) // ranks)
-    slices: list[list[Tensor]] = [[] for _ in range(ranks)]
-    at = 0
-    for tensor in tensors:
-        flat, start = tensor.reshape(-1), 0
-        while start < flat.numel():
-            rank, offset = divmod(at, chunk)
-            length = min(chunk - offset, flat.numel() - start)
-            slices[rank].append(flat[start : start + length])
-            start, at = start + length, at + length
-    return slices
 
 
 def lay(tensors: Iterable[Tensor], into: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.distributed.torch_internals import rows_of, values_of
-from lockstep.strategies.exact.reduction import Node, ReductionTree, partial_nodes, share
+from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, layout_of
 
 SMALL = 256  # an embedding of this few rows is not worth the bookkeeping
 
@@ -63,13 +63,16 @@ def rows_between(gradient: Tensor, first: int, end: int) -> Tensor:
     return _sparse(rows[mine] - first, values_of(gradient)[mine], torch.Size([end - first, *gradient.shape[1:]]))
 
 
-def exchange_rows(nodes: dict[Node, Tensor], leaves: int, rank: int, ranks: int) -> Tensor:
-    """The sum over ranks of partial nodes of one row-sparse tensor, in tree order. Collective.
+def exchange_rows(
+    nodes: dict[Node, Tensor], leaves: int, rank: int, ranks: int, shares: Shares | None = None
+) -> Tensor:
+    """The sum over ranks of partial nodes of one row-sparse tensor, in tree order. `shares`: of the leaves, even ones
+    by default. Collective.
 
     Every rank receives all rows of all ranks: far fewer than the tensor has where a batch is small beside the
     vocabulary.
     """
-    layout = [partial_nodes(r.start, r.stop, leaves) for r in (share(leaves, i, ranks) for i in range(ranks))]
+    layout = layout_of(leaves, ranks, shares)
     mine = [nodes[node] for node in layout[rank]]
     width = max(len(n) for n in layout)
     counts = torch.zeros(ranks, width, dtype=torch.int64)

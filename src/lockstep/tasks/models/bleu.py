@@ -40,6 +40,9 @@ def check(tokenizer: str) -> None:
 class Overlap:
     """The statistics of one BLEU and one chrF2, both with sacrebleu's defaults but for BLEU's tokenizer."""
 
+    names = tuple(SIZES)  # of the sums
+    scored = ("bleu", "chrf")
+
     def __init__(self, tokenizer: str) -> None:
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF

@@ -173,7 +173,7 @@ class _Installed:
         if not self.head.training:
             self.scores = placed(_scores(states[rows], wanted, self.plain, self.finish, _size(self.chunk)))
             return self.scores.new_zeros(1, 1, 1)
-        if self.chunk == LIGER:
+        if self.chunk == LIGER and len(rows):  # it divides by the rows of a micro-batch, and a blank one has none
             return _by_liger(states[rows], wanted, self.head, self.finish, self.smoothing).view(1, 1, 1)
         weight, bias = self.head.weight, self.head.bias
         how = (self.finish, _size(self.chunk), self.smoothing, _compute_dtype(states))

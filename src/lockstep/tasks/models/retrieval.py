@@ -8,6 +8,7 @@ Spearman's correlations as of its EmbeddingSimilarityEvaluator.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -15,6 +16,7 @@ SHARP = 2.0**20  # sums are rounded to its inverse: what is gathered is kept to 
 RECALLS = (1, 5, 10)
 CURVE = (1, 2, 3, 5, 7, 10, 20, 30, 50, 70, 100)  # where a report shows recall
 TOP = 10  # of the ranks that reciprocal rank and nDCG look at
+NAMES = (*(f"recall_at_{within}" for within in RECALLS), f"mrr_at_{TOP}", f"ndcg_at_{TOP}")
 _AT_ONCE = 256  # queries
 
 
@@ -46,6 +48,17 @@ def ranks(asked: np.ndarray, found: np.ndarray, queries: np.ndarray, texts: np.n
     return pairs[:, 0], at
 
 
+def ranks_of(gathered: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The same, of what was gathered under these names."""
+    return ranks(*(gathered[name] for name in ("anchors", "positives", "queries", "texts")))
+
+
+def made_up(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Unit vectors that stand for nothing, float64 [N, texts, H], and numbers of their texts, int64 [N, texts]."""
+    vectors = np.cos(np.arange(math.prod(shape))).reshape(shape)
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True), np.arange(shape[0] * shape[1]).reshape(shape[:2])
+
+
 def recall(query: np.ndarray, at: np.ndarray, within: int) -> float:
     """The mean, over queries, of the share of its right texts that stand within the first so many."""
     right = np.bincount(query, at < within)
@@ -60,8 +73,8 @@ def scores(query: np.ndarray, at: np.ndarray) -> dict[str, float]:
     reciprocal = np.where(first < TOP, 1.0 / (1.0 + first), 0.0)
     gain = np.bincount(query, np.where(at < TOP, 1.0 / np.log2(at + 2.0), 0.0))
     best = np.cumsum(1.0 / np.log2(np.arange(TOP) + 2.0))[np.minimum(right, TOP) - 1]
-    found = {f"recall_at_{within}": recall(query, at, within) for within in RECALLS}
-    return found | {f"mrr_at_{TOP}": float(reciprocal.mean()), f"ndcg_at_{TOP}": float((gain / best).mean())}
+    found = [recall(query, at, within) for within in RECALLS]
+    return dict(zip(NAMES, [*found, float(reciprocal.mean()), float((gain / best).mean())], strict=True))
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:

@@ -23,6 +23,9 @@ _SHARP = 2.0**20  # sums are rounded to its inverse: these are kept to 2^-40
 class Rouge:
     """Mean F-measures of texts, from 0 to 100."""
 
+    names = ("rouge", "rouge_texts")  # of the sums
+    scored = NAMES
+
     def sums(self, written: list[str], references: list[str]) -> dict[str, np.ndarray]:
         """Over these texts: how many they are, and the F-measures' sums [3]."""
         found = np.zeros(len(NAMES))

@@ -141,7 +141,7 @@ class _Spread(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.row = value.shape[1:]
         found = value.new_zeros(shape)
-        (found if found.dim() == value.dim() else found.view(-1, *ctx.row)).index_copy_(0, index, value)
+        _put(found if found.dim() == value.dim() else found.view(-1, *ctx.row), index, value)
         return found
 
     @staticmethod
@@ -162,7 +162,20 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, index, gradient), None
+        return _put(gradient.new_zeros(ctx.size, *gradient.shape[1:]), index, gradient), None
+
+
+def _put(found: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Rows to places that all differ. Where torch shall be deterministic it sorts places first on CUDA, ten kernels for
+    one, lest two of them be the same."""
+    if not found.is_cuda or torch.compiler.is_compiling() or not torch.are_deterministic_algorithms_enabled():
+        return found.index_copy_(0, index, rows)
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(0)
+    try:
+        return found.index_copy_(0, index, rows)
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 # -- what transformers calls -----------------------------------------------------------------------------------------
@@ -253,6 +266,8 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, to: Layout, of: Layout
     """torch's attention of texts of any length, which pads nothing: on CUDA, in half precision, without dropout."""
     from torch.nn.attention.varlen import varlen_attn
 
+    times = query.shape[1] // key.shape[1]  # heads of queries a head of keys: repeated, as torch 2.11 has no other way
+    key, value = (each.repeat_interleave(times, 1) if times > 1 else each for each in (key, value))
     query, key, value = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))  # [N, h, d]
     found = varlen_attn(
         query,
@@ -264,7 +279,6 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, to: Layout, of: Layout
         of.longest,
         scale=scaling,
         window_size=(-1, 0) if of.causal and to is of else (-1, -1),
-        enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(found, Tensor)  # a tuple where more is asked for
     return found[None]

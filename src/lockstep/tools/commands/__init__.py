@@ -11,6 +11,7 @@ NAMES = (
     "verify",
     "replay",
     "diff",
+    "branch",
     "attest",
     "audit",
     "status",

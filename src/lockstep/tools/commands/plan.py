@@ -7,7 +7,7 @@ import itertools
 import shlex
 from typing import TYPE_CHECKING
 
-from lockstep.config.run import Run
+from lockstep.config.run import Run, RunError
 from lockstep.data.apart import warnings
 from lockstep.launchers import start
 from lockstep.launchers.further import further
@@ -18,11 +18,29 @@ if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
 
 HELP = "check a run file as train does, and show what would be started: model, data, steps, memory; start nothing"
-arguments = run_file.arguments
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    run_file.arguments(parser)
+    parser.add_argument("--simulate", action="store_true", help="memory, messages and time, without the machines")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", metavar="N", help="simulate so many, one plan each; default: the run file's"
+    )
+    parser.add_argument("--device", default="h100", help="h100, a100, or a YAML file of rates (default h100)")
+    parser.add_argument("--suggest", action="store_true", help="simulate strategies and micro_batches, and rank them")
+    parser.add_argument("--price", type=float, metavar="P", help="of an hour of one device")
+    parser.add_argument("--out", metavar="FILE", help="also as a page: FILE.html")
 
 
 def main(known: argparse.Namespace) -> int:
     run = further(run_file.run_of(known), Console(True).say)
+    if known.simulate or known.suggest:
+        from lockstep.tools.planner.asked import answered
+
+        return answered(run, known.processes, known.device, known.suggest, known.price, known.out)
+    for name in ("processes", "price", "out"):
+        if getattr(known, name) is not None:
+            raise RunError(f"--{name}: says something to --simulate only; for this plan set launch.processes")
     launcher = start.launcher_of(run)
     plan = launcher.plan(run)
     found = start.examined(run, launcher, plan)

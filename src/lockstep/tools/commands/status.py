@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from lockstep.checkpoint import exported
 from lockstep.config.errors import read_yaml
 from lockstep.config.overrides import override_of
 from lockstep.config.run import Run, RunError, load
-from lockstep.distributed import launched
+from lockstep.distributed import excluded, launched
 from lockstep.distributed.launched import Launched, State
 from lockstep.launchers import start
 from lockstep.launchers.processes import ownership
@@ -58,6 +59,7 @@ def main(known: argparse.Namespace) -> int:
             "metrics": metrics,
             "checkpoints": sorted(sound),
             "damaged": damaged,
+            "taken_out": [asdict(each) for each in excluded.of(run.folder)],
             "resumable_from": max(sound, default=None) if not finished else None,
         }
         print(json.dumps(facts, indent=1))
@@ -74,6 +76,8 @@ def main(known: argparse.Namespace) -> int:
     rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint yet"
     for name, reason in damaged.items():
         rows[name] = f"cannot be used: {reason}"
+    if gone := excluded.of(run.folder):
+        rows["taken out"] = "; ".join(map(str, gone))
     rows["resume"] = advice(run, state, finished, max(sound, default=None))
     Console(True).facts(rows)
     return 0

@@ -142,7 +142,7 @@ def tell(report: dict[str, Any]) -> None:
     for name, facts in report.items():
         if name in ("ranks", "problems"):
             continue
-        console.columns(name, _rows(name, facts))
+        console.columns(name, rows_of(name, facts))
     if "ranks" in report:
         _tell_ranks(console, report["ranks"])
     for problem in report["problems"]:
@@ -154,9 +154,9 @@ def _tell_ranks(console: Console, ranks: Facts) -> None:
     if "failed" in ranks:
         return
     plain = {key: value for key, value in ranks.items() if key not in ("differs", "folder")}
-    console.columns("ranks", _rows("ranks", plain))
+    console.columns("ranks", rows_of("ranks", plain))
     for host, facts in ranks["folder"]["of_host"].items():
-        console.columns(f"folder on {host}", _rows("folder", facts))
+        console.columns(f"folder on {host}", rows_of("folder", facts))
     rows = [
         [each["what"], _sides(each), f"yes: {each['breaks']}" if each["breaks"] else "no"] for each in ranks["differs"]
     ]
@@ -175,7 +175,7 @@ def _sides(each: dict[str, Any]) -> str:
     )
 
 
-def _rows(name: str, facts: Facts) -> list[tuple[str, str]]:
+def rows_of(name: str, facts: Facts) -> list[tuple[str, str]]:
     """A row for each fact of a section; what is not there is told last, on one row."""
     if name not in ("packages", "tokens", "programs") or "failed" in facts:
         return [(key, _text(each)) for key, each in facts.items() if each not in (None, [], {})]

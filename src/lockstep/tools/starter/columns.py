@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import nested, row_files, source
+from lockstep.data import nested, row_files, scan, source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,6 +43,7 @@ class Look:
     apart: str | None = None  # the column that says which split each row belongs to
     ends: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # of numbers, the least and the greatest
     deep: bool = False  # whether columns hold others, which were not looked at
+    nearly_apart: tuple[str, tuple[str, ...]] | None = None  # a column that says it of most rows, and what else it says
 
     @property
     def texts(self) -> list[str]:
@@ -67,6 +68,8 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
     whole = found.splits["train"]
     train = whole.select(np.linspace(0, len(whole) - 1, min(_ROWS, len(whole))).astype(int))
     kinds = {name: _kind(train, name) for name in whole.column_names}
+    for name in whole.column_names:
+        _check_texts(whole, train, name, found.name)
     values = {name: [v for v in train[name] if v is not None] for name in kinds if kinds[name] in _COUNTED}
     for name, there in values.items():
         if kinds[name] == "decimal" and all(v != v or v == int(v) for v in there):
@@ -89,7 +92,24 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
         next((name for name in values if kinds[name] == "text" and _are_splits(set(values[name]))), None),
         {name: (min(there), max(there)) for name, there in values.items() if kinds[name] == "decimal"},
         bool(inner) and not deep,
+        next(((n, odd) for n in values if kinds[n] == "text" and (odd := _no_splits(set(values[n])))), None),
     )
+
+
+def _check_texts(whole: Dataset, train: Dataset, name: str, source: str) -> None:
+    """Errors: `RunError` for a column of texts, but for some rows: no task reads it so. `train`: some of its rows."""
+    if type(whole.features[name]).__name__ != "Json":
+        return
+    texts = [isinstance(value, str) for value in train[name] if value is not None]
+    if sum(texts) <= len(texts) // 2:
+        return
+    for first, part in scan.lists(whole, name):
+        for row, value in enumerate(part, first):
+            if value is not None and not isinstance(value, str):
+                raise RunError(
+                    f"data.train: column {name!r} of {source} holds texts, but row {row:,} holds {str(value)[:60]!r}: "
+                    "make it a text, or take the row out"
+                )
 
 
 def _read(data: DataSection, seed: int) -> tuple[source.Source, bool]:
@@ -129,6 +149,15 @@ def _are_splits(values: set[str]) -> bool:
     words = {value.strip().lower() for value in values}
     known = {word for usual in source.USUAL.values() for word in usual}
     return len(words) > 1 and words <= known and bool(words & set(source.USUAL["train"]))
+
+
+def _no_splits(values: set[str]) -> tuple[str, ...]:
+    """What else is said where train and another split are named."""
+    known = {word for usual in source.USUAL.values() for word in usual}
+    words = {value.strip().lower() for value in values}
+    odd = tuple(sorted(value for value in values if value.strip().lower() not in known))
+    near = len(words & known) > 1 and words & set(source.USUAL["train"])
+    return odd if near and len(odd) <= len(words & known) else ()
 
 
 def _kind(rows: Dataset, name: str) -> str:

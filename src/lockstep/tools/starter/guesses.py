@@ -166,5 +166,7 @@ def _batch(examples: int) -> int:
 
 
 def _micro_batches(batch: int, here: Here) -> int:
-    """At least one a process, and eight where a step has as many examples."""
-    return min(batch, max(8, 2 ** math.ceil(math.log2(max(1, here.processes)))))
+    """A power of two that leaves room for twice the processes, and eight where a step has as many examples; one a
+    process where it has not."""
+    wanted = max(8, 2 ** (math.ceil(math.log2(max(1, here.processes))) + 1))
+    return max(2 ** math.floor(math.log2(min(batch, wanted))), min(batch, here.processes))

@@ -45,6 +45,13 @@ def looked(data: DataSection, talk: Talk) -> tuple[DataSection, Look]:
         talk.console.say(f"column {found.apart} says which split a row belongs to: data.split_column={found.apart}")
         data = data.model_copy(update={"split_column": found.apart})
         found = columns.look(data)
+    if found.nearly_apart is not None and data.split_column is None:
+        column, odd = found.nearly_apart
+        words = ", ".join(odd)
+        talk.note(
+            f"column {column} says which split a row belongs to, but for rows that say {words}: all are used as train. "
+            f"To leave these out: data.split_column={column}, and data.filter: {{{column}: {{none_of: [{words}]}}}}"
+        )
     if found.deep:
         deep = columns.look(data, deep=True)
         if _fits(deep) > _fits(found):

@@ -348,7 +348,10 @@ def _sizes(found: Look) -> str:
 
 
 def _unread(found: Look, task: dict[str, Any]) -> str:
-    used = {str(value) for value in task.values()}
+    """The columns that no key of the task names, nor what is read where a key is left out."""
+    kind: Any = plugins.find("tasks", task["name"])
+    values = [task.get(key, field.default) for key, field in kind.Options.model_fields.items()]
+    used = {str(one) for value in values for one in (value if isinstance(value, list) else [value])}
     rest = [] if found.plain or found.languages else [name for name in found.kinds if name not in used]
     return f"; not read: {', '.join(rest)}" if rest else ""
 

@@ -9,26 +9,27 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.manifest import changed_code, finished, newest_first
+from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newest_first, read_manifest
+from lockstep.checkpoint.manifest import name_of as checkpoint_of
 from lockstep.config.exit_status import STOPPED
 from lockstep.config.output import keep
 from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
-from lockstep.tools.child import Child
+from lockstep.tools.child import Child, asked_to_stop
 from lockstep.tools.sweep.slots import Slots
 from lockstep.tools.sweep.sweep_file import Sweep
 from lockstep.tools.sweep.trial_names import name_of
 from lockstep.track.console import Console, clock
 from lockstep.track.report import history
 from lockstep.track.report.report import write_comparison
+
+if TYPE_CHECKING:
+    from lockstep.tools.sweep.prefixes import Tree
 
 FILE = "sweep.json"
 
@@ -82,6 +83,7 @@ class Board:
         self.sweep, self.console = sweep, console
         self.slots = Slots(sweep)
         self.trials: list[Trial] = []
+        self.tree: Tree | None = None  # of the steps that trials have in common
         self._tried: set[str] = set()  # by this sweep: what fails is not tried twice
         listed = sweep.combinations() if sweep.search is None else _known(sweep)
         for keys in listed:
@@ -100,7 +102,7 @@ class Board:
         """The trial to start now: interrupted ones first."""
         for state in ("begun", "to do"):
             for trial in self.trials:
-                if trial.state == state and trial.name not in self._tried:
+                if trial.state == state and trial.name not in self._tried and not self._waits(trial):
                     self._tried.add(trial.name)
                     return trial
         search = self.sweep.search
@@ -116,6 +118,40 @@ class Board:
                 self._tried.add(trial.name)
                 return trial
         return None  # of few values all were tried
+
+    def share(self) -> None:
+        """Find out which trials begin with the same steps, and have those that others begin with keep checkpoints."""
+        submits = start.launcher_of(self.sweep.base).submits
+        if not self.sweep.share or self.sweep.search is not None or submits or len(self.trials) < 2:
+            return
+        from lockstep.tools.sweep import prefixes
+
+        self.tree = prefixes.found({trial.name: trial.run for trial in self.trials})
+        for trial in self.trials:
+            at = sorted({*trial.run.checkpoint.at, *self.tree.left_at(trial.name)})
+            kept = trial.run.checkpoint.model_copy(update={"at": at})
+            trial.run = trial.run.model_copy(update={"checkpoint": kept})
+        if self.tree.told:
+            self.console.say(f"shared     {self.tree.told}")
+
+    def begin(self, trial: Trial) -> str:
+        """Give a trial the steps that another one has computed, if it begins with such. Returns what is told."""
+        if self.tree is None or trial.state != "to do" or trial.name not in self.tree.begins:
+            return ""
+        try:
+            return f" {self.tree.begin(trial.name, {each.name: each.run for each in self.trials})}"
+        except RunError as caught:
+            self.console.note(f"trial {trial.name} is computed from the start: {caught}")
+            return ""
+
+    def _waits(self, trial: Trial) -> bool:
+        """Whether another trial is still to compute, or computing, what this one begins with."""
+        if self.tree is None or trial.state != "to do" or trial.name not in self.tree.begins:
+            return False
+        name, step = self.tree.begins[trial.name]
+        other = next(each for each in self.trials if each.name == name)
+        there = folder_of(other.run) / checkpoint_of(step)
+        return other.state in ("to do", "begun", "running") and isinstance(read_manifest(there), str)
 
     def metric(self, trial: Trial) -> float | None:
         """The trial's score by the sweep's metric as it is in the log; None where there is none or it is not finite."""
@@ -153,6 +189,7 @@ class Board:
                 "reason": t.reason,
                 "metric": self.metric(t),
                 "scores": t.scores,
+                "begins_with": self.tree.begins.get(t.name) if self.tree else None,  # a trial, and steps of it
             }
             for t in self.trials  # in the order they were tried, which is what a search goes on from
         ]
@@ -245,6 +282,7 @@ def sweep(asked: Sweep) -> int:
     there = sum(trial.state == "done" for trial in board.trials)
     already = f", {there} of them finished already" if there else ""
     console.say(f"{count} trial(s){already} -> {asked.folder}; {asked.parallel} at once, sorted by {asked.metric}")
+    board.share()
     board.write()
     if asked.base.launch.name == "slurm" and asked.search is None:
         stopped = _array(board)
@@ -291,7 +329,7 @@ def _run_all(board: Board, count: int) -> bool:
     """Every trial to its end. Returns whether it was asked to stop before."""
     running: dict[int, tuple[Trial, Child, float]] = {}
     ended = sum(trial.state == "done" for trial in board.trials)
-    with _asked() as asked:
+    with asked_to_stop() as asked:
         try:
             while True:
                 while not asked.is_set() and (slot := board.slots.free(running)) is not None:
@@ -317,8 +355,8 @@ def _run_all(board: Board, count: int) -> bool:
 
 def _start(board: Board, trial: Trial, slot: int) -> Child:
     """Its run file is in its folder already, whatever becomes of this process."""
+    goes_on = " goes on" if trial.state == "begun" else board.begin(trial)
     keep(trial.run)
-    goes_on = " goes on" if trial.state == "begun" else ""
     trial.state = "running"
     board.write()
     board.console.say(f"trial {trial.name}{goes_on} -> {trial.run.folder}/train.out")
@@ -344,25 +382,3 @@ def _ended(board: Board, trial: Trial, child: Child, seconds: float, place: str)
     why = f": {trial.reason}" if trial.reason else ""
     board.console.say(f"{place} {trial.name}: {found}{why} ({clock(seconds)})")
     board.check_metric(trial)
-
-
-@contextmanager
-def _asked() -> Iterator[threading.Event]:
-    """Set when this process is asked to stop; a second Ctrl-C does not wait for the trials."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-
-    def on_signal(number: int, frame: object) -> None:
-        if event.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        event.set()
-
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, on_signal) for number in numbers}
-    try:
-        yield event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

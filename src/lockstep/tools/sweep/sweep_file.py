@@ -60,6 +60,7 @@ class SweepFile(Section):
     )
     split: str = Field("validation", description="whose metric it is")
     parallel: Positive = Field(1, description="trials at once")
+    share: bool = Field(True, description="compute steps that trials have in common once")
     search: SearchSection | None = Field(None, description="let optuna choose among over, instead of trying all of it")
 
 
@@ -75,6 +76,7 @@ class Sweep:
     metric: str
     split: str
     parallel: int
+    share: bool
     search: SearchSection | None
     folder: Path
     base: Run
@@ -93,7 +95,7 @@ class Sweep:
 
 def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], options: Mapping[str, Any]) -> Sweep:
     """The sweep of a file (either kind; None: `defaults` as the run), overrides, and options: `over` words, and
-    `metric`, `split`, `parallel`, `search` (number of trials), `out`, each None where it is not given. Errors:
+    `metric`, `split`, `parallel`, `share`, `search` (number of trials), `out`, each None where it is not given. Errors:
     `RunError`."""
     found = _sweep_file(path) if path is not None else None
     run = str(Path(str(path)).parent / found.run) if found is not None else path
@@ -114,6 +116,7 @@ def read(path: str | None, defaults: Mapping[str, Any], words: Sequence[str], op
         metric=given.get("metric") or filed.get("metric") or base.checkpoint.best or "-loss",
         split=given.get("split") or filed.get("split", "validation"),
         parallel=given.get("parallel", filed.get("parallel", 1)),
+        share=given.get("share", filed.get("share", True)),
         search=search,
         folder=Path(given.get("out") or filed.get("output") or f"{base.folder}-sweep"),
         base=base,
@@ -126,7 +129,7 @@ def _sweep_file(path: str) -> SweepFile | None:
     """The sweep file, or None where it is a run file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        values = messages.read_yaml(text)
+        values, lines = messages.read_yaml_with_lines(text)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -137,7 +140,7 @@ def _sweep_file(path: str) -> SweepFile | None:
     try:
         return SweepFile.model_validate(values)
     except ValidationError as error:
-        raise RunError(messages.explain(error, SweepFile, path, messages.lines_of(text), {})) from None
+        raise RunError(messages.explain(error, SweepFile, path, lines, {})) from None
 
 
 def _range(key: str, values: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
@@ -240,8 +240,14 @@ def grid(levels: Sequence[float], place: Place) -> str:
     return body + f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT}" y2="{HEIGHT}"/>'
 
 
-def bars(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], unit: str = "") -> str:
-    """A bar of stacked parts for each row, in seconds; `colours` gives each part's class."""
+def bars(
+    title: str,
+    rows: Mapping[str, Mapping[str, float]],
+    colours: Mapping[str, str],
+    unit: str = "",
+    told: Callable[[float], str] = seconds,
+) -> str:
+    """A bar of stacked parts for each row, in seconds, or in what `told` writes; `colours` gives each part's class."""
     if not rows:
         return ""
     most = max(sum(parts.values()) for parts in rows.values()) or 1.0
@@ -250,9 +256,9 @@ def bars(title: str, rows: Mapping[str, Mapping[str, float]], colours: Mapping[s
         cells = ""
         for part, value in parts.items():
             if value / most >= 0.0005:
-                tip = escape(f"{name}: {part} {seconds(value)}{unit}")
+                tip = escape(f"{name}: {part} {told(value)}{unit}")
                 cells += f'<i class="{colours[part]}" style="width:{value / most * 100:.2f}%" title="{tip}"></i>'
-        total = escape(seconds(sum(parts.values())) + unit)
+        total = escape(told(sum(parts.values())) + unit)
         body += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cells}</div><span>{total}</span>'
     used = [part for part in colours if any(parts.get(part, 0.0) / most >= 0.0005 for parts in rows.values())]
     legend = _legend(used, [colours[part] for part in used])

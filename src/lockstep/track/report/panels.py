@@ -48,6 +48,8 @@ _MARKS = {
     "resumed": "c0",
     "checkpoints": _PHASES["checkpoint"][1],
     "evaluations": _PHASES["evaluation"][1],
+    "handed over": "c4",
+    "differences": "c3",
     "stops": "c3",
 }
 _STEP = tuple(name for name in _PHASES if name not in ("evaluation", "checkpoint", "profile"))
@@ -88,16 +90,6 @@ def curves(history: History) -> list[str]:
         look = charts.Look(linear=title in _FROM_ZERO, span=ends, colours=COLOUR_OF, smooth=smooth, ring=ring)
         charted.append(charts.lines(title, lines, look))
     return [chart for chart in charted if chart]
-
-
-def plots(history: History) -> list[str]:
-    """What tasks draw of a split beside its metrics: `plots` among its tables, each `{title, x, lines}`, where `lines`
-    has the points of each line by name."""
-    return [
-        charts.lines(f"{plot['title']}, {split}", plot["lines"], charts.Look(x_name=plot["x"], linear=True))
-        for split, tables in history.tables.items()
-        for plot in tables.get("plots", ())
-    ]
 
 
 def span(*histories: History) -> tuple[float, float]:
@@ -226,6 +218,11 @@ def timeline(history: History) -> str:
                 marks.setdefault("checkpoints", []).append((event["time"], text))
             case "evaluation":
                 marks.setdefault("evaluations", []).append((event["time"], f"evaluation after step {step}"))
+            case "hand_over":
+                shares = ", ".join(map(str, event.get("micro_batches", [])))
+                marks.setdefault("handed over", []).append((event["time"], f"after step {step} ranks run {shares}"))
+            case "guard":
+                marks.setdefault("differences", []).append((event["time"], _differed(event)))
             case "stop" | "failed":
                 what = "stopped on request" if event["event"] == "stop" else f"failed: {event.get('error', '')}"
                 marks.setdefault("stops", []).append((event["time"], f"{what}, step {step}"))
@@ -280,7 +277,7 @@ def _git(git: Mapping[str, Any]) -> str:
 
 
 def _notable(history: History) -> str:
-    """Losses that jumped and updates that were left out."""
+    """Losses that jumped, updates that were left out, and what `guard` found."""
     jumps = [f"{line['step']:,}" for line in history.metrics if line.get("spike")]
     found = (
         [f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}"] if jumps else []
@@ -288,7 +285,15 @@ def _notable(history: History) -> str:
     for name, why in (("skipped_steps", "not finite"), ("overflowed_steps", "fp16 overflowed at their loss scale")):
         if count := sum(int(line.get(name) or 0) for line in history.metrics):
             found.append(f"{count} step(s) were skipped: {why}")
+    found += [_differed(event) for event in history.events if event["event"] == "guard"]
     return "; ".join(found)
+
+
+def _differed(event: Mapping[str, Any]) -> str:
+    """What `guard` found, in words."""
+    out = ", ".join(map(str, event.get("out", [])))
+    then = f"{out} computed wrongly and left" if out else "computed once more" if event.get("retried") else "stopped"
+    return f"in step {event.get('step', 0) + 1:,} ranks did not come to the same bits (guard): {then}"
 
 
 def _starts(history: History) -> str:

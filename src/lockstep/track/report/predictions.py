@@ -1,4 +1,5 @@
-"""What predictions of a split look like beside what is true: scores of each label, calibration, scatters.
+"""What predictions of a split look like beside what is true: scores of each label, calibration, scatters, and what else
+a task draws.
 
 In: tables that a task has made of a split (tables.json). Out: markup.
 """
@@ -20,6 +21,8 @@ def panels(tables: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     for split, of_split in tables.items():
         drawn = [_reliability(of_split["reliability"])] if "reliability" in of_split else []
         drawn += _scatters(of_split["scatter"]) if "scatter" in of_split else []
+        for plot in of_split.get("plots", ()):
+            drawn.append(charts.lines(plot["title"], plot["lines"], charts.Look(x_name=plot["x"], linear=True)))
         labels = _labels(of_split["labels"]) if "labels" in of_split else None
         if drawn or labels:
             found.append({"split": split, "charts": drawn, "labels": labels})
@@ -30,9 +33,9 @@ def _labels(table: Mapping[str, Any]) -> dict[str, Any]:
     """Bars of each label's F1, the best first, and a row of its scores: (label, precision, recall, F1, average
     precision, examples). A dash where there is nothing to divide by."""
     rows = []
-    for name, right, true, given, area in zip(
-        *(table[key] for key in ("names", "right", "examples", "given", "average_precision")), strict=True
-    ):
+    areas = table.get("average_precision")
+    told = [table[key] for key in ("names", "right", "examples", "given")]
+    for name, right, true, given, area in zip(*told, areas or [None] * len(table["names"]), strict=True):
         f1 = 2 * right / (true + given) if true + given else None
         rows.append((name, right / given if given else None, right / true if true else None, f1, area, true))
     shown = sorted(rows, key=lambda row: -row[5])[:_MOST_LABELS]
@@ -42,10 +45,14 @@ def _labels(table: Mapping[str, Any]) -> dict[str, Any]:
         tip = escape(f"{name}: F1 {_score(f1)}")
         cell = f'<i class="c0" style="width:{100 * (f1 or 0.0):.2f}%" title="{tip}"></i>'
         bars += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cell}</div><span>{_score(f1)}</span>'
-    title = "F1 of each label" + (f", the {len(shown)} commonest of {len(rows)}" if len(shown) < len(rows) else "")
+    title = f"F1 of each {table.get('of', 'label')}" + (
+        f", the {len(shown)} commonest of {len(rows)}" if len(shown) < len(rows) else ""
+    )
     return {
         "bars": charts.wide_figure(title, f'<div class="bars">{bars}</div>'),
-        "threshold": table["threshold"],
+        "of": table.get("of", "label"),
+        "threshold": table.get("threshold"),
+        "areas": areas is not None,
         "rows": [(name, *map(_score, scores), true) for name, *scores, true in shown],
     }
 

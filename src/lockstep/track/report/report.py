@@ -97,7 +97,6 @@ def _page(history: History) -> dict[str, Any]:
             for split, tables in history.tables.items()
             if "confusion" in tables
         ],
-        "plots": panels.plots(history),
         "predictions": predictions.panels(history.tables),
         "samples": _samples(history),
         "profiles": history.profiles,

@@ -179,6 +179,7 @@ OPTIMIZERS = {
     "schedule_free_adamw": "schedule_free",
     "adamw_8bit": "adamw_8bit",
     "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
     "paged_adamw_8bit": "adamw_8bit",
     "muon": "muon",
     "optimizernames.adamw_torch": "adamw",

@@ -1,0 +1,21 @@
+"""Which runs may share micro-batches unevenly (`launch.hand_over`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.config.guard import TAKEN, holds_parts
+
+
+def refused(every: int, strategy: Any) -> str | None:
+    """Why a run of this strategy cannot; None: as far as its keys say, it can."""
+    if not every:
+        return None
+    if holds_parts(strategy):
+        return (
+            f"launch.hand_over: {strategy.name} holds parts of the model with these options, and its ranks work on "
+            f"micro-batches together, or on as many each; it takes {TAKEN}"
+        )
+    if not strategy.exact:
+        return "launch.hand_over: without strategy.exact other shares are other bits; set strategy.exact=true"
+    return None

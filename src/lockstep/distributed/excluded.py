@@ -1,0 +1,62 @@
+"""Machines that `guard` has taken out of a run: `OUTPUT/excluded-HOST.json`, one for each.
+
+In: a host that computed wrongly, and in which step. Out: a file that a later start on that host finds, and ends. It is
+there until somebody deletes it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.config.output import aside_of
+from lockstep.config.run import RunError
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """One machine."""
+
+    host: str
+    step: int  # the one that it computed wrongly, counted from 1
+    time: float  # seconds since 1970
+
+    def __str__(self) -> str:
+        return f"{self.host}, which computed wrongly in step {self.step} (guard)"
+
+
+def file_of(host: str) -> str:
+    return f"excluded-{host}.json"
+
+
+def note(folder: Path, host: str, step: int) -> None:
+    """Write it down; several ranks may. A folder that cannot be written to is told by what needs it, not here."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = folder / aside_of(file_of(host))
+        aside.write_text(json.dumps(asdict(Excluded(host, step, round(time.time(), 3)))) + "\n", encoding="utf-8")
+        os.replace(aside, folder / file_of(host))
+
+
+def of(folder: Path) -> list[Excluded]:
+    """Those that are written down, in the order of their steps."""
+    found = []
+    for path in folder.glob(file_of("*")):
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            told = json.loads(path.read_text(encoding="utf-8"))
+            found.append(Excluded(str(told["host"]), int(told["step"]), float(told["time"])))
+    return sorted(found, key=lambda each: (each.step, each.host))
+
+
+def check(folder: Path) -> None:
+    """This machine may train this run. Errors: `RunError`."""
+    here = socket.gethostname()
+    if (path := folder / file_of(here)).exists():
+        raise RunError(
+            f"{here} was taken out of this run, because it computed wrongly (guard); once it is mended, delete {path}"
+        )

@@ -1,0 +1,366 @@
+"""A step without the hardware: tensors that have sizes and no numbers, and a process group of which only this rank is
+there. Every operation is written down.
+
+In: a strategy that is built and runs a step inside of `without_numbers`. Out: a `Ledger`: the bytes that are alive, by
+kind, at most and where; the work of every operation; what would have been sent. Small whole numbers (texts, masks,
+lengths, the rows of an embedding that are used) are computed as they are, since they decide shapes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # collectives of tensors without numbers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from lockstep.distributed.torch_internals import values_of
+from lockstep.strategies.engines import zero_config
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+ACTIVATIONS, TRAVELLING, ENGINE = "activations", "on the way", "buffers"
+_OWNED = (WEIGHTS, GRADIENTS, OPTIMIZER)
+_PRIVATE_SDPA = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@dataclass(frozen=True)
+class Op:
+    """Operations that are alike: how long one takes follows from these."""
+
+    phase: str
+    flops: int  # of a matrix product or attention; 0 of others
+    bytes: int  # read and written
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives that are alike, as this rank meets them."""
+
+    phase: str
+    name: str
+    group: tuple[int, ...]  # the ranks that take part
+    bytes: int  # of what is exchanged: the whole of a gathered or summed tensor, what this rank sends otherwise
+    to: int | None = None  # the rank it goes to, of a message between two
+
+
+@dataclass
+class Peak:
+    """The most that was alive."""
+
+    bytes: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    phase: str = ""
+    micro_batch: int = 0  # of this rank, from 1; 0 where a schedule mixes them
+    op: str = ""
+
+
+class Storages(TorchDispatchMode):
+    """Counts the storages that operations make while they are alive, each once and by its size now. Of tensors that are
+    there in memory it counts what a real run takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: Counter[str] = Counter()  # bytes alive
+        self.peak = Peak()
+        self.phase, self.micro_batch, self.kind = "build", 0, ACTIVATIONS
+        self._held: dict[int, tuple[int, str]] = {}  # storage -> bytes, kind
+
+    @property
+    def alive(self) -> int:
+        """Bytes."""
+        return sum(self.kinds.values())
+
+    def restart(self) -> None:
+        """Look for the most from here on."""
+        self.peak, self.micro_batch = Peak(self.alive, dict(self.kinds), self.phase, 0), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:  # its own operations on local tensors come by here
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, out)
+        return out
+
+    def note(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> None:
+        """After an operation."""
+        travelling = func.namespace == "c10d"
+        for tensor in tree_leaves((args, kwargs, out) if travelling else out):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self.count(tensor, TRAVELLING if travelling else None, func._schema.name)
+
+    def count(self, tensor: Tensor, kind: str | None = None, op: str = "") -> None:
+        """A storage that is there. `kind`: what it is now known to be, unless it is known to be something that is
+        kept."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        if tensor.is_sparse:
+            tensor = values_of(tensor)
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        before = self._held.get(key)
+        if before is None:
+            weakref.finalize(storage, self._gone, key).atexit = False
+        known = self.kind if before is None else before[1]
+        if kind is not None and (known not in _OWNED or kind in _OWNED):
+            known = kind
+        if before != (size, known):
+            self._put(key, size, known, op)
+
+    def _put(self, key: int, size: int, kind: str, op: str) -> None:
+        old, was = self._held.get(key, (0, kind))
+        self.kinds[was] -= old
+        self.kinds[kind] += size
+        self._held[key] = (size, kind)
+        if size > old and self.alive > self.peak.bytes:
+            self.peak = Peak(self.alive, dict(self.kinds), self.phase, self.micro_batch, op)
+
+    def _gone(self, key: int) -> None:
+        size, kind = self._held.pop(key, (0, self.kind))
+        self.kinds[kind] -= size
+
+    def resized(self, storage: Any) -> None:
+        """FSDP lets go of gathered weights by giving their storage no size."""
+        if storage._cdata in self._held:
+            self._put(storage._cdata, storage.nbytes(), self._held[storage._cdata][1], "resize_")
+
+    def __enter__(self) -> Any:
+        plain, mine = torch.UntypedStorage.resize_, self
+
+        def resize(storage: Any, size: int) -> Any:
+            found = plain(storage, size)
+            mine.resized(storage)
+            return found
+
+        self._plain_resize = plain
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *told: Any) -> None:
+        torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
+        super().__exit__(*told)
+
+
+class Ledger(Storages):
+    """The same of tensors without numbers, with the work and the messages while `recording`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = False
+        self.ops: Counter[Op] = Counter()
+        self.sent: Counter[Sent] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        kwargs = _on_the_cpu(kwargs or {})
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        fake = any(isinstance(t, FakeTensor) for t in tensors)
+        if fake and func is torch.ops.aten._local_scalar_dense.default:  # "is it finite?" and the like
+            return False if tensors[0].dtype is torch.bool else 0.0 if tensors[0].is_floating_point() else 0
+        out = _computed(func, args, kwargs, tensors, fake)
+        self.note(func, args, kwargs, out)
+        if self.recording:
+            self._record(func, args, kwargs, out, tensors)
+        return out
+
+    def _record(self, func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any, tensors: list[Tensor]) -> None:
+        if func.namespace == "c10d":
+            sent = _message(self.phase, func, args, tensors)
+            if sent is not None:
+                self.sent[sent] += 1
+            return
+        if func.namespace == "prim":  # asks a tensor where it is
+            return
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+            size = 0  # a view
+        elif "empty" in func._schema.name:
+            size = 0  # room, which nothing is written to
+        else:
+            size = sum(_size(t) for t in tensors) + sum(_size(t) for t in results)
+        self.ops[Op(self.phase, _flops(func, args, kwargs, out), size)] += 1
+
+
+def _size(tensor: Tensor) -> int:
+    return 0 if tensor.is_sparse else tensor.numel() * tensor.element_size()
+
+
+def _flops(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int:
+    """As torch counts them; of attention on a CPU the same."""
+    name = func._schema.name.partition("::")[2]
+    if name.startswith(_PRIVATE_SDPA):
+        backward = name.endswith("backward")
+        query, key, value = (t.shape for t in (args[1:4] if backward else args[:3]))
+        return int(sdpa_flop_count(query, key, value) * (2.5 if backward else 1))
+    count = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def _on_the_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Accelerate calls the processor `cpu:0`, which torch takes for another device where tensors have no numbers."""
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type != "cpu":
+        return dict(kwargs)
+    return {**kwargs, "device": torch.device("cpu")}
+
+
+def _computed(func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tensor], fake: bool) -> Any:
+    """What an operation gives: with numbers where all it is given has them."""
+    name = func._schema.name
+    if fake and func is torch.ops.aten.nonzero.default:  # where a loss is not finite: nowhere
+        with unset_fake_temporarily():
+            return torch.empty(0, tensors[0].dim(), dtype=torch.int64)
+    if fake and "sparse_coo" in name:  # which rows it has is known, and decides sizes
+        with unset_fake_temporarily():
+            plain = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, FakeTensor) else a for a in args]
+            return func(*plain, **kwargs)
+    dtype = kwargs.get("dtype")
+    whole = name == "aten::arange" or (dtype is not None and not dtype.is_floating_point)
+    if not fake and (tensors or whole):
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _message(phase: str, func: Any, args: tuple, tensors: list[Tensor]) -> Sent | None:
+    name = func._schema.name.partition("::")[2].strip("_")
+    groups = [dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)]
+    if not groups or name in ("barrier", "monitored_barrier", "recv"):
+        return None
+    ranks = tuple(dist.get_process_group_ranks(groups[0]))
+    to = ranks[args[2]] if name == "send" else None
+    if name == "alltoall_base":
+        size = _size(tensors[1])
+    elif name in ("allgather", "reduce_scatter"):  # lists of tensors, a rank each
+        size = sum(_size(t) for t in tree_leaves(args[name == "reduce_scatter"]))
+    else:  # of a gather what comes of it, of a scatter what goes in
+        size = max(_size(t) for t in tensors)
+    return Sent(phase, name, ranks, size, to) if len(ranks) > 1 else None
+
+
+def _is_group(thing: Any) -> bool:
+    return "ProcessGroup" in str(thing._type())
+
+
+# -- what a strategy is built of -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_numbers(ledger: Ledger, needs: Collection[str] = ()) -> Iterator[None]:
+    """In here tensors have sizes and no numbers, and what happens is written down. `needs`: packages that are used."""
+    with FakeTensorMode(allow_non_fake_inputs=True), ledger, _nobody_disagrees("deepspeed" in needs):
+        yield
+
+
+@contextmanager
+def _nobody_disagrees(deepspeed: bool) -> Iterator[None]:
+    """DeepSpeed's stage 3 compares with other ranks what each has run, and there are none."""
+    if not deepspeed:
+        yield
+        return
+    zero_config.prepare_import("cpu")
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    with patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None):
+        yield
+
+
+def join(rank: int, ranks: int) -> None:
+    """Become one rank of a group of which nobody else is there: nothing is sent, and nobody is waited for."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
+class _Settled:
+    """`_apply` of a model without numbers: torch would swap parameters that others refer to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, change: Any, recurse: bool = True) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    with torch.no_grad():
+                        new = change(parameter)
+                    same = new.dtype == parameter.dtype and new.device.type == parameter.device.type
+                    own = parameter if same else nn.Parameter(new, parameter.requires_grad)
+                    made[id(parameter)] = own, parameter
+                module._parameters[name] = made[id(parameter)][0]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = change(buffer)
+        return model
+
+
+def emptied(empty: Any) -> nn.Module:
+    """A model, made by `empty` on the meta device, on the processor without numbers; tied weights stay tied."""
+    with _disable_current_modes():
+        model: nn.Module = empty()
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    room = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(room, parameter.requires_grad), parameter
+                module._parameters[name] = made[id(parameter)][0]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    model._apply = _Settled(model)  # type: ignore[method-assign]
+    return model
+
+
+def on_meta(empty: Any) -> nn.Module:
+    """The same left on the meta device."""
+    with _disable_current_modes():
+        model: nn.Module = empty()
+    return model
+
+
+def kept_by(strategy: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a strategy is known to keep, by kind: called when it is built, and after a step."""
+    tensors = [*strategy.model.parameters(), *strategy.model.buffers()]
+    yield from ((WEIGHTS, t) for t in tensors)
+    yield from ((WEIGHTS, t.ds_tensor) for t in tensors if hasattr(t, "ds_tensor"))  # DeepSpeed's parts
+    optimizer = getattr(strategy.optimizer, "optimizer", strategy.optimizer)
+    own = {t.untyped_storage()._cdata for t in tensors if not isinstance(t, DTensor)}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not isinstance(p, DTensor) and p.untyped_storage()._cdata not in own:
+                yield OPTIMIZER, p
+    for state in optimizer.state.values():
+        yield from ((OPTIMIZER, value) for value in state.values() if isinstance(value, Tensor))
+
+
+def summed_by(strategy: Any) -> Iterator[Tensor]:
+    """Gradients, and the partial sums that wait for others."""
+    yield from (p.grad for p in strategy.model.parameters() if p.grad is not None)
+    trees = [getattr(strategy, "tree", None)]
+    trees += [getattr(part, "tree", None) for name in ("scatters", "held") for part in _listed(strategy, name)]
+    for tree in trees:
+        for tensors in (tree.nodes if tree is not None else {}).values():
+            yield from tensors
+
+
+def _listed(strategy: Any, name: str) -> list[Any]:
+    found = getattr(strategy, name, None)
+    return list(found) if isinstance(found, list) else []

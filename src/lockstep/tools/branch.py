@@ -1,0 +1,256 @@
+"""`lockstep branch OUTPUT@N run.yaml`: a run that begins with the first N steps of another one, and does not compute
+them again.
+
+In: the OUTPUT of a run, and a run whose first N steps are the same arithmetic. Out: an OUTPUT of its own, which holds a
+checkpoint of the other's as its own; what is trained from there on has the bits of a run that was never branched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.folder import placed
+from lockstep.checkpoint.manifest import (
+    Manifest,
+    averaged,
+    broken,
+    changed_code,
+    differing_keys,
+    folder_of,
+    name_of,
+    newest_first,
+)
+from lockstep.checkpoint.progress import best_first
+from lockstep.config.exit_status import DONE, FAILED
+from lockstep.config.output import aside_of, keep
+from lockstep.config.run import Run, RunError, load
+from lockstep.data.tokens import Prepared
+from lockstep.launchers import start
+from lockstep.launchers.processes import ownership
+from lockstep.track.console import Console, error
+from lockstep.track.report.history import lines_of
+from lockstep.training import fingerprints
+from lockstep.training.prefix import OF_STEPS, Course, course, parting, shares_nothing
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a run begins with."""
+
+    output: Path  # of the run that computed it
+    step: int
+    manifest: Manifest
+    needed: tuple[Manifest, ...]  # checkpoints before it, that the export may be of
+    scored: bool  # whether evaluations before it are those that this run would have made
+
+
+def branch(spec: str, run: Run) -> int:
+    """Place a checkpoint and train from there. Returns the exit status of `train`, or 1 where steps that were computed
+    again did not come to what they had come to. Errors: `RunError`."""
+    output, step = parsed(spec)
+    console = Console(True, voice=run.track.console)
+    if start.joining():
+        raise RunError("lockstep branch starts its processes itself: call it without torchrun and its like")
+    if run.folder.resolve() == output.resolve():
+        raise RunError(
+            f"output: {run.folder} is the run that is branched from; give the new one its own, output=FOLDER"
+        )
+    begun = None
+    if next(newest_first(run), None) is None:  # else it was placed before, and is gone on from
+        with ownership.owned(run, console.note):
+            begun = _begun(output, step, run, console)
+    status = start.train(run)
+    if status != DONE or begun is None:
+        return status
+    return _compared(output, run, begun.step, step)
+
+
+def parsed(spec: str) -> tuple[Path, int]:
+    """`OUTPUT@N`. Errors: `RunError`."""
+    output, _, step = spec.rpartition("@")
+    if not output or not step.isdecimal() or not int(step):
+        raise RunError(f"{spec!r} is not OUTPUT@N, for example outputs/run@1200: a run, and how many steps of it")
+    if not (Path(output) / "run.yaml").is_file():
+        raise RunError(f"{output} is not the output folder of a run: it has no run.yaml")
+    return Path(output), int(step)
+
+
+def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
+    prepared = start.checked(run, start.planned(run)[1])
+    manifest = next((found for _, found in newest_first(load_of(output))), None)
+    if manifest is None:
+        raise RunError(f"{output} holds no checkpoint to begin from")
+    ours = course(run, prepared)
+    same, why = shared(output, run, prepared, manifest, ours)
+    if step > same:
+        at = f"; {output}@{same} can be" if same else ""
+        raise RunError(f"{output}@{step} cannot be shared: {why}{at}")
+    found = take(output, step, run, ours)
+    place(found, run, ours)
+    again = f"steps {found.step + 1} to {step} are" if found.step + 1 < step else f"step {step} is"
+    rest = f"; {again} computed again" if found.step < step else ""
+    console.say(f"branched   {run.folder} begins with the checkpoint of step {found.step} of {output}{rest}")
+    return found
+
+
+def load_of(output: Path) -> Run:
+    """The run of OUTPUT, wherever that is now. Errors: `RunError`."""
+    return load(output / "run.yaml", {"output": str(output)})
+
+
+def shared(output: Path, run: Run, prepared: Prepared, manifest: Manifest, ours: Course) -> tuple[int, str]:
+    """How many of the first steps of OUTPUT's run are this run's, too, and why it is no more. `manifest`: of any of its
+    checkpoints. Errors: `RunError`."""
+    differing = differing_keys(run, prepared.key, manifest)
+    fixed = {key: values for key, values in differing.items() if key not in OF_STEPS}
+    if fixed:
+        key, (then, now) = next(iter(fixed.items()))
+        more = f" (and {', '.join([*fixed][1:])})" if len(fixed) > 1 else ""
+        return 0, f"{key} is {then!r} there and {now!r} here{more}, which decides every step"
+    if manifest.data != prepared.key:
+        return 0, "it was trained on other data, or with another tokenizer: the contents have changed since"
+    if (why := shares_nothing(run, differing)) is not None:
+        return 0, why
+    if not manifest.bits:
+        return 0, f"it was trained by {manifest.strategy}, which promises no bits"
+    if files := changed_code(run, manifest):
+        return 0, f"it was trained with other code of yours: {', '.join(files)} changed since"
+    theirs = load_of(output)
+    if other := differing_keys(theirs, prepared.key, manifest):
+        raise RunError(f"{output}/run.yaml is not what its checkpoints were trained with: {next(iter(other))} differs")
+    same, why = parting(course(theirs, prepared), ours)
+    named = f"{', '.join(sorted(differing))}: " if differing else ""
+    ends = f"one of the runs ends there ({manifest.steps} steps there, {len(ours.rates)} here)"
+    return same, f"{named}{why or ends}"
+
+
+def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
+    """The checkpoint to begin with: the newest of at most so many steps that verifies. Errors: `RunError`."""
+    theirs, faults = load_of(output), list[str]()
+    there = {manifest.step: (path, manifest) for path, manifest in newest_first(theirs)}
+    for at in sorted((each for each in there if each <= step), reverse=True):
+        path, manifest = there[at]
+        if (fault := broken(path, manifest)) is not None:
+            faults.append(f"{path.name}: {fault}")
+            continue
+        scored = _evaluated(theirs) == _evaluated(run)
+        return Begun(output, at, manifest, _needed(theirs, run, at, ours, scored), scored)
+    listed = ", ".join(map(str, sorted(there))) or "none"
+    damaged = f"; damaged are {'; '.join(faults)}" if faults else ""
+    raise RunError(
+        f"{output}@{step}: no checkpoint of at most {step} steps is kept there (there are {listed}){damaged}, so "
+        "nothing would be saved: `lockstep train` computes the same. A run keeps those of checkpoint.at"
+    )
+
+
+def _evaluated(run: Run) -> dict[str, Any]:
+    """What decides which evaluations a run makes and what they come to."""
+    values = run.model_dump(mode="json")
+    return {"evaluate": values["evaluate"], "metrics": values["metrics"], "best": values["checkpoint"]["best"]}
+
+
+def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tuple[Manifest, ...]:
+    """Checkpoints before `step` that the export may be made of. Errors: `RunError` where they are not there."""
+    every = interval(run, ours)
+    if run.average.last is not None and (first := averaged(run, len(ours.rates), every)[0]) < step:
+        raise RunError(
+            f"average.last: the export is the mean of checkpoints from step {first} on, and this run would begin with "
+            f"that of step {step}: branch at {first} or before"
+        )
+    if run.export != "best" and run.evaluate.patience is None:
+        return ()
+    if not scored:
+        raise RunError(
+            "export, evaluate.patience: which model is the best depends on evaluations before the branch, and "
+            "evaluate, metrics or checkpoint.best are not the same in both runs; give both the same, or export=last"
+        )
+    lines = lines_of(theirs.folder / "metrics.jsonl", ("step", "split"))
+    made = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
+    kept = {manifest.step: manifest for path, manifest in newest_first(theirs) if broken(path, manifest) is None}
+    best = best_first(run, made)[:1]
+    if best and best[0].step not in kept:
+        raise RunError(
+            f"export: the best model before step {step} is that of step {best[0].step}, and {theirs.folder} keeps no "
+            "checkpoint of it any more; give export=last, or train from the start"
+        )
+    return tuple(kept[each.step] for each in best if each.step != step)
+
+
+def interval(run: Run, ours: Course) -> int:
+    """Steps between checkpoints."""
+    every = run.checkpoint.every
+    return ours.order.steps_per_epoch if every == "epoch" else every
+
+
+def place(found: Begun, run: Run, ours: Course) -> None:
+    """Make a checkpoint of another run this run's own, with the lines of its log up to there. The files are linked
+    where the disk can: they are never written to again. The checkpoint comes last, so that what is cut off is begun
+    anew. Errors: `RunError`."""
+    keep(run)
+    try:
+        folder_of(run).mkdir(parents=True, exist_ok=True)
+        _lines(found, run)
+        for manifest in (*found.needed, found.manifest):
+            source, aside = found.output / "checkpoints" / name_of(manifest.step), f".{name_of(manifest.step)}.partial"
+            _linked(source, folder_of(run) / aside, manifest.hashes)
+            placed(run, _own(manifest, run, ours, found.scored), folder_of(run) / aside)
+    except OSError as caught:
+        raise RunError(f"output: cannot write to {run.folder}: {caught.strerror or caught}") from caught
+
+
+def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:
+    """As if the run had saved it by itself, on the hosts that did."""
+    every = interval(run, ours) if run.average.last is not None else 0
+    own = replace(manifest, arithmetic=run.arithmetic(), steps=len(ours.rates), every=every, trackers={})
+    return own if scored else replace(own, scores={}, progress={})
+
+
+def _linked(source: Path, aside: Path, names: Mapping[str, str]) -> None:
+    """Errors: `OSError`."""
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    for name in names:
+        try:
+            os.link(source / name, aside / name)
+        except OSError:  # another disk, or one without links
+            shutil.copyfile(source / name, aside / name)
+
+
+def _lines(found: Begun, run: Run) -> None:
+    """What the other run wrote down of the steps that are not computed again, and where they are from."""
+    for name in (fingerprints.FILE, "metrics.jsonl"):
+        lines = [
+            line
+            for line in lines_of(found.output / name, ("step",))
+            if line["step"] <= found.step and (found.scored or line.get("split", "train") == "train")
+        ]
+        aside = run.folder / aside_of(name)
+        aside.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        os.replace(aside, run.folder / name)
+    event = {"time": round(time.time(), 3), "event": "branch", "step": found.step, "from": str(found.output)}
+    with suppress(OSError), open(run.folder / "events.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def _compared(output: Path, run: Run, begun: int, step: int) -> int:
+    """Whether steps that were computed again, `begun` + 1 to `step`, came to what they had come to."""
+    then, now = (
+        {line["step"]: line for line in lines_of(f / fingerprints.FILE, ("step", "hash"))} for f in (output, run.folder)
+    )
+    for each in range(begun + 1, step + 1):
+        if each in then and each in now and then[each]["hash"] != now[each]["hash"]:
+            error(
+                f"step {each} was computed again, and did not come to what {output} wrote down (loss "
+                f"{now[each]['loss']!r} now, {then[each]['loss']!r} then): another kind of processor, other versions "
+                f"or threads. {run.folder} is not what it would be there; lockstep diff names the first difference"
+            )
+            return FAILED
+    return DONE

@@ -1,0 +1,22 @@
+"""`lockstep branch`: a run that begins with the first steps of another one."""
+
+from __future__ import annotations
+
+import argparse
+
+from lockstep.distributed.stops import say_what_ended
+from lockstep.tools.commands import run_file
+
+HELP = "train a run that begins with the first N steps of another one, without computing them again"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("begins_with", metavar="OUTPUT@N", help="a run, and how many of its steps")
+    run_file.arguments(parser)
+
+
+def main(known: argparse.Namespace) -> int:
+    from lockstep.tools.branch import branch
+
+    say_what_ended()
+    return branch(known.begins_with, run_file.run_of(known))

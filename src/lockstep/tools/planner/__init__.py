@@ -1,0 +1,1 @@
+"""`lockstep plan --simulate`: what a run takes on machines that are not there."""

@@ -1,0 +1,105 @@
+"""What a machine can do: rates of a device and of the links between ranks, each with where the figure is from.
+
+In: `h100`, `a100` or a YAML file. Out: a `Device`. `h100` and `a100` are in `devices/`; what another machine can do is
+for its owner to say, in a file with the same keys.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lockstep.config.run import RunError
+
+FOLDER = Path(__file__).parent / "devices"
+Rate = float | list[tuple[float, float]]  # a second; or (size of one operation, rate) at several sizes
+FIGURES = ("memory_bytes", "flops", "memory_bytes_per_s", "operation_s", "links.inside", "links.between")
+
+
+class Link(BaseModel):
+    """Between two ranks, one way."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(ge=0)
+
+
+class Links(BaseModel):
+    """Within a machine, and from one machine to another; for each rank."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    inside: Link
+    between: Link
+
+
+class Device(BaseModel):
+    """What one rank has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    kind: Literal["gpu", "cpu"]
+    memory_bytes: float = Field(gt=0)
+    ranks_per_node: int = Field(ge=1)
+    flops: dict[Literal["fp32", "bf16", "fp16"], Rate]
+    reaches: float = Field(1.0, gt=0)  # of `flops`, in training
+    memory_bytes_per_s: Rate
+    operation_s: float = Field(ge=0)  # of one that does nothing
+    view_s: float = Field(0.0, ge=0)  # of one that touches no memory
+    links: Links
+    overlaps: bool  # whether messages travel while it computes
+    crowding: dict[int, float] = {}  # ranks of a machine that compute at once -> how much longer each takes
+    step_scale: float = Field(1.0, gt=0)  # how much longer a step takes than the sum of its operations
+    sources: dict[str, str]
+
+    @model_validator(mode="after")
+    def told(self) -> Device:
+        if missing := [figure for figure in FIGURES if figure not in self.sources]:
+            raise ValueError(f"sources: says nothing of {', '.join(missing)}")
+        return self
+
+    def seconds(self, precision: str, flops: int, size: int) -> float:
+        """One operation of so many FLOP that reads and writes so many bytes (the roofline of Williams et al. 2009)."""
+        if not flops and not size:
+            return self.view_s
+        computing = flops / (at(self.flops[precision], flops) * self.reaches) if flops else 0.0  # type: ignore[index]
+        return self.operation_s + max(computing, size / at(self.memory_bytes_per_s, size) if size else 0.0)
+
+    def slower(self, ranks: int) -> float:
+        """By how much, with so many ranks in all, a machine's share of which computes at once."""
+        here = min(ranks, self.ranks_per_node)
+        return at(sorted(self.crowding.items()), here) if self.crowding else 1.0
+
+
+def at(rate: Rate, size: float) -> float:
+    """A rate at a size: between two that are known on a straight line in logarithms, beyond them the nearest."""
+    if isinstance(rate, float | int):
+        return float(rate)
+    points = sorted(rate)
+    if size <= points[0][0]:
+        return points[0][1]
+    for (a, low), (b, high) in pairwise(points):
+        if size <= b:
+            share = math.log(size / a) / math.log(b / a)
+            return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+    return points[-1][1]
+
+
+def load(name: str) -> Device:
+    """Errors: `RunError` for a name or file that is none."""
+    shipped = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+    path = shipped.get(name, Path(name).expanduser())
+    if not path.is_file():
+        raise RunError(f"--device: {name!r} is none of {', '.join(sorted(shipped))}, and no file")
+    try:
+        return Device.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise RunError(f"--device: {path}: {place}: {first['msg']}".replace(": : ", ": ")) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RunError(f"--device: {path} cannot be read: {' '.join(str(error).split())[:200]}") from None

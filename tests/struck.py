@@ -1,0 +1,160 @@
+"""Strategies whose ranks kill themselves where a list says: at a step, in a phase of it. Same bits.
+
+In: `strikes.json` in the working directory, a list of {step, rank, phase, world}: from that step on, in a world of at
+least so many ranks, the rank (modulo their number) ends by SIGKILL when it comes to the phase. Strikes are taken one
+after another; `struck-0` and so on say which are done, by which step, rank and world.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.distributed.world import World
+from lockstep.strategies.allreduce import AllReduce
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.exact import reduction
+from lockstep.strategies.hf_accelerate import HFAccelerate
+from lockstep.strategies.hf_trainer import HFTrainer
+
+EXCHANGE = ("sent", "summed", "agree", "agreed", "update", "updated")
+OTHERS = ("step", "forward", "gradient", "evaluation", "saving", "forming", "meeting", "joining")
+PHASES = EXCHANGE + OTHERS
+PATIENCE_S = 60.0  # that a strike waits for its world
+
+
+class Striking:
+    """Mixed into a strategy."""
+
+    world: Any
+    due = -1  # the number of a strike that is this rank's to carry out
+    phase = ""
+
+    def look(self, step: int, patience_s: float = 0.0) -> None:
+        """Which strike comes next, and whether it is this rank's."""
+        strikes = json.loads(Path("strikes.json").read_text())
+        self.due, self.phase = -1, ""
+        number = next((n for n in range(len(strikes)) if not Path(f"struck-{n}").exists()), -1)
+        if number < 0 or step < strikes[number]["step"]:
+            return
+        since = time.monotonic()
+        while self.world.size < strikes[number]["world"] and not self.world.members.offered:
+            if time.monotonic() - since > patience_s:
+                return
+            time.sleep(0.02)
+        if self.world.size >= strikes[number]["world"] and self.world.rank == strikes[number]["rank"] % self.world.size:
+            self.due, self.phase = number, strikes[number]["phase"]
+        self.step = step
+
+    def come_to(self, phase: str) -> None:
+        if self.due < 0 or phase != self.phase or self.world.size == 1:
+            return
+        told = json.dumps({"phase": phase, "step": self.step, "rank": self.world.rank, "world": self.world.size})
+        try:
+            with open(f"struck-{self.due}", "x") as file:
+                file.write(told)
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def train_step(self, batch: Any, rate: float) -> Any:
+        global _now
+        if batch.step or self.world.members.generation.number or Path("train").exists():  # not in the dry run
+            self.look(batch.step, PATIENCE_S)
+        _now = self
+        self.come_to("step")
+        return super().train_step(batch, rate)  # type: ignore[misc]
+
+    def run_micro_batch(self, micro: Any, divisor: float) -> Any:
+        self.come_to("forward")
+        return super().run_micro_batch(micro, divisor)  # type: ignore[misc]
+
+    def on_gradient(self, position: int, parameter: Any) -> None:
+        if position == 5:
+            self.come_to("gradient")
+        super().on_gradient(position, parameter)  # type: ignore[misc]
+
+    def agree(self, losses: Any, uses: Any) -> Any:
+        self.come_to("agree")
+        found = super().agree(losses, uses)  # type: ignore[misc]
+        self.come_to("agreed")
+        return found
+
+    def update(self, *arguments: Any) -> Any:
+        self.come_to("update")
+        found = super().update(*arguments)  # type: ignore[misc]
+        self.come_to("updated")
+        return found
+
+    def forward(self, inputs: Any) -> Any:
+        self.come_to("evaluation")
+        return super().forward(inputs)  # type: ignore[misc]
+
+    def sharded_state_dict(self) -> Any:
+        self.come_to("saving")
+        return super().sharded_state_dict()  # type: ignore[misc]
+
+    def regroup(self) -> None:
+        super().regroup()  # type: ignore[misc]
+        self.look(self.step if self.due >= 0 or hasattr(self, "step") else 0)
+        self.come_to("meeting")
+
+    def load_sharded_state_dict(self, saved: Any) -> None:
+        strikes = json.loads(Path("strikes.json").read_text())
+        number = next((n for n in range(len(strikes)) if not Path(f"struck-{n}").exists()), -1)
+        if number >= 0 and strikes[number]["phase"] == "joining" and self.world.members.generation.number > 0:
+            self.due, self.phase, self.step = number, "joining", -1
+            self.come_to("joining")
+        super().load_sharded_state_dict(saved)  # type: ignore[misc]
+
+
+_now: Striking | None = None
+
+
+def _after(name: str, phase: str) -> None:
+    """The same, once something of the exchange has begun."""
+    plain = getattr(reduction.Scatter if name == "submit" else reduction.Exchange, name)
+
+    def told(self: Any, *arguments: Any, **named: Any) -> Any:
+        found = plain(self, *arguments, **named)
+        if _now is not None:
+            _now.come_to(phase)
+        return found
+
+    setattr(reduction.Scatter if name == "submit" else reduction.Exchange, name, told)
+
+
+def _before_meeting() -> None:
+    """The same, when ranks have come to a generation and form its group."""
+    plain: Any = World._meet
+
+    def told(self: World) -> None:
+        if _now is not None:
+            _now.look(getattr(_now, "step", 0))
+            _now.come_to("forming")
+        plain(self)
+
+    World._meet = told  # type: ignore[method-assign]
+
+
+_before_meeting()
+_after("submit", "sent")
+_after("_gather", "summed")
+
+
+class StruckAllReduce(Striking, AllReduce):
+    """`allreduce`."""
+
+
+class StruckDDP(Striking, DDP):
+    """`ddp`."""
+
+
+class StruckAccelerate(Striking, HFAccelerate):
+    """`hf_accelerate`."""
+
+
+class StruckTrainer(Striking, HFTrainer):
+    """`hf_trainer`."""

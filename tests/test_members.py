@@ -1,0 +1,181 @@
+"""The roll of a job's ranks, and what a launcher makes of processes that end: no process is started."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from lockstep.checkpoint.progress import Progress
+from lockstep.data.batch import StepResult
+from lockstep.distributed.members import Generation, Members, Place, Roll
+from lockstep.launchers.processes.elastic_ranks import Ranks
+from lockstep.training.going_on import told
+from lockstep.training.standing import Standing
+
+there: list[Members] = []
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for each in there:
+        each.stop()
+    there.clear()
+
+
+def member(store: Any, me: str, apart: bool = False) -> Members:
+    there.append(found := Members(Place("127.0.0.1", store.port, "room", me, apart)))
+    found.connect(20)
+    return found
+
+
+def test_a_loss_is_heard_of_and_all_come_to_the_generation_after(store: Any) -> None:
+    roll = Roll(store, "room", "", ["a", "b", "c"])
+    a, b = member(store, "a"), member(store, "b")
+    assert a.generation == Generation(0, ("a", "b", "c"), False)
+    assert a.awaited(0.1) is None
+    assert not roll.ready(["a", "b"])
+    a.ready()
+    b.ready()
+    assert roll.ready(["a", "b"])
+    assert not roll.ready(["a", "b", "c"])
+    roll.post(["b", "a"], lost=True)
+    found = a.awaited(10)
+    assert found == b.awaited(10) == Generation(1, ("b", "a"), True)
+    assert not a.all_come(found, 0.2)  # b has not
+    assert b.all_come(found, 10)
+    assert a.all_come(found, 10)
+    a.take(found)
+    assert not roll.settled()
+    a.trains()
+    b.take(found)
+    b.trains()
+    assert roll.settled()
+
+
+def test_one_that_comes_is_offered_and_nothing_is_cut_off(store: Any) -> None:
+    roll = Roll(store, "room", "", ["a"])
+    a, b = member(store, "a"), member(store, "b", apart=True)
+    assert b.generation.number == -1
+    roll.post(["a", "b"])
+    until = time.monotonic() + 20
+    while not a.offered and time.monotonic() < until:
+        time.sleep(0.01)
+    assert a.offered == 1
+    assert not a.lost
+    assert b.awaited(10) == Generation(1, ("a", "b"), False)
+    assert not b.all_come(Generation(0, ("b", "nobody")), 10)  # there is a newer one
+
+
+def test_who_is_not_in_the_newest_generation_is_lost(store: Any) -> None:
+    roll = Roll(store, "room", "", ["a", "b"])
+    a = member(store, "a")
+    roll.post(["b"], lost=True)
+    assert a.awaited(0.3) is None
+    assert a.newest().members == ("b",)
+
+
+class Ended:
+    """A process as `multiprocessing` has it."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        self.exitcode, self.pid, self.sentinel = exitcode, 0, 0
+
+
+class Unstarted(Ranks):
+    """Starts nothing."""
+
+    def _start(self, local: int, apart: bool) -> None:
+        self.processes[local] = Ended(None)
+
+
+@pytest.mark.parametrize(
+    ("codes", "ready", "goes_on"),
+    [
+        ({1: -9}, "02", True),
+        ({0: -9, 1: -11}, "2", True),
+        ({1: -9}, "0", False),  # one of the others has no state yet
+        ({1: 1}, "02", False),  # it has failed by itself, and would again
+        ({1: -9, 2: 1}, "0", False),
+        ({1: -9, 2: 0}, "02", False),  # one has come to its end
+        ({0: -9, 1: -9, 2: -9}, "012", False),  # nobody is left
+    ],
+)
+def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, goes_on: bool) -> None:
+    roll = Roll(store, "room", "", ["0", "1", "2"])
+    for each in ready:
+        member(store, each).ready()
+    heard: list[tuple[int, int]] = []
+
+    def place(name: str, apart: bool) -> Place:
+        return Place("", 0, "", name, apart)
+
+    def lost(local: int, code: int) -> None:
+        heard.append((local, code))
+
+    ranks = Unstarted(print, (), {local: {} for local in range(3)}, roll, place, lost, lambda: True)
+    for local, code in codes.items():
+        ranks.processes[local].exitcode = code
+    gone = {local: p for local, p in ranks.processes.items() if p.exitcode not in (None, 0)}
+    assert ranks._go_on(gone) is goes_on
+    assert heard == (sorted(codes.items()) if goes_on else [])
+    left = [str(local) for local in range(3) if local not in codes]
+    assert roll.newest.members == tuple(left if goes_on else "012")
+    if goes_on:  # those that take their places have names of their own, and are let in when they are ready
+        ranks.let_in()
+        assert not ranks.joining  # the others have not met yet
+        for each in left:
+            found = member(store, each, apart=True)
+            found.take(roll.newest)
+            found.trains()
+        ranks.let_in()
+        assert ranks.joining == set(gone)
+        names = [ranks.names[local] for local in sorted(gone)]
+        assert not set(names) & set("012")
+        for each in names:
+            member(store, each, apart=True).ready()
+        ranks.let_in()
+        assert roll.newest.members == (*left, *names)
+        assert not roll.newest.lost
+
+
+def test_when_training_is_over_a_loss_is_another_matter(store: Any) -> None:
+    roll = Roll(store, "room", "", ["a", "b"])
+    a = member(store, "a")
+    a.ready()
+    assert roll.ready(["a"])
+    a.over()
+    assert not roll.ready(["a"])
+
+
+def test_where_a_rank_stands() -> None:
+    stand = Standing(7)
+    assert not stand.open
+    stand.reopen()  # that update is of another start
+    assert not stand.open
+    meter = {"lines": 1}
+    stand.updated(8, StepResult(torch.zeros(()), torch.zeros(())), 0.1, meter, Progress(), changes=True)
+    assert stand.open
+    meter["lines"] = 0  # a line was written
+    assert stand.meter == {"lines": 1}
+    assert stand.meter is not stand.meter  # whoever goes on from there may be broken off again
+    stand.closed()
+    assert not stand.open
+    stand.reopen(saves=True)
+    assert stand.open
+    assert stand.saves
+
+
+def test_what_became_of_ranks_in_words() -> None:
+    assert told(("a", "b", "c"), ("b", "c")) == "rank 0 was lost"
+    assert told(("a", "b"), ("a", "b", "d")) == "rank 2 came in, with the state of the others"
+    assert told(("a", "b", "c"), ("a", "d")) == "ranks 1, 2 were lost; rank 1 came in, with the state of the others"
+
+
+def test_a_place_travels_in_a_variable() -> None:
+    place = Place("127.0.0.1", 1, "room", "2.5", True)
+    assert Place(**json.loads(place.variable()["LOCKSTEP_MEMBER"])) == place
