@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from command import until
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
 
 from lockstep.config.run import RunError
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End, Limits, Node
@@ -61,7 +61,7 @@ def test_a_machine_that_was_seen_waiting_is_waited_for(threads: ThreadPoolExecut
 
 @pytest.mark.slow
 def test_one_that_gives_no_sign_of_life_is_not(threads: ThreadPoolExecutor) -> None:
-    first, second, joined, go = waiting(3, threads)
+    first, second, joined, go = waiting(9, threads)
     formed = threads.submit(first.next_rendezvous)
     assert formed.result(LONG).world_size == 1
     first.end(0)
@@ -109,3 +109,13 @@ def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: Thr
         others[0].end(0)
         others[0].shutdown()
         held.result(LONG)
+
+
+@pytest.mark.parametrize("text", ["[1]", "2", "[", '{"a": 1}', None])
+def test_a_stranger_who_writes_who_has_left_is_told_apart_from_a_store_that_is_gone(text: str | None) -> None:
+    first = machine("a")
+    kept: Any = first._kept._store
+    kept.set("excluded", text) if text else kept._store.set("excluded", "x")  # the latter without the job's seal
+    with pytest.raises(RendezvousStateError):
+        first.next_rendezvous()
+    assert not first.gone

@@ -50,8 +50,13 @@ def stranger(made: Hosts, port: int, how: str, marker: Path) -> str:
 
 def one_message(job: Job, words: str, status: int = 1) -> None:
     """It ended with a message, once, and nothing that only a programmer can read."""
-    assert job.ended() == status, job.out + job.err
+    clean(job, status)
     assert job.err.count(words) == 1, job.err
+
+
+def clean(job: Job, status: int) -> None:
+    """It ended with that, and nothing that only a programmer can read."""
+    assert job.ended() == status, job.out + job.err
     for noise in ("Traceback", "AttributeError", "Exception in thread", "Error:"):
         assert noise not in job.err
 
@@ -99,9 +104,13 @@ def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path
     assert listening(three, 0)[port] == three.address(0)
     keys = stranger(three, port, how, marker := tmp_path / "ran")
     assert "lockstep-watch/0" in keys
-    one_message(jobs[0], "cannot read what the others say")
-    assert jobs[1].ended() == 1, jobs[1].err
-    assert "Traceback" not in jobs[1].err
+    for job in jobs:
+        clean(job, 1)
+    said = [job.err.count("cannot read what the others say") for job in jobs]
+    assert sum(said) >= 1, [
+        job.err for job in jobs
+    ]  # whoever reads it first; the other one may be ended by its launcher
+    assert max(said) == 1
     assert not marker.exists()
 
 

@@ -24,7 +24,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -128,18 +128,19 @@ def fill(
     there are cores. `doing` and `of` are for whoever waits. Errors: `RunError`, and what `make` and `first` raise."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [folder / f"{number:05d}{ending}" for number in range(len(parts))]
-    todo = [number for number, path in enumerate(files) if damage(path) is not None]
+    missing = [damage(path) is not None for path in files]
+    todo = [number for number, away in enumerate(missing) if away]
     workers = min(processes or available_cores(), len(todo))
-    total = parts[-1].stop
-    done = multiprocessing.get_context().Value("q", total - sum(len(parts[number]) for number in todo))
+    done = _counts(0 if away else len(part) for away, part in zip(missing, parts, strict=True))
 
     def say() -> None:
-        PLACE.at(f"{doing}, {done.value:,} of {total:,} {of}")
+        PLACE.at(f"{doing}, {sum(done):,} of {parts[-1].stop:,} {of}")
 
     def one(number: int, tell: Callable[[], None] = lambda: None) -> None:
+        done[number] = 0
+
         def more(rows: int) -> None:
-            with done.get_lock():
-                done.value += rows
+            done[number] += rows
             tell()
 
         placed(files[number], lambda aside: make(parts[number], aside, more))
@@ -157,21 +158,26 @@ def fill(
 def together_over(parts: list[range], work: Callable[[range], None], doing: str) -> None:
     """`work` on each part, by as many processes as there are cores. What it leaves behind must be in memory that forked
     processes share. Errors: what `work` raises."""
-    done = multiprocessing.get_context().Value("q", 0)
+    done = _counts(0 for _ in parts)
 
     def say() -> None:
-        PLACE.at(f"{doing}, {done.value:,} of {parts[-1].stop:,} examples")
+        PLACE.at(f"{doing}, {sum(done):,} of {parts[-1].stop:,} examples")
 
     def one(number: int) -> None:
         work(parts[number])
-        with done.get_lock():
-            done.value += len(parts[number])
+        done[number] = len(parts[number])
 
     if (workers := min(available_cores(), len(parts))) < 2 or sys.platform != "linux":
         for number in range(len(parts)):
             one(number)
     else:
         _by_processes(one, [*range(len(parts))], workers, say, None)
+
+
+def _counts(begin: Iterable[int]) -> Any:
+    """A number a part, in memory that forked processes share. Each is written by one process, so it needs no lock: a
+    process that is killed while it holds one would leave the others, and whoever reads, to wait for ever."""
+    return multiprocessing.get_context().RawArray("q", [*begin])
 
 
 def _by_processes(

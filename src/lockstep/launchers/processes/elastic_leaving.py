@@ -36,7 +36,7 @@ class Leaving:
         """This machine leaves, and is not let in again."""
         inner: Any = self._inner
         self._call(lambda: self._job.add(f"excluded/{self._node.host}", 1))
-        self._call(self._kept.exclude)
+        self._call(lambda: self._kept.exclude(self._node.host))
         inner._stop_heartbeats()
         until = inner._get_deadline(timedelta(seconds=10))
         self._call(lambda: inner._op_executor.run(_RendezvousExitOp(), until))

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from lockstep.distributed.stores import Sealed
 
-_KEY = "state"
+_KEY, _GONE = "state", "excluded"
 _COMES_IN = timedelta(seconds=3)  # looked at once a second
 _EMPTY = "null"  # a key must be there to be asked for: what it holds before there is a state
 
@@ -34,10 +34,13 @@ class Backend(RendezvousBackend):
     def __init__(self, store: Sealed, most: int) -> None:
         self._store, self._most = store, most
         self._ask("compare_set", _KEY, "", _EMPTY)
+        self._ask("compare_set", _GONE, "", "[]")
 
-    def exclude(self) -> None:
-        """One machine fewer may come from now on."""
-        self._out(1)
+    def exclude(self, host: str) -> None:
+        """That machine is out of the job: one fewer may come from now on."""
+        out = self._out()
+        while host not in out:
+            out = _hosts(self._ask("compare_set", _GONE, json.dumps(out), json.dumps([*out, host])))
 
     @property
     def name(self) -> str:
@@ -55,17 +58,23 @@ class Backend(RendezvousBackend):
     def _answer(self, found: bytes) -> tuple[bytes, Token] | None:
         if found == _EMPTY.encode():
             return None
-        most = self._most - self._out(0)
-        return pickle.dumps(_held_open(_state(found), most)), found
+        return pickle.dumps(_held_open(_state(found), self._most - len(self._out()))), found
 
-    def _out(self, more: int) -> int:
-        """So many more machines are out of the job. Returns how many are."""
-        with _reached():
-            return self._store.add("excluded", more)
+    def _out(self) -> list[str]:
+        """The machines that are out of the job. The store does not count them: its counters bear no seal, and over one
+        that somebody has written into it hangs up, and nobody would know why."""
+        return _hosts(self._ask("get", _GONE))
 
     def _ask(self, what: str, *words: str) -> bytes:
         with _reached():
             return bytes(getattr(self._store, what)(*words))
+
+
+def _hosts(text: bytes) -> list[str]:
+    try:
+        return [_is(str, host) for host in _is(list, json.loads(text))]
+    except (ValueError, TypeError, RecursionError):
+        raise RendezvousStateError(f"which machines are out of the job cannot be read: {text!r:.80}") from None
 
 
 @contextmanager
