@@ -1,10 +1,11 @@
 """The exact exchange, flat and in stages, on two levels of links: hosts as network namespaces, with a limit on what
-leaves each of them (`tc`).
+leaves each of them (`tc`) and a delay between them.
 
 In: hosts, ranks of a host, the size of a gradient, rates in Mbit/s (0: no limit) and delays in ms. Out: a line of JSON
 for each rate and delay: seconds of an exchange and of processor time of all ranks, medians of repeats that alternate,
-and flat / stages. A delay needs the kernel's sch_netem. Needs root and what `tests/hosts.py` needs.
-Example: python benchmarks/exchange_links.py --rates 0 1000 100 --delays 0 --out FILE
+and flat / stages. Where a delay is asked for, frames between hosts go through a process that holds them back
+(`delayed_wire.py`), at a delay of 0 as well, so that settings compare. Needs root and what `tests/hosts.py` needs.
+Example: python benchmarks/exchange_links.py --rates 0 100 --delays 0 5 20 --out FILE
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -67,34 +72,40 @@ def work(args: argparse.Namespace) -> None:
             (place / f"new-{setting}").write_text(json.dumps(found))
             (place / f"new-{setting}").rename(place / f"done-{setting}")
     dist.barrier()
+    dist.destroy_process_group()
 
 
-def shape(space: str, rate: float, delay: float) -> None:
+def shape(space: str, device: str, rate: float) -> None:
     """What goes out of a host."""
     import hosts
 
-    words = ["tc", "-n", space, "qdisc"]
-    if delay:
-        limit = ["rate", f"{rate}mbit"] if rate else []
-        hosts.run(*words, "replace", "dev", "eth0", "root", "netem", "delay", f"{delay}ms", *limit)
-    elif rate:
-        burst = max(4, int(rate * 1e6 / 8 / 250 / 1024))  # what passes in a tick of 250 Hz
-        hosts.run(
-            *words,
-            "replace",
-            "dev",
-            "eth0",
-            "root",
-            "tbf",
-            "rate",
-            f"{rate}mbit",
-            "burst",
-            f"{burst}kb",
-            "latency",
-            "400ms",
-        )
-    else:
-        hosts.run(*words, "replace", "dev", "eth0", "root", "pfifo_fast")
+    words = ["tc", "-n", space, "qdisc", "replace", "dev", device, "root"]
+    if not rate:
+        hosts.run(*words, "pfifo_fast")
+        return
+    burst = max(16, int(rate * 1e6 / 8 / 250 / 1024))  # a frame, and what passes in a tick of 250 Hz
+    hosts.run(*words, "tbf", "rate", f"{rate}mbit", "burst", f"{burst}kb", "latency", "2s")
+
+
+@contextmanager
+def wire(net: Any, count: int, delayed: bool) -> Iterator[tuple[str, str, IO[str] | None]]:
+    """What joins the hosts: a device, its address on the first of them, and where delays are told."""
+    if not delayed:
+        yield "eth0", net.address(0), None
+        return
+    addresses = [net.address(host).replace("10.77.", "10.78.") for host in range(count)]
+    ends = [f"{net.space(host)}={address}/24" for host, address in enumerate(addresses)]
+    command = [sys.executable, str(Path(__file__).with_name("delayed_wire.py")), *ends]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as carrying:
+        assert carrying.stdin is not None
+        try:
+            last = ["ip", "-n", net.space(count - 1), "addr", "show", "dev", "slow0"]
+            while addresses[-1] not in subprocess.run(last, capture_output=True, text=True).stdout:
+                assert carrying.poll() is None, "the wire is gone"
+                time.sleep(0.1)
+            yield "slow0", addresses[0], carrying.stdin
+        finally:
+            carrying.stdin.close()
 
 
 def main() -> None:
@@ -124,17 +135,23 @@ def measure(args: argparse.Namespace) -> None:
 
     settings = [(rate, delay) for rate in args.rates for delay in args.delays]
     ranks = args.hosts * args.a_host
-    with tempfile.TemporaryDirectory() as room, hosts.hosts(args.hosts, Path(room), Path(room)) as net:
-        common = [
-            f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("a-host", "mib", "bucket-kib", "repeats")
-        ]
-        common += [f"--ranks={ranks}", f"--settings={len(settings)}", f"--master={net.address(0)}", f"--folder={room}"]
-        own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PATH": os.environ["PATH"]}
+    common = [
+        f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("a-host", "mib", "bucket-kib", "repeats")
+    ]
+    with (
+        tempfile.TemporaryDirectory() as room,
+        hosts.hosts(args.hosts, Path(room), Path(room)) as net,
+        wire(net, args.hosts, any(args.delays)) as (device, master, delays),
+    ):
+        common += [f"--ranks={ranks}", f"--settings={len(settings)}", f"--master={master}", f"--folder={room}"]
+        own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device, "PATH": os.environ["PATH"]}
         command = [sys.executable, str(Path(__file__).resolve()), *common]
         jobs = [net.start(rank // args.a_host, [*command, f"--rank={rank}"], **own) for rank in range(ranks)]
         for number, (rate, delay) in enumerate(settings):
             for host in range(args.hosts):
-                shape(net.space(host), rate, delay)
+                shape(net.space(host), device, rate)
+            if delays is not None:
+                print(delay, file=delays, flush=True)
             (Path(room) / f"set-{number}").touch()
             while not (done := Path(room) / f"done-{number}").exists():
                 time.sleep(0.1)
@@ -149,7 +166,7 @@ def report(
     args: argparse.Namespace, ranks: int, rate: float, delay: float, found: dict[str, list[list[float]]]
 ) -> None:
     line = {"hosts": args.hosts, "ranks": ranks, "mib": args.mib, "bucket_kib": args.bucket_kib, "mbit_s": rate}
-    line |= {"delay_ms": delay, "repeats": args.repeats}
+    line |= {"delay_ms": delay, "repeats": args.repeats, "through": "a process" if any(args.delays) else "a bridge"}
     for kind, every in found.items():
         line[f"{kind}_s"] = round(median(seconds for seconds, _ in every), 4)
         line[f"{kind}_processor_s"] = round(median(worked for _, worked in every), 4)

@@ -182,6 +182,15 @@ def test_a_machine_with_gpus_and_a_network(here: Path, monkeypatch: pytest.Monke
     assert run.model.source == guesses.PRETRAINED["classification"]
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3, 8, 12, 16])
+def test_micro_batches_are_a_power_of_two_with_room_to_grow(processes: int) -> None:
+    here = guesses.Here(cores=64, gpus=processes, bf16=True, hub=True)
+    filled = {"batch_size": 1, "micro_batches": 1, "epochs": 3, "task": {"name": "classification"}}
+    found = guesses.with_steps(filled, 10_000, here)
+    assert found["micro_batches"].bit_count() == 1
+    assert 2 * here.processes <= found["micro_batches"] <= found["batch_size"]
+
+
 def test_t5_is_asked_in_its_own_words(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guesses.Here, "look", staticmethod(lambda: SERVER))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -75,11 +75,11 @@ def test_messages_travel_while_a_gpu_computes() -> None:
     of = simulated(sent=[("backward", "allgather_base", tuple(range(16)), 16 * 10**9, None, 1.0)])
     seconds = 15 * 10e-6 + 15e9 / 50e9
     for computing, added in ((0.1, seconds - 0.1), (1.0, 0.0)):
-        wire, found = travelling(of, {"backward": computing}, device)
+        wire, found = travelling(of, {"backward": computing}, device, 16)
         assert found == pytest.approx(added)
         assert (wire[0].bytes, wire[0].inside) == (15e9, False)
     alone = device.model_copy(update={"overlaps": False})
-    assert travelling(of, {"backward": 1.0}, alone)[1] == pytest.approx(seconds)
+    assert travelling(of, {"backward": 1.0}, alone, 16)[1] == pytest.approx(seconds)
 
 
 def test_stages_wait_for_the_first_and_the_last_micro_batch() -> None:

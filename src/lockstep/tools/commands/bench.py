@@ -28,6 +28,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps a job (default 10)")
     parser.add_argument("--skip", type=int, default=3, help="steps before them that do not count (default 3)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each job runs, in turns (default 3)")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this machine's rates instead, for `plan --simulate --device`"
+    )
     parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
 
 
@@ -42,6 +45,8 @@ def main(known: argparse.Namespace) -> int:
             raise RunError(f"--{name}: {getattr(known, name)} is not a positive number")
     if known.skip < 0:
         raise RunError(f"--skip: {known.skip} is not a number of steps")
+    if known.calibrate:
+        return calibrated(base, known)
     over = {}
     if known.strategies:
         over["strategy.name"] = known.strategies
@@ -54,6 +59,32 @@ def main(known: argparse.Namespace) -> int:
     folder = Path(known.out or f"{base.folder}-bench")
     asked = Bench(base, over, sorted(set(processes)), known.steps, known.skip, known.rounds, known.weak, folder)
     return bench(asked, path, overrides, QUICK_START)
+
+
+def calibrated(run: Run, known: argparse.Namespace) -> int:
+    """Write down what the machine can do. Errors: `RunError`."""
+    from lockstep.launchers.start import joining
+    from lockstep.tools.bench.calibrate import calibrate
+    from lockstep.track.console import Console
+
+    for name in ("strategies", "micro_batches", "over", "weak"):
+        if getattr(known, name):
+            raise RunError(f"--{name.replace('_', '-')}: --calibrate measures one run; set its keys instead")
+    if joining():
+        raise RunError("bench starts the processes of each job itself: call it outside of torchrun and srun")
+    processes = known.processes or upwards(run)
+    if min(processes) < 1:
+        raise RunError(f"--processes: {min(processes)} is not a positive number")
+    folder, console = Path(known.out or f"{run.folder}-calibration"), Console(True)
+    device = calibrate(run, processes, known.steps, known.rounds, folder, console.say)
+    console.facts(
+        {
+            "device": device.name,
+            "crowding": ", ".join(f"{n} at once: {factor:.2f}" for n, factor in device.crowding.items()),
+            "file": str(folder / "device.yaml"),
+        }
+    )
+    return 0
 
 
 def upwards(run: Run) -> list[int]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from lockstep.config.run import RunError
 
@@ -25,8 +25,12 @@ class Link(BaseModel):
     """Between two ranks, one way."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    bytes_per_s: float = Field(gt=0)
+    bytes_per_s: Rate  # of one message, by its bytes
     latency_s: float = Field(ge=0)
+
+    def seconds(self, messages: float, size: float) -> float:
+        """So many messages, one after the other, of so many bytes in all."""
+        return messages * self.latency_s + (size / at(self.bytes_per_s, size / messages) if messages else 0.0)
 
 
 class Links(BaseModel):
@@ -35,6 +39,7 @@ class Links(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     inside: Link
     between: Link
+    shared: dict[int, Link] = {}  # ranks of a machine that send at once -> what each then has inside of it
 
 
 class Device(BaseModel):
@@ -53,8 +58,21 @@ class Device(BaseModel):
     links: Links
     overlaps: bool  # whether messages travel while it computes
     crowding: dict[int, float] = {}  # ranks of a machine that compute at once -> how much longer each takes
-    step_scale: float = Field(1.0, gt=0)  # how much longer a step takes than the sum of its operations
+    cores: int | None = Field(
+        None, ge=1
+    )  # of a machine: where ranks are more, one that waits leaves its turn to others
+    step_scale: float | dict[str, float] = 1.0  # how much longer it takes than the sum of its operations; by phase
+    micro_batch_s: float = Field(0.0, ge=0)  # of one besides its operations: what a loop in Python takes
     sources: dict[str, str]
+
+    @field_validator("flops", "memory_bytes_per_s", "crowding", "step_scale")
+    @classmethod
+    def positive(cls, found: Any) -> Any:
+        """Every rate, and every factor."""
+        each = found.values() if isinstance(found, dict) else [found]
+        if not all(rate > 0 for one in each for rate in ([r for _, r in one] if isinstance(one, list) else [one])):
+            raise ValueError("is not positive")
+        return found
 
     @model_validator(mode="after")
     def told(self) -> Device:
@@ -73,6 +91,23 @@ class Device(BaseModel):
         """By how much, with so many ranks in all, a machine's share of which computes at once."""
         here = min(ranks, self.ranks_per_node)
         return at(sorted(self.crowding.items()), here) if self.crowding else 1.0
+
+    def take_turns(self, ranks: int) -> bool:
+        """Whether a machine has fewer cores than ranks: then what one rank does not compute others do."""
+        return self.cores is not None and min(ranks, self.ranks_per_node) > self.cores
+
+    def scale(self, phase: str) -> float:
+        """What its operations take in a step, beside what they take by themselves. Backward is told for the one that
+        overlaps; a phase that is not told takes what they do by themselves."""
+        if not isinstance(self.step_scale, dict):
+            return self.step_scale
+        return self.step_scale.get("backward" if phase == "overlapped" else phase, 1.0)
+
+    def inside(self, ranks: int) -> Link:
+        """What a rank has to others of its machine: of the numbers of ranks that are told, the nearest one."""
+        here = min(ranks, self.ranks_per_node)
+        told = self.links.shared
+        return told[min(told, key=lambda n: (abs(math.log(n / here)), n))] if told else self.links.inside
 
 
 def at(rate: Rate, size: float) -> float:

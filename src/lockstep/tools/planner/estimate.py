@@ -58,38 +58,45 @@ def estimate(run: Run, ranks: int, found: Sequence[Simulated], device: Device, f
     largest = max(found, key=lambda each: each.peak)
     computing = [computed(run, ranks, each, device) for each in found]
     slowest = max(range(len(found)), key=lambda i: sum(computing[i].values()))
-    wire, added = travelling(found[slowest], computing[slowest], device)
+    wire, added = travelling(found[slowest], computing[slowest], device, ranks)
     seconds = dict(computing[slowest])
     level, stands_for = levels(run, ranks, feed)
     bubble = bubbles(run, ranks) * sum(seconds.values())
+    if (
+        device.take_turns(ranks) and device.cores
+    ):  # who waits leaves its core to others: only what no turn fills is left
+        alone = sum(seconds.values()) * device.slower(device.cores) / device.slower(ranks)
+        bubble = max(0.0, alone * (1 + bubbles(run, ranks)) - sum(seconds.values()))
     if run.strategy.name != "pipeline":
         own = stands_for[found[slowest].rank]
         seconds = {phase: s * (1 / own if phase in HIDDEN and own else 1.0) for phase, s in seconds.items()}
     whole = sum(s for phase, s in seconds.items() if phase in HIDDEN)
     seconds = {phase: s * (level if phase in HIDDEN else 1.0) for phase, s in seconds.items()}
-    seconds |= {"messages": added, "waiting": whole * (1 - level) + bubble}
+    waiting = 0.0 if device.take_turns(ranks) else whole * (1 - level)
+    seconds |= {"messages": added, "waiting": waiting + bubble}
     return Estimate(seconds, wire, largest.peak, largest.peak <= device.memory_bytes * (1 - RESERVED), largest)
 
 
 def computed(run: Run, ranks: int, of: Simulated, device: Device) -> dict[str, float]:
     """Seconds by phase."""
     precision = "bf16" if run.precision == "fp32" and run.model.trained_in_bfloat16 else run.precision
-    slower = device.slower(ranks) * device.step_scale
-    found: dict[str, float] = {}
+    slower = device.slower(ranks)
+    found = {"other": of.micro_batches * slower * device.micro_batch_s} if device.micro_batch_s else {}
     for phase, flops, size, count in of.ops:
-        found[phase] = found.get(phase, 0.0) + count * slower * device.seconds(precision, flops, size)
+        each = slower * device.scale(phase) * device.seconds(precision, flops, size)
+        found[phase] = found.get(phase, 0.0) + count * each
     return found
 
 
-def travelling(of: Simulated, computing: dict[str, float], device: Device) -> tuple[list[Wire], float]:
+def travelling(of: Simulated, computing: dict[str, float], device: Device, ranks: int) -> tuple[list[Wire], float]:
     """What travels, and the seconds that it adds to a step: where messages travel while the device computes, only what
     is left when that is done."""
     wires: dict[tuple[str, bool], Wire] = {}
     by_phase: dict[str, float] = {}
     for phase, name, group, size, to, count in of.sent:
         for inside, messages, sent in parts(name, group, size, to, of.rank, device.ranks_per_node):
-            link = device.links.inside if inside else device.links.between
-            seconds = count * (messages * link.latency_s + sent / link.bytes_per_s)
+            link = device.inside(ranks) if inside else device.links.between
+            seconds = count * link.seconds(messages, sent)
             by_phase[phase] = by_phase.get(phase, 0.0) + seconds
             known = wires.get((name, inside), Wire(name, inside, 0, 0, 0))
             total = (known.messages + count * messages, known.bytes + count * sent, known.seconds + seconds)
