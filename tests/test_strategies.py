@@ -17,7 +17,7 @@ from lockstep.strategies.native import Native
 from lockstep.training.feed import Feed
 from lockstep.training.loop import evaluate
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 WITH_TORCH_2_11 = {*plugins.names("strategies")} - {"pipeline"}  # whose parts of torch are of 2.12
@@ -71,7 +71,8 @@ class Answers:
             stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
             runs = [tiny(f"strategy.name={name}", *stages, *overrides) for _, *overrides in left]
             questions = [(kind, run) for (kind, *_), run in zip(left, runs, strict=True)]
-            of_it.update(zip(left, zip(*run_on(ranks, together, questions, run=runs[0]), strict=True), strict=True))
+            answers = run_on(ranks, together, questions, run=runs[0], timeout_s=500)
+            of_it.update(zip(left, zip(*answers, strict=True), strict=True))
         return list(of_it[question] or [])
 
     def __call__(self, name: str, ranks: int, *overrides: str) -> dict[str, Any]:
