@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import tiny
+from harness import run_on, tiny
 from marks import slow
-from test_strategies import NAMES, of, steps_of
+from test_strategies import NAMES, steps_of
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from written import Written
 
 from lockstep.cli import main
-from lockstep.config.run import RunError
+from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
 
@@ -63,13 +63,19 @@ def test_the_control_other_numbers_have_other_bits(monkeypatch: pytest.MonkeyPat
     assert here(AGAIN)["digest"] != plain["digest"]
 
 
+def each(world: World, runs: list[Run]) -> list[dict[str, Any]]:
+    return [steps_of(world, run) for run in runs]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "single"])
 def test_every_strategy_has_the_bits_that_it_has_without(name: str, precision: str) -> None:
-    plain, again = (of(name, 2, f"precision={precision}", *more) for more in ((), (AGAIN,)))
+    stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
+    runs = [tiny(f"strategy.name={name}", *stages, f"precision={precision}", *more) for more in ((), (AGAIN,))]
+    (plain, again), others = run_on(2, each, runs, run=runs[0], timeout_s=280)
     assert again["digest"] == plain["digest"]
-    assert again["loss"] == plain["loss"]
+    assert [found["loss"] for found in (again, *others)] == [plain["loss"]] * 3
 
 
 class Drawing(nn.Module):

@@ -21,7 +21,7 @@ from command import (
     until,
     write,
 )
-from marks import slow
+from marks import long, slow
 
 pytestmark = [
     pytest.mark.processes,
@@ -33,10 +33,10 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
-        slow("allreduce", 3),
+        long("allreduce", 3),  # which test_replay.py and test_killed.py kill
         slow("hf_accelerate", 2),
         ("hf_trainer", 2),
-        slow("fsdp2", 2),
+        long("fsdp2", 2),
         ("fsdp2", 3),
         ("pipeline", 2),
         ("zero2", 2),

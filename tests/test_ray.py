@@ -1,13 +1,16 @@
 """Ray Train, really run: two workers on a cluster that Ray starts here; a killed one, a stop, a bad run file."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import LOCKSTEP, STEPS, bits, finish, lines, saved, start_anew, step_of, train, until, write
+from command import LOCKSTEP, bits, each_step_once, ended, start_anew, step_of, train, until, write
 from harness import TINY, lean
 
 from lockstep.config import plugins
@@ -16,7 +19,9 @@ from lockstep.config.run import RunError, load
 from lockstep.launchers.ray_train import Board, Ray, outcome
 
 LAUNCH = {"name": "ray", "processes": 2, "device": "cpu", "threads": 1}
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"} | lean()  # every rank is a new interpreter
+# every rank is a new interpreter, which finds `held_steps`
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"} | lean()
+QUIET["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
 
 
 def plan(**launch: Any) -> Any:
@@ -72,13 +77,6 @@ def test_without_ray(tmp_path: Path, cache: Path) -> None:
     assert len(err.strip().splitlines()) == 1
 
 
-@pytest.fixture
-def ray() -> None:
-    pytest.importorskip("ray", reason="needs the extra ray")
-    if sys.platform != "linux":
-        pytest.skip("looks at processes through /proc")
-
-
 def ranks(folder: Path) -> list[int]:
     """pids of the ranks of a job that trains in `folder`."""
     found = []
@@ -96,48 +94,71 @@ def ranks(folder: Path) -> list[int]:
     return sorted(found)
 
 
+@dataclass(frozen=True)
+class Told:
+    """What three jobs in a folder have told: exit status, standard output and standard error of each."""
+
+    folder: Path
+    stopped: tuple[int, str, str]
+    killed: tuple[int, str, str]
+    finished: tuple[int, str, str]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Told:
+    """Asked to stop; a rank killed; a rank killed and started again. Ray starts a cluster for each of these jobs, which
+    takes longer than the training."""
+    pytest.importorskip("ray", reason="needs the extra ray")
+    if sys.platform != "linux":
+        pytest.skip("looks at processes through /proc")
+    folder = tmp_path_factory.mktemp("ray")
+    write(folder, launch=LAUNCH, strategy={"name": "held_steps.Held"})
+
+    def begun(hold: int, *overrides: str) -> subprocess.Popen[str]:
+        """A job that waits before this step, counted from 0."""
+        (folder / "hold").write_text(str(hold))
+        process = start_anew([*LOCKSTEP, "train", "run.yaml", *overrides], folder, cache, **QUIET)
+        until(lambda: step_of(folder) >= hold, f"step {hold}", process, seconds=600)
+        return process
+
+    process = begun(5)
+    process.send_signal(signal.SIGTERM)
+    stopped = ended(process, 600)
+
+    process = begun(12)
+    os.kill(ranks(folder)[0], signal.SIGKILL)
+    killed = ended(process, 600)
+    until(lambda: ranks(folder) == [], "every rank to end")
+
+    process = begun(24, "launch.max_restarts=1")
+    os.kill(ranks(folder)[-1], signal.SIGKILL)
+    (folder / "hold").unlink()
+    return Told(folder, stopped, killed, ended(process, 600))
+
+
 @pytest.mark.cluster
 @pytest.mark.extras
 @pytest.mark.processes
-@pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("ray")
+@pytest.mark.timeout(1800)
 class TestRun:
-    def test_two_workers_have_the_bits_of_two_processes(self, tmp_path: Path, cache: Path, untouched: Path) -> None:
-        write(tmp_path, launch=LAUNCH)
-        process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
-        out, err = process.communicate(timeout=900)
-        assert process.returncode == 0, (out, err)
-        assert bits(tmp_path) == bits(untouched)
-        assert ranks(tmp_path) == []
+    def test_two_workers_have_the_bits_of_two_processes(self, told: Told, untouched: Path) -> None:
+        assert told.finished[0] == 0, told.finished
+        assert bits(told.folder) == bits(untouched)
+        assert ranks(told.folder) == []
 
-    def test_a_killed_rank_is_started_again_and_resumes(self, tmp_path: Path, cache: Path, untouched: Path) -> None:
-        write(tmp_path, launch=LAUNCH | {"max_restarts": 1})
-        process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
-        until(lambda: saved(tmp_path) >= 10, "a checkpoint", process, seconds=600)
-        os.kill(ranks(tmp_path)[-1], signal.SIGKILL)
-        out, err = process.communicate(timeout=900)
-        assert process.returncode == 0, (out, err)
-        assert "resuming after step" in out + err + (tmp_path / "out/log.txt").read_text()
-        assert bits(tmp_path) == bits(untouched)
-        assert [line["step"] for line in lines(tmp_path) if line["split"] == "train"] == list(range(1, STEPS + 1))
+    def test_sigterm_saves_and_the_same_command_goes_on(self, told: Told) -> None:
+        assert told.stopped[0] == 75, told.stopped
+        assert 5 <= resumed(told)[0] < 12  # the ranks agree on a step
 
-    def test_a_killed_rank_without_restarts_is_status_1(self, tmp_path: Path, cache: Path) -> None:
-        write(tmp_path, launch=LAUNCH)
-        process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
-        until(lambda: step_of(tmp_path) >= 5, "step 5", process, seconds=600)
-        os.kill(ranks(tmp_path)[0], signal.SIGKILL)
-        _, err = process.communicate(timeout=900)
-        assert process.returncode == 1, err
-        assert "was killed by signal 9" in err
-        until(lambda: ranks(tmp_path) == [], "every rank to end")
+    def test_a_killed_rank_without_restarts_is_status_1(self, told: Told) -> None:
+        assert told.killed[0] == 1, told.killed
+        assert "was killed by signal 9" in told.killed[2]
 
-    def test_sigterm_saves_and_the_same_command_goes_on(self, tmp_path: Path, cache: Path, untouched: Path) -> None:
-        write(tmp_path, launch=LAUNCH)
-        process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **QUIET)
-        until(lambda: step_of(tmp_path) >= 5, "step 5", process, seconds=600)
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=900)
-        assert process.returncode == 75, (out, err)
-        assert saved(tmp_path) > 0
-        finish(tmp_path, cache, "launch.name=local")
-        assert bits(tmp_path) == bits(untouched)
+    def test_a_killed_rank_is_started_again_and_resumes(self, told: Told, untouched: Path) -> None:
+        assert resumed(told)[1:] == [10, 20]
+        each_step_once(told.folder, untouched)
+
+
+def resumed(told: Told) -> list[int]:
+    """The steps after which the jobs went on."""
+    return [int(step) for step in re.findall(r"resuming after step (\d+)", (told.folder / "out/log.txt").read_text())]

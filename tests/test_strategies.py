@@ -1,6 +1,6 @@
 """One set of tests over every strategy file: a new one is tested by existing."""
 
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from lockstep.strategies.native import Native
 from lockstep.training.feed import Feed
 from lockstep.training.loop import evaluate
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 WITH_TORCH_2_11 = {*plugins.names("strategies")} - {"pipeline"}  # whose parts of torch are of 2.12
@@ -44,21 +44,72 @@ def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     return found
 
 
-@cache  # several questions are asked of one job
-def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
-    """The same on every rank, checked; rank 0's."""
-    stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
-    run = tiny(f"strategy.name={name}", *stages, *overrides)
-    first, *others = run_on(ranks, steps_of, run, run=run)
-    for other in others:
-        assert {k: other[k] for k in ("loss", "norm")} == {k: first[k] for k in ("loss", "norm")}
-        assert all(torch.equal(w, first["weights"][k]) for k, w in other["weights"].items())  # whole on rank 0 only
-    assert first["clear"]
-    return first
+Question = tuple[str, ...]  # the name of a function below, and what is set in its run
+
+
+def together(world: World, questions: list[tuple[str, Run]]) -> list[Any]:
+    """Several questions of one job: it takes longer to start than to answer each."""
+    return [{"steps": steps_of, "restored": restored, "judged": judged}[kind](world, run) for kind, run in questions]
+
+
+class Answers:
+    """What the tests that were chosen ask of a strategy on a number of processes, all of it at the first of them."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.asked: dict[tuple[str, int], dict[Question, list[Any] | None]] = {}
+        for item in items:
+            if item.path == Path(__file__) and hasattr(item, "callspec"):
+                for name, ranks, question in asked_by(item.originalname, **item.callspec.params):
+                    self.asked.setdefault((name, ranks), {})[question] = None
+
+    def every(self, name: str, ranks: int, *question: str) -> list[Any]:
+        """Each rank's."""
+        of_it = self.asked.setdefault((name, ranks), {})
+        of_it.setdefault(question, None)
+        if of_it[question] is None:
+            left = [each for each, answer in of_it.items() if answer is None]
+            stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
+            runs = [tiny(f"strategy.name={name}", *stages, *overrides) for _, *overrides in left]
+            questions = [(kind, run) for (kind, *_), run in zip(left, runs, strict=True)]
+            answers = run_on(ranks, together, questions, run=runs[0], timeout_s=500)
+            of_it.update(zip(left, zip(*answers, strict=True), strict=True))
+        return list(of_it[question] or [])
+
+    def __call__(self, name: str, ranks: int, *overrides: str) -> dict[str, Any]:
+        """Six steps: the same on every rank, checked; rank 0's."""
+        first, *others = self.every(name, ranks, "steps", *overrides)
+        for other in others:
+            assert {k: other[k] for k in ("loss", "norm")} == {k: first[k] for k in ("loss", "norm")}
+            assert all(torch.equal(w, first["weights"][k]) for k, w in other["weights"].items())  # whole on rank 0 only
+        assert first["clear"]
+        return first
+
+
+SGD = ("optim.name=sgd", "optim.learning_rate=0.1")
+ENGINES = ("strategy.exact=false", *SGD)
+
+
+def asked_by(
+    test: str, name: str = "", ranks: int = 0, precision: str = "", **_: Any
+) -> list[tuple[str, int, Question]]:
+    """What a test of this file asks of the strategy that it is about."""
+    few = 1 if name == "single" else 2
+    return {
+        "test_exact_means_the_bits_of_single": [(name, ranks, ("steps", f"precision={precision}"))],
+        "test_precisions_are_what_they_say": [(name, worlds(name)[-1], ("steps", "precision=bf16"))],
+        "test_the_engine_s_own_reduction_is_equal_to_rounding": [(name, ranks, ("steps", *ENGINES))],
+        "test_state_holds_all_that_matters": [(name, few, ("restored",))],
+        "test_all_ranks_score_the_same_and_the_first_exports": [(name, few, ("judged",))],
+    }.get(test, [])
 
 
 @pytest.fixture(scope="module")
-def single() -> dict[str, dict[str, Any]]:
+def of(request: pytest.FixtureRequest) -> Answers:
+    return Answers(request.session.items)
+
+
+@pytest.fixture(scope="module")
+def single(of: Answers) -> dict[str, dict[str, Any]]:
     return {p: of("single", 1, f"precision={p}") for p in ("fp32", "bf16")}
 
 
@@ -69,7 +120,7 @@ def worlds(name: str) -> list[int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "ranks"), [(n, r) for n in EXACT for r in worlds(n)])
-def test_exact_means_the_bits_of_single(name: str, ranks: int, precision: str, single: dict) -> None:
+def test_exact_means_the_bits_of_single(name: str, ranks: int, precision: str, of: Answers, single: dict) -> None:
     found = of(name, ranks, f"precision={precision}")
     assert found["digest"] == single[precision]["digest"]
     assert found["loss"] == single[precision]["loss"]
@@ -81,7 +132,7 @@ def test_the_control_bf16_has_other_bits(single: dict) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_precisions_are_what_they_say(name: str, single: dict) -> None:
+def test_precisions_are_what_they_say(name: str, of: Answers, single: dict) -> None:
     """bf16 means autocast: losses of bf16, and weights and moments of float32."""
     found = of(name, worlds(name)[-1], "precision=bf16")
     assert found["dtypes"] == {"torch.float32"}
@@ -95,16 +146,15 @@ def test_precisions_are_what_they_say(name: str, single: dict) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"), [slow(n, r) if r > 2 else (n, r) for n in NAMES for r in worlds(n) if r > 1]
 )
-def test_the_engine_s_own_reduction_is_equal_to_rounding(name: str, ranks: int) -> None:
-    sgd = ("optim.name=sgd", "optim.learning_rate=0.1")
-    exact, engine = of("single", 1, *sgd), of(name, ranks, "strategy.exact=false", *sgd)
+def test_the_engine_s_own_reduction_is_equal_to_rounding(name: str, ranks: int, of: Answers) -> None:
+    exact, engine = of("single", 1, *SGD), of(name, ranks, *ENGINES)
     assert engine["loss"] == pytest.approx(exact["loss"], rel=1e-6)
     assert engine["norm"] == pytest.approx(exact["norm"], rel=2e-6)
     for key, weight in exact["weights"].items():
         assert (engine["weights"][key] - weight).abs().max() <= 1e-6, key
 
 
-def test_the_control_an_ordinary_all_reduce_has_other_bits(single: dict) -> None:
+def test_the_control_an_ordinary_all_reduce_has_other_bits(of: Answers, single: dict) -> None:
     found = {ranks: of("allreduce", ranks, "strategy.exact=false")["digest"] for ranks in (1, 2, 3)}
     assert single["fp32"]["digest"] not in found.values()
     assert len(set(found.values())) == 3
@@ -130,10 +180,10 @@ def mean_of_means(world: World, run: Run) -> list[float]:
     return [float(strategy.train_step(feed.make(t), 1e-3).grad_norm) for t in range(2)]
 
 
-def test_the_control_a_mean_of_means_is_seen_in_the_norm() -> None:
+def test_the_control_a_mean_of_means_is_seen_in_the_norm(of: Answers) -> None:
     run = tiny("strategy.name=single")
     wrong = run_on(1, mean_of_means, run, run=run)[0]
-    right = of("single", 1)["norm"]
+    right = of("single", 1, "precision=fp32")["norm"]
     assert abs(wrong[0] / right[0] - 1) > 1e-3
 
 
@@ -166,11 +216,11 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_targets() -> None:
 
 
 @pytest.mark.parametrize("option", ["static_graph=true", "bucket_cap_mb=0.05", "find_unused_parameters=true"])
-def test_ddp_options_pass_through(option: str, single: dict) -> None:
+def test_ddp_options_pass_through(option: str, of: Answers, single: dict) -> None:
     assert of("ddp", 2, f"strategy.options.{option}")["digest"] == single["fp32"]["digest"]
 
 
-def test_more_pieces_than_examples_leave_blank_ones(single: dict) -> None:
+def test_more_pieces_than_examples_leave_blank_ones(of: Answers, single: dict) -> None:
     short = (
         "data.limit=9",
         "batch_size=8",
@@ -198,9 +248,8 @@ def restored(world: World, run: Run) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_holds_all_that_matters(name: str) -> None:
-    run = tiny(f"strategy.name={name}")
-    for straight, again in run_on(1 if name == "single" else 2, restored, run, run=run):
+def test_state_holds_all_that_matters(name: str, of: Answers) -> None:
+    for straight, again in of.every(name, 1 if name == "single" else 2, "restored"):
         assert straight == again
 
 
@@ -217,21 +266,15 @@ def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
     return scores, digest(weights) if weights is not None else None
 
 
-@pytest.fixture(scope="module")
-def judged_alone() -> tuple[dict[str, float], str | None]:
-    run = tiny("strategy.name=single")
-    return run_on(1, judged, run, run=run)[0]
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_score_the_same_and_the_first_exports(name: str, judged_alone: tuple[dict, str]) -> None:
-    run = tiny(f"strategy.name={name}")
-    (scores, exported), *others = run_on(1 if name == "single" else 2, judged, run, run=run)
+def test_all_ranks_score_the_same_and_the_first_exports(name: str, of: Answers) -> None:
+    (alone,) = of.every("single", 1, "judged")
+    (scores, exported), *others = of.every(name, 1 if name == "single" else 2, "judged")
     assert all(other == (scores, None) for other in others)
     if name in EXACT:
-        assert (scores, exported) == judged_alone
+        assert (scores, exported) == alone
     else:
-        assert scores["loss"] == pytest.approx(judged_alone[0]["loss"], rel=1e-5)
+        assert scores["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
 
 
 def densely(world: World, run: Run) -> dict[str, Any]:
