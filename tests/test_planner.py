@@ -8,7 +8,9 @@ from command import write
 from harness import tiny
 
 from lockstep.cli import main
+from lockstep.strategies.exact.routes import links
 from lockstep.tools.planner import devices, planner
+from lockstep.tools.planner import rank as ranks_of
 from lockstep.tools.planner.devices import Device, at
 from lockstep.tools.planner.estimate import Estimate, beside_slowest, bubbles, parts, power_of_two, travelling, turns
 from lockstep.tools.planner.planner import Plan, candidates, looked_at, ranked
@@ -107,6 +109,17 @@ def test_the_ranks_that_differ() -> None:
     assert looked_at(tiny(micro_batches=8), 3) == [0, 2]
     assert looked_at(tiny(strategy={"name": "pipeline"}), 4) == [0, 1, 3]
     assert looked_at(tiny(strategy={"name": "pipeline", "options": {"stages": 2}}), 4) == [0, 2]
+
+
+def test_simulated_ranks_are_on_the_machines_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which sums travel in stages: here between two machines of two ranks each."""
+    monkeypatch.setattr(ranks_of.simulated, "join", lambda rank, ranks: None)  # no process group here
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    run = tiny()
+    found = {each: links(run, ranks_of.Nobody(run).on_machines(each)) for each in (2, 4)}
+    assert found[2].hosts == ("machine-0", "machine-0", "machine-1", "machine-1")
+    assert [found[each].tree(4) for each in (2, 4)] == [True, False]
 
 
 def test_candidates_are_powers_of_two_that_a_step_has_examples_for() -> None:
