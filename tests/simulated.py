@@ -31,7 +31,7 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training.feed import Feed
 
-WAIT_S = 600.0  # for other ranks, which compute one after another
+WAIT_S = 7200.0  # for other ranks, which compute one after another, maybe on a busy machine
 
 
 class Turn:

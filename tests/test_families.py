@@ -148,3 +148,14 @@ def test_a_pipeline_refuses_an_adapter() -> None:
     run = tiny("strategy.name=pipeline", "model.adapter={type: lora}", model={"source": "gpt2"})
     with pytest.raises(RunError, match=r"pipeline cannot cut a model with model\.adapter"):
         Pipeline.check(run, 2)
+
+
+def test_a_model_from_scratch_may_have_room_for_more_entries() -> None:
+    def built(size: object) -> Any:
+        config = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": size}
+        words: Any = Words()
+        return models.build(tiny(model={"type": "gpt2", "config": config}), "causal", words, empty=True)
+
+    assert built(64).get_input_embeddings().num_embeddings == 64
+    with pytest.raises(RunError, match=r"model\.config\.vocab_size: 39 is fewer than the 40 of the tokenizer"):
+        built(39)

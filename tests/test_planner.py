@@ -8,9 +8,11 @@ from command import write
 from harness import tiny
 
 from lockstep.cli import main
+from lockstep.strategies.exact.routes import links
 from lockstep.tools.planner import devices, planner
+from lockstep.tools.planner import rank as ranks_of
 from lockstep.tools.planner.devices import Device, at
-from lockstep.tools.planner.estimate import Estimate, bubbles, parts, power_of_two, travelling
+from lockstep.tools.planner.estimate import Estimate, beside_slowest, bubbles, parts, power_of_two, travelling, turns
 from lockstep.tools.planner.planner import Plan, candidates, looked_at, ranked
 from lockstep.tools.planner.rank import Simulated
 
@@ -82,6 +84,18 @@ def test_messages_travel_while_a_gpu_computes() -> None:
     assert travelling(of, {"backward": 1.0}, alone, 16)[1] == pytest.approx(seconds)
 
 
+def test_ranks_wait_for_the_slowest_in_a_step_or_in_each_turn() -> None:
+    """Four micro-batches of falling length on two ranks: a rank's share is a half, or every other one."""
+    work = [8.0, 6.0, 4.0, 2.0]
+    assert beside_slowest(work, None, 2) == [1.0, 6 / 14]
+    run = tiny(strategy={"name": "fsdp2", "options": {"gather": "micro_batch"}}, micro_batches=4)
+    assert turns(run, 2) == [[range(1), range(1, 2)], [range(2, 3), range(3, 4)]]
+    assert beside_slowest(work, turns(run, 2), 2) == [1.0, 8 / 12]
+    assert [len(own) for own in turns(run, 3)[1]] == [1, 0, 0]
+    copies = tiny(strategy={"name": "fsdp2", "options": {"replicate": 2}}, micro_batches=8)
+    assert [[own.start for own in turn] for turn in turns(copies, 4)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
 def test_stages_wait_for_the_first_and_the_last_micro_batch() -> None:
     run = tiny(strategy={"name": "pipeline"}, micro_batches=8)
     assert bubbles(run, 4) == 3 / 8
@@ -95,6 +109,17 @@ def test_the_ranks_that_differ() -> None:
     assert looked_at(tiny(micro_batches=8), 3) == [0, 2]
     assert looked_at(tiny(strategy={"name": "pipeline"}), 4) == [0, 1, 3]
     assert looked_at(tiny(strategy={"name": "pipeline", "options": {"stages": 2}}), 4) == [0, 2]
+
+
+def test_simulated_ranks_are_on_the_machines_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which sums travel in stages: here between two machines of two ranks each."""
+    monkeypatch.setattr(ranks_of.simulated, "join", lambda rank, ranks: None)  # no process group here
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    run = tiny()
+    found = {each: links(run, ranks_of.Nobody(run).on_machines(each)) for each in (2, 4)}
+    assert found[2].hosts == ("machine-0", "machine-0", "machine-1", "machine-1")
+    assert [found[each].tree(4) for each in (2, 4)] == [True, False]
 
 
 def test_candidates_are_powers_of_two_that_a_step_has_examples_for() -> None:
@@ -164,7 +189,13 @@ def test_a_plan_on_the_terminal_and_as_a_page(
     assert "2.0 GB of 80.0 GB in backward: weights 1.0 GB, activations 1.0 GB" in said
     assert "all to all, inside a machine: 1 messages, 500.0 MB" in said
     assert "device-hours, " in said
-    assert "weights 954 MiB" in (here / "plan.html").read_text()
+    assert "weights 1.0 GB" in (here / "plan.html").read_text()
+    assert (
+        main(["plan", "run.yaml", "--simulate", "--processes", "2", "4", "precision=bf16", "--out", "grown.html"]) == 0
+    )
+    grown = (here / "grown.html").read_text()
+    assert all(f"<td>{count}</td>" in grown for count in (2, 4))
+    assert "sent by a rank in a step, GB" in grown
     monkeypatch.setattr(planner, "simulate", lambda *_: [simulated(ops=ops, peak=79 * 10**9)])
     assert main(words) == 1
     assert "NO: it will run out of memory" in capsys.readouterr().out

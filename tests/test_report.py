@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,14 @@ def test_a_series_keeps_its_colour_where_others_have_no_points() -> None:
     points = [(0.0, 1.0), (1.0, 2.0)]
     assert 'class="line c1"' in charts.lines("x", {"a": [], "b": points})
     assert 'class="line c0"' not in charts.lines("x", {"a": [], "b": points})
+
+
+def test_what_doubles_is_evenly_apart() -> None:
+    place = charts.Place(8, 128, 0.0, 1.0, False, doubling=True)
+    ways = [place.across(count) for count in (8, 16, 32, 64, 128)]
+    assert [b - a for a, b in pairwise(ways)] == pytest.approx([ways[1] - ways[0]] * 4)
+    chart = charts.lines("x", {"a": [(8, 1.0), (64, 2.0), (1024, 3.0)]}, charts.Look("processes", doubling=True))
+    assert all(f">{count}</text>" in chart for count in ("8", "64", "1,024"))
 
 
 def test_no_points_no_chart() -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from harness import build, run_on, tiny
 from marks import long, slow
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.engines.simulated import Storages
+from lockstep.strategies.engines.fsdp import roomy
+from lockstep.strategies.engines.simulated import Ledger, Storages, on_meta, without_numbers
 from lockstep.tools.planner.rank import Simulated, middle, simulate
 from lockstep.training.feed import Feed
 
@@ -108,6 +111,20 @@ def test_a_plan_says_what_a_rank_takes(case: str, ranks: int) -> None:
         assert sum(plan.kinds.values()) == plan.peak
 
 
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("again", [False, True])
+def test_casts_of_float32_weights_are_counted(again: bool) -> None:
+    """Autocast keeps a bf16 copy of every matrix, which FSDP does not cut: until backward has used it, and where layers
+    are computed again until forward is over."""
+    wide = {"n_layer": 6, "n_head": 4, "n_embd": 256, "n_positions": 32}
+    model = {"type": "gpt2", "config": wide, "checkpoint_activations": again}
+    run = of("fsdp2 micro_batch", model=model, precision="bf16")
+    real = run_on(2, taken, run, run=run)[0]
+    plan: Simulated = run_on(1, planned, run, 2, 0, run=run, joined=False)[0]
+    assert plan.peak == pytest.approx(real.peak, rel=NEAR), plan
+
+
 def test_every_strategy_is_planned() -> None:
     assert {name for name, _ in CASES.values()} == set(plugins.names("strategies"))
     assert EACH_TIME.keys() == CASES.keys()
@@ -127,3 +144,10 @@ def test_a_plan_says_what_it_is_made_of() -> None:
     assert trained - rows <= exchanged < trained
     assert {len(group) for _, _, group, _, _, _ in plan.sent} == {4}
     assert sum(flops * n for _, flops, _, n in plan.ops) > 0
+
+
+def test_a_rank_s_share_of_a_large_model_takes_no_memory() -> None:
+    """What FSDP cuts up has room on the processor, and here no numbers: a share of 8 billion weights is 12 GB."""
+    with without_numbers(Ledger()):
+        model = roomy(on_meta(lambda: nn.Linear(100, 10, device="meta")))
+        assert all(isinstance(p.data, FakeTensor) and p.device.type == "cpu" for p in model.parameters())

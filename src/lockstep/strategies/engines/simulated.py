@@ -227,6 +227,9 @@ def _computed(func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tens
         with unset_fake_temporarily():
             plain = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, FakeTensor) else a for a in args]
             return func(*plain, **kwargs)
+    if name == "aten::empty_like" and tensors[0].is_meta and tensors[0].is_floating_point():  # room for what has none
+        device = kwargs.get("device") or tensors[0].device
+        return torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype, device=device)
     dtype = kwargs.get("dtype")
     whole = name == "aten::arange" or (dtype is not None and not dtype.is_floating_point)
     if not fake and (tensors or whole):

@@ -38,12 +38,8 @@ def answered(
         else:
             plans += at_once.map(lambda count: planner.plan(run, count, found, console.say), asked)
     if suggest or len(plans) > 1:
-        several = len(asked) > 1
-        columns, cells = told.table(plans, price)
-        if several:
-            counts = [f"{p.processes:,}" for p in plans if p.found is not None]
-            columns, cells = ["processes", *columns], [[n, *row] for n, row in zip(counts, cells, strict=True)]
-        console.table(f"{run.name} on {found.name}", columns, cells)
+        of = f", {told.name_of(plans[0])}" if not suggest else ""
+        console.table(f"{run.name} on {found.name}{of}", *told.table(plans, price))
         for plan in plans:
             if plan.refused is not None:
                 console.say(f"cannot be: {told.name_of(plan)}, micro_batches={plan.run.micro_batches}: {plan.refused}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.config.run import Run
+from lockstep.strategies.engines import fsdp_config
 from lockstep.strategies.exact.reduction import share
 from lockstep.tools.planner.devices import Device
 from lockstep.tools.planner.rank import Simulated
@@ -134,17 +135,41 @@ def levels(run: Run, ranks: int, feed: Feed) -> tuple[float, dict[int, float]]:
     if run.strategy.name == "pipeline" or ranks == 1:
         return 1.0, dict.fromkeys(range(ranks), 1.0)
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
+    together = run.strategy.name == "fsdp2" and fsdp_config.gather(run) == fsdp_config.MICRO_BATCH
     found = []
     for step in steps:
         rows = feed.order.step(int(step))
         groups = feed.task.cut(feed.columns, rows)
         lengths = [feed.columns.lengths[rows[group]] for group in groups]
         work = [float(len(n) * n.max() if feed.pads else n.sum()) if len(n) else 0.0 for n in lengths]
-        found.append([sum(work[k] for k in share(len(work), rank, ranks)) for rank in range(ranks)])
+        found.append(beside_slowest(work, turns(run, ranks) if together else None, ranks))
     of_ranks = np.array(found)  # [steps, ranks]
-    most = of_ranks.max(1, keepdims=True)
-    own = (of_ranks / most).mean(0)
-    return float((of_ranks / most).mean()), dict(enumerate(own.tolist()))
+    return float(of_ranks.mean()), dict(enumerate(of_ranks.mean(0).tolist()))
+
+
+def turns(run: Run, ranks: int) -> list[list[range]]:
+    """Of FSDP, whose ranks gather together for every micro-batch: the micro-batches (one, or none) of each rank in each
+    turn, as the strategy deals them out."""
+    copies, tensor = (int(run.strategy.options.get(key, 1)) for key in ("replicate", "tensor_parallel"))
+    shards = ranks // (copies * tensor)
+    blocks = [share(run.micro_batches, copy, copies) for copy in range(copies)]
+    return [
+        [
+            range(at := min(block.start + turn * shards + rank // tensor, block.stop), min(at + 1, block.stop))
+            for block in blocks
+            for rank in range(shards * tensor)
+        ]
+        for turn in range(-(-max(map(len, blocks)) // shards))
+    ]
+
+
+def beside_slowest(work: Sequence[float], together: list[list[range]] | None, ranks: int) -> list[float]:
+    """Each rank's work in a step beside the time that the step takes: that of the rank with most, or where ranks wait
+    for each other in turns, of the one with most in each of them."""
+    dealt = together or [[share(len(work), rank, ranks) for rank in range(ranks)]]
+    of_turns = np.array([[sum(work[k] for k in own if k < len(work)) for own in turn] for turn in dealt])  # [turns, W]
+    found: list[float] = (of_turns.sum(0) / (of_turns.max(1).sum() or 1.0)).tolist()
+    return found
 
 
 def bubbles(run: Run, ranks: int) -> float:

@@ -112,7 +112,8 @@ def simulate(run: Run, processes: int, device: Device, say: Say) -> list[ranks_o
 
 
 def _child(folder: Path, rank: int, processes: int, device: Device) -> Child:
-    words = [str(folder / "run.yaml"), str(processes), str(rank), device.kind, str(folder / f"{rank}.json")]
+    of = (processes, rank, device.kind, device.ranks_per_node)
+    words = [str(folder / "run.yaml"), *map(str, of), str(folder / f"{rank}.json")]
     return Child("lockstep.tools.planner.rank.main", words, folder, f"rank-{rank}", {"OMP_NUM_THREADS": "1"})
 
 

@@ -60,7 +60,9 @@ class Simulated:
 class Nobody(World):
     """A rank whose others are not there: what it asks them for is what it has itself."""
 
-    def join(self) -> World:
+    def on_machines(self, each: int) -> World:
+        """Join, with so many ranks on each machine: sums travel within a machine first."""
+        self.hosts = [f"machine-{rank // each}" for rank in range(self.size)]
         if self.size > 1:
             simulated.join(self.rank, self.size)
         return self
@@ -91,9 +93,9 @@ class Watched(Phases):
         return before
 
 
-def simulate(run: Run, ranks: int, rank: int, on_gpus: bool) -> Simulated:
+def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | None = None) -> Simulated:
     """Build this rank's strategy and run it for three steps. In a process of its own: engines keep what they learn of
-    the others. `on_gpus`: leave out what is done on processors only."""
+    the others. `on_gpus`: leave out what is done on processors only. `per_node`: ranks of a machine; default: all."""
     task_class: Any = plugins.find("tasks", run.task.name)
     prepared = prepare(run, task_class)
     every, trained = counts(freeze(run, task_class(run, prepared).model(empty=True)))
@@ -104,7 +106,7 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool) -> Simulated:
     if on_gpus:
         native.row_sparse = lambda *_: set()
     pipelining.set_random_state = lambda *_: None  # what travels from stage to stage is nothing
-    world = Nobody(less).join()
+    world = Nobody(less).on_machines(per_node or ranks)
     strategy = strategy_class(less)(less, world)
     feed = Feed(less, task, strategy.own_micro_batches(), world.device)
     share = len(feed.indices)
@@ -249,10 +251,11 @@ def divided(peak: Peak, strategy: Strategy) -> dict[str, int]:
 
 
 def main(words: list[str]) -> int:
-    """In the child: `RUN.yaml RANKS RANK cpu|gpu`, and where the answer goes. Returns the exit status."""
-    path, ranks, rank, kind, answer = words
+    """In the child: `RUN.yaml RANKS RANK cpu|gpu`, ranks of a machine, and where the answer goes. Returns the exit
+    status."""
+    path, ranks, rank, kind, per_node, answer = words
     run = load(path, [])
-    found = simulate(run, int(ranks), int(rank), kind == "gpu")
+    found = simulate(run, int(ranks), int(rank), kind == "gpu", int(per_node))
     Path(answer).write_text(json.dumps(asdict(found)), encoding="utf-8")
     return 0
 

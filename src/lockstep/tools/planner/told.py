@@ -10,12 +10,16 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 from lockstep.tools.planner.devices import Device
+from lockstep.tools.planner.estimate import Estimate
 from lockstep.tools.planner.planner import Plan
 from lockstep.track.report import charts
 from lockstep.track.report.report import write_page
 from lockstep.training.sizes import size
 
 KINDS = ("weights", "gradients", "partial sums", "optimizer", "activations", "on the way", "buffers")
+Lines = dict[str, list[tuple[float, float]]]  # of a chart, by name
+SEEN = 0.0005  # of a whole: what is less is not told
+COLOUR = {kind: i for i, kind in enumerate(KINDS)}
 COLLECTIVES = {
     "allgather_base": "gather",
     "allgather": "gather",
@@ -24,7 +28,7 @@ COLLECTIVES = {
     "alltoall_base": "all to all",
     "allreduce": "sum",
     "broadcast": "broadcast",
-    "send": "to a stage",
+    "send": "to one rank",
 }
 
 
@@ -66,7 +70,7 @@ def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
 def told(kinds: dict[str, int]) -> str:
     """Kinds of memory, the usual order, without what is nothing beside the rest."""
     whole = sum(kinds.values()) or 1
-    return ", ".join(f"{k} {size(kinds[k])}" for k in KINDS if kinds.get(k, 0) / whole >= 0.0005)
+    return ", ".join(f"{k} {size(kinds[k])}" for k in KINDS if kinds.get(k, 0) / whole >= SEEN)
 
 
 def cost(plan: Plan, price: float | None) -> str:
@@ -77,18 +81,26 @@ def cost(plan: Plan, price: float | None) -> str:
 
 
 def table(plans: Sequence[Plan], price: float | None) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells of what was compared."""
-    columns = ["strategy", "micro_batches", "peak", "fits", "s/step", "idle", "device-hours"]
-    columns += [] if price is None else ["price"]
-    cells = []
-    for plan in plans:
-        if plan.found is None:
-            continue
-        found = plan.found
-        row = [name_of(plan), f"{plan.run.micro_batches}", size(found.peak), "yes" if found.fits else "no"]
-        row += [f"{found.step_s:.3g}", f"{found.waiting:.0%}", f"{plan.device_hours:,.4g}"]
-        cells.append(row + ([] if price is None else [f"{plan.device_hours * price:,.2f}"]))
-    return columns, cells
+    """Columns and cells of what was compared: of strategy, micro-batches and processes those that differ."""
+    drawn = [plan for plan in plans if plan.found is not None]
+    rows = [
+        {
+            "processes": f"{plan.processes:,}",
+            "strategy": name_of(plan),
+            "micro_batches": f"{plan.run.micro_batches:,}",
+            "peak": size(plan.found.peak),
+            "fits": "yes" if plan.fits else "no",
+            "s/step": f"{plan.found.step_s:.3g}",
+            "idle": f"{plan.found.waiting:.0%}",
+            "device-hours": f"{plan.device_hours:,.4g}",
+            **({} if price is None else {"price": f"{plan.device_hours * price:,.2f}"}),
+        }
+        for plan in drawn
+        if plan.found is not None
+    ]
+    same = {key for key in ("processes", "strategy", "micro_batches") if len({row[key] for row in rows}) == 1}
+    columns = [key for key in (rows[0] if rows else {}) if key not in same]
+    return columns, [[row[key] for key in columns] for row in rows]
 
 
 def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: float | None) -> None:
@@ -97,25 +109,6 @@ def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: f
     several = len({p.processes for p in drawn}) > 1
     alike = len({name_of(p) for p in drawn}) == 1
     names = {id(p): label(p, several, alike) for p in drawn}
-    memory = {names[id(p)]: p.found.at.kinds for p in drawn if p.found is not None}
-    times = {names[id(p)]: p.found.seconds for p in drawn if p.found is not None}
-    kinds = {kind: f"c{i % charts.COLOURS}" for i, kind in enumerate(KINDS)}
-    phases = {
-        phase: f"c{i % charts.COLOURS}" for i, phase in enumerate(dict.fromkeys(k for t in times.values() for k in t))
-    }
-    plots = [
-        charts.bars("memory of the rank that needs most, at its peak", memory, kinds, told=charts.size),
-        charts.bars("time of a step", times, phases),
-    ]
-    growth = []
-    if several:
-        points = sorted(drawn, key=lambda p: p.processes)
-        lines = {
-            "peak memory of a rank, GB": [(p.processes, p.found.peak / 1e9) for p in points if p.found],
-            "seconds of a step": [(p.processes, p.found.step_s) for p in points if p.found],
-            "device-hours of the run": [(p.processes, p.device_hours) for p in points],
-        }
-        growth = [charts.lines(name, {name: series}, charts.Look("processes")) for name, series in lines.items()]
     shown = [(names[id(p)], facts(p, device, price)) for p in drawn]
     refused = [f"{name_of(p)}, {p.run.micro_batches} micro-batches: {p.refused}" for p in plans if p.refused]
     try:
@@ -125,8 +118,8 @@ def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: f
             title=title,
             device=device.model_dump(),
             numbers=table(plans, price),
-            plots=plots,
-            growth=growth,
+            plots=plots(drawn, [names[id(p)] for p in drawn], device),
+            growth=growth(sorted(drawn, key=lambda p: p.processes)) if several and alike else [],
             shown=shown,
             refused=refused,
         )
@@ -134,8 +127,64 @@ def page(path: Path, title: str, plans: Sequence[Plan], device: Device, price: f
         raise RunError(f"--out: {path} cannot be written: {error.strerror}") from error
 
 
+def plots(plans: Sequence[Plan], names: Sequence[str], device: Device) -> list[str]:
+    """Memory by kind and time by phase, a bar each."""
+    found = [(name, plan.found) for name, plan in zip(names, plans, strict=True) if plan.found is not None]
+    kinds = {kind: f"c{COLOUR[kind]}" for kind in KINDS}
+    times = {name: each.seconds for name, each in found}
+    phases = dict.fromkeys(phase for of_step in times.values() for phase in of_step)
+    has = f"the device has {size(device.memory_bytes)}"
+    return [
+        charts.bars(f"memory of the rank that needs most, at its peak: {has}", by_kind(found, True), kinds, told=size),
+        charts.bars("the same between two steps", by_kind(found, False), kinds, told=size),
+        charts.bars(
+            "where the time of a step goes" + (", in shares" if len(found) > 1 else ""),
+            times,
+            {phase: f"c{i % charts.COLOURS}" for i, phase in enumerate(phases)},
+            shares=True,
+        ),
+    ]
+
+
+def by_kind(found: Sequence[tuple[str, Estimate]], peak: bool) -> dict[str, dict[str, float]]:
+    """Bytes of each plan's rank, in the usual order."""
+    rows = ((name, each.at.kinds if peak else each.at.at_rest) for name, each in found)
+    return {name: {kind: float(kinds[kind]) for kind in KINDS if kind in kinds} for name, kinds in rows}
+
+
+def growth(plans: Sequence[Plan]) -> list[str]:
+    """What grows or shrinks with the number of processes, a chart each."""
+    found = [(plan, plan.found) for plan in plans if plan.found is not None]
+    kinds: Lines = {kind: [] for kind in KINDS}
+    sent: Lines = {"inside a machine": [], "between machines": []}
+    messages: Lines = {level: [] for level in sent}
+    for plan, each in found:
+        for kind, held in each.at.kinds.items():
+            if held / each.peak >= SEEN:
+                kinds[kind].append((plan.processes, held / 1e9))
+        for level, inside in zip(sent, (True, False), strict=True):
+            wires = [wire for wire in each.wire if wire.inside == inside]
+            if wires:
+                sent[level].append((plan.processes, sum(wire.bytes for wire in wires) / 1e9))
+                messages[level].append((plan.processes, sum(wire.messages for wire in wires) / 1e3))
+    parts: Lines = {"a step": [(plan.processes, each.step_s) for plan, each in found]}
+    for name, phase in (("of it messages", "messages"), ("of it waiting", "waiting")):
+        shares = [(plan.processes, each.seconds[phase], each.step_s) for plan, each in found]
+        parts[name] = [(count, of_it) for count, of_it, whole in shares if of_it >= SEEN * whole]
+    hours: Lines = {"device-hours": [(plan.processes, plan.device_hours) for plan, _ in found]}
+    charted = {
+        "memory of a rank at its peak, GB": kinds,
+        "seconds": parts,
+        "sent by a rank in a step, GB": sent,
+        "thousands of messages of a rank in a step": messages,
+        "device-hours of the run": hours,
+    }
+    look = charts.Look("processes", doubling=True, colours=COLOUR)
+    return [charts.lines(name, {k: v for k, v in series.items() if v}, look) for name, series in charted.items()]
+
+
 def label(plan: Plan, several: bool, alike: bool) -> str:
     """What tells a plan from the others on its page."""
-    parts = [f"{plan.processes:,} processes"] if several else []
+    parts = [f"{plan.processes:,} process{'' if plan.processes == 1 else 'es'}"] if several else []
     parts += [] if alike and several else [name_of(plan), f"{plan.run.micro_batches} micro-batches"]
     return ", ".join(parts)

@@ -111,6 +111,7 @@ class Look:
 
     x_name: str = "step"
     linear: bool = False  # from zero; else the scale is logarithmic where the numbers are positive and far apart
+    doubling: bool = False  # the x axis is logarithmic, and its numbers are those of the points
     span: tuple[float, float] | None = None  # ends of the x axis; None: of the series
     colours: Mapping[str, int] = field(default_factory=dict)  # of series by name; others have that of their place
     smooth: tuple[str, ...] = ()  # series that are drawn smoothed, and faintly as they are
@@ -135,8 +136,8 @@ def lines(title: str, series: Mapping[str, Series], look: Look = Look()) -> str:
     left, right = look.span or (min(xs), max(xs))
     if right == left:
         left, right = left - 1, right + 1
-    place = Place(left, right, levels[0], levels[-1], log)
-    body = grid(levels, place)
+    place = Place(left, right, levels[0], levels[-1], log, look.doubling)
+    body = grid(levels, place, sorted(set(xs)) if look.doubling else None)
     places = {name: look.colours.get(name, i) for i, name in enumerate(series)}  # whether others have points or not
     for name, points in drawn.items():
         body += _drawn(points, places[name], name in look.smooth and len(series[name]) >= SMOOTHED, place)
@@ -162,8 +163,12 @@ class Place:
     low: float
     high: float
     log: bool
+    doubling: bool = False  # the same of the x axis
 
     def across(self, x: float) -> float:
+        if self.doubling:
+            share = math.log(x / self.left) / math.log(self.right / self.left)
+            return LEFT + share * (WIDTH - LEFT - RIGHT)
         return LEFT + (x - self.left) / (self.right - self.left) * (WIDTH - LEFT - RIGHT)
 
     def up(self, y: float) -> float:
@@ -222,8 +227,8 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Place)
     return body
 
 
-def grid(levels: Sequence[float], place: Place) -> str:
-    """Level lines with their numbers, and numbers below: at both ends of each axis, and between."""
+def grid(levels: Sequence[float], place: Place, below: Sequence[float] | None = None) -> str:
+    """Level lines with their numbers, and numbers below: at both ends of each axis and between, or `below`."""
     body = ""
     for level in levels:
         y = place.up(level)
@@ -232,7 +237,11 @@ def grid(levels: Sequence[float], place: Place) -> str:
         body += f'<text x="{LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
     room = 34 / (WIDTH - LEFT - RIGHT) * (place.right - place.left)  # between two numbers
     inner = [x for x in ticks(place.left, place.right) if place.left + room < x < place.right - room]
-    for x in (place.left, *inner, place.right):
+    end = -math.inf  # of the number before
+    for x in below or (place.left, *inner, place.right):
+        if place.across(x) < end:
+            continue
+        end = place.across(x) + 30
         text = number(float(f"{x:.6g}"))
         anchor = "end" if x == place.right else "middle"
         at = place.across(x) + (RIGHT if x == place.right else 0)
@@ -246,22 +255,25 @@ def bars(
     colours: Mapping[str, str],
     unit: str = "",
     told: Callable[[float], str] = seconds,
+    shares: bool = False,
 ) -> str:
-    """A bar of stacked parts for each row, in seconds, or in what `told` writes; `colours` gives each part's class."""
+    """A bar of stacked parts for each row, in seconds, or in what `told` writes; `colours` gives each part's class.
+    `shares`: all bars are of one length, and what is shown of each row is its parts' shares."""
     if not rows:
         return ""
-    most = max(sum(parts.values()) for parts in rows.values()) or 1.0
-    body = ""
+    longest = max(sum(parts.values()) for parts in rows.values()) or 1.0
+    body, used = "", set()
     for name, parts in rows.items():
-        cells = ""
+        cells, most = "", (sum(parts.values()) or 1.0) if shares else longest
         for part, value in parts.items():
             if value / most >= 0.0005:
                 tip = escape(f"{name}: {part} {told(value)}{unit}")
+                used.add(part)
                 cells += f'<i class="{colours[part]}" style="width:{value / most * 100:.2f}%" title="{tip}"></i>'
         total = escape(told(sum(parts.values())) + unit)
         body += f'<b title="{escape(name)}">{escape(name)}</b><div class="bar">{cells}</div><span>{total}</span>'
-    used = [part for part in colours if any(parts.get(part, 0.0) / most >= 0.0005 for parts in rows.values())]
-    legend = _legend(used, [colours[part] for part in used])
+    seen = [part for part in colours if part in used]
+    legend = _legend(seen, [colours[part] for part in seen])
     return wide_figure(title, f'<div class="bars">{body}</div>', legend)
 
 
