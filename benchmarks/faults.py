@@ -35,6 +35,7 @@ from run import processor
 from struck import EXCHANGE
 
 KINDS = ("continue", "restart", "torchrun")  # the last: peers/snapshots.py
+PATIENCE_S = 3600.0  # so that a failure ends
 SNAPSHOTS = Path(__file__).resolve().parent / "peers" / "snapshots.py"
 
 
@@ -108,16 +109,16 @@ def killed(folder: Path, cache: Path, how: str, chance: random.Random) -> dict[s
     """From a kill to the next finished step."""
     process, ranks = begun(folder, cache, how)
     wanted = 25 + chance.randint(0, 20)
-    until(lambda: step_of(folder) >= wanted, "some steps", process)
+    until(lambda: step_of(folder) >= wanted, "some steps", process, PATIENCE_S)
     time.sleep(chance.random() * 0.1)
     trained, began = step_of(folder), time.monotonic()
     os.kill(chance.choice(ranks()), signal.SIGKILL)
     events, metrics = folder / "out" / "events.jsonl", folder / "out" / "metrics.jsonl"
     sign, before = ('"event": "regroup"', 0) if how == "continue" else ('"event": "start"', 1)
-    until(lambda: events.read_text().count(sign) > before, "the ranks to go on", process)
+    until(lambda: events.read_text().count(sign) > before, "the ranks to go on", process, PATIENCE_S)
     at = json.loads([line for line in events.read_text().splitlines() if sign in line][before])["step"]
     last = metrics.stat().st_mtime_ns  # lines of steps that are trained again are there until then
-    until(lambda: metrics.stat().st_mtime_ns > last and lines(folder)[-1]["step"] > at, "a step", process)
+    until(lambda: metrics.stat().st_mtime_ns > last and lines(folder)[-1]["step"] > at, "a step", process, PATIENCE_S)
     took = time.monotonic() - began
     end(process, folder)
     return {"seconds": took, "steps trained again": max(0, trained - at)}
@@ -189,10 +190,10 @@ def spent(folder: Path, cache: Path, how: str, steps: int) -> dict[str, float]:
     write(folder, steps=steps + 500, evaluate={"every": 0}, checkpoint={"every": 0}, track={"every": 10})
     options = [f"launch.on_loss={how}", "launch.processes=2", "strategy.name=allreduce"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], folder, cache)
-    until(lambda: step_of(folder) >= 100, "some steps", process, 600)
+    until(lambda: step_of(folder) >= 100, "some steps", process, PATIENCE_S)
     all_of_them, first = [*processes_in(folder)], step_of(folder)
     before = sum(map(used, all_of_them))
-    until(lambda: step_of(folder) >= steps, "more steps", process, 3600)
+    until(lambda: step_of(folder) >= steps, "more steps", process, PATIENCE_S)
     found = (sum(map(used, all_of_them)) - before) / (step_of(folder) - first)
     memory = sum(map(held, ranks_of(process, folder)))
     end(process, folder)
