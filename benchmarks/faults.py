@@ -2,9 +2,10 @@
 
 In: how many kills, from which seed. Out: a table, and everything as JSON in --out. `strikes`: jobs of 2 to 6 ranks that
 kill themselves in random phases of random steps (tests/struck.py), until so many are dead; each job has to end
-with the bits and the lines of one that nobody touched. `seconds`: from kill -9 of a random rank to the next finished
-step, and how many steps are trained again, `continue` and `restart` by turns. `cost`: processor seconds a step of a job
-that nobody touches, with and without the key, by turns.
+with the bits and the lines of one that nobody touched. It goes on from what --out holds. `seconds`: from kill -9 of a
+random rank to the next finished step, and how many steps are trained again, by turns: `continue`,
+`restart`, plain torchrun (peers/snapshots.py).
+`cost`: processor seconds a step, and memory, of a job that nobody touches, with and without the key, in turns.
 Example: python benchmarks/faults.py strikes --kills 500 --out benchmarks/results/faults.json
 """
 
@@ -14,37 +15,58 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import striking
-from command import LOCKSTEP, Process, finish, lines, processes_in, ranks_of, start, step_of, until, write
+from command import LOCKSTEP, Process, finish, lines, processes_in, ranks_of, start, start_anew, step_of, until, write
 from run import processor
 from struck import EXCHANGE
 
+KINDS = ("continue", "restart", "torchrun")  # the last: peers/snapshots.py
+PATIENCE_S = 3600.0  # so that a failure ends
+SNAPSHOTS = Path(__file__).resolve().parent / "peers" / "snapshots.py"
 
-def strikes(place: Path, kills: int, seed: int) -> dict:
-    """Jobs of a dozen strikes each, until there were so many."""
-    cache, untouched, jobs, lost = place / "cache", place / "untouched", [], []
+
+def strikes(place: Path, kills: int, seed: int, out: Path | None) -> dict:
+    """Jobs of a dozen strikes each, until there were so many. What `out` holds already is gone on from, and each job is
+    written there when it has ended."""
+    cache, untouched = place / "cache", place / "untouched"
+    found = json.loads(out.read_text())["strikes"] if out and out.exists() else {"each": [], "what was said": []}
+    jobs, lost = [striking.Job(**each) for each in found["each"]], found["what was said"]
     write(untouched, **striking.VALUES)
     finish(untouched, cache, "launch.processes=1", "strategy.name=single")
     while sum(len(job.done) for job in jobs) < kills:
         job = striking.drawn(seed + len(jobs), 12, striking.VALUES["steps"])
+        folder = place / f"job-{job.seed}"
         try:
-            striking.carried_out(job, place / "job", cache, untouched)
-        except AssertionError as error:
+            striking.carried_out(job, folder, cache, untouched)
+            shutil.rmtree(folder)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
             lost.append(str(error))
+            cleared(folder)
         jobs.append(job)
         done = Counter(each["phase"] for each in job.done)
         print(job.seed, job.strategy, job.world, dict(done), f"restarted {job.restarted}", job.equal, flush=True)
+        found = summary(jobs, lost, seed)
+        if out:
+            keep(out, {"strikes": found})
+    return found
+
+
+def summary(jobs: list[striking.Job], lost: list[str], seed: int) -> dict:
+    """What the record says of all jobs."""
     phases = Counter(each["phase"] for job in jobs for each in job.done)
     return {
         "kills": sum(phases.values()),
@@ -60,12 +82,23 @@ def strikes(place: Path, kills: int, seed: int) -> dict:
     }
 
 
+def keep(out: Path, found: dict) -> None:
+    """Whole, or as it was before."""
+    aside = out.with_name(out.name + ".new")
+    aside.write_text(json.dumps({"processor": processor(), **found}, indent=1))
+    aside.rename(out)
+
+
 def seconds(place: Path, rounds: int, seed: int) -> dict:
-    """Kill a random rank at a random moment; every 20 steps there is a checkpoint."""
-    chance, found = random.Random(seed), {}
-    for number in range(2 * rounds):
-        how = ("continue", "restart", "restart", "continue")[number % 4]
-        found.setdefault(how, []).append(killed(place / f"timed-{number}", place / "cache", how, chance))
+    """Kill a random rank at a random moment; every 20 steps there is a checkpoint. Each round has one of each kind, in
+    an order of its own."""
+    chance, found = random.Random(seed), {how: list[dict[str, float]]() for how in KINDS}
+    for number in range(rounds):
+        for how in chance.sample(KINDS, len(KINDS)):
+            folder = place / f"timed-{number}-{how}"
+            found[how].append(killed(folder, place / "cache", how, chance))
+            shutil.rmtree(folder)
+            print(how, found[how][-1], flush=True)
     medians = {
         how: {key: statistics.median(each[key] for each in rows) for key in rows[0]} for how, rows in found.items()
     }
@@ -74,30 +107,49 @@ def seconds(place: Path, rounds: int, seed: int) -> dict:
 
 def killed(folder: Path, cache: Path, how: str, chance: random.Random) -> dict[str, float]:
     """From a kill to the next finished step."""
-    write(folder, steps=100_000, evaluate={"every": 0}, checkpoint={"every": 20}, optim={"schedule": "constant"})
-    options = [f"launch.on_loss={how}", "launch.max_restarts=100", "launch.processes=3", "strategy.name=allreduce"]
-    process = start([*LOCKSTEP, "train", "run.yaml", *options], folder, cache)
+    process, ranks = begun(folder, cache, how)
     wanted = 25 + chance.randint(0, 20)
-    until(lambda: step_of(folder) >= wanted, "some steps", process)
+    until(lambda: step_of(folder) >= wanted, "some steps", process, PATIENCE_S)
     time.sleep(chance.random() * 0.1)
     trained, began = step_of(folder), time.monotonic()
-    os.kill(chance.choice(ranks_of(process, folder)), signal.SIGKILL)
-    events = folder / "out" / "events.jsonl"
+    os.kill(chance.choice(ranks()), signal.SIGKILL)
+    events, metrics = folder / "out" / "events.jsonl", folder / "out" / "metrics.jsonl"
     sign, before = ('"event": "regroup"', 0) if how == "continue" else ('"event": "start"', 1)
-    until(lambda: events.read_text().count(sign) > before, "the ranks to go on", process)
+    until(lambda: events.read_text().count(sign) > before, "the ranks to go on", process, PATIENCE_S)
     at = json.loads([line for line in events.read_text().splitlines() if sign in line][before])["step"]
-    until(lambda: any(line["step"] > at for line in lines(folder)[-1:]), "a step", process)
+    last = metrics.stat().st_mtime_ns  # lines of steps that are trained again are there until then
+    until(lambda: metrics.stat().st_mtime_ns > last and lines(folder)[-1]["step"] > at, "a step", process, PATIENCE_S)
     took = time.monotonic() - began
     end(process, folder)
     return {"seconds": took, "steps trained again": max(0, trained - at)}
 
 
+def begun(folder: Path, cache: Path, how: str) -> tuple[Process, Callable[[], list[int]]]:
+    """A job of three ranks, and what tells their process ids."""
+    if how == "torchrun":
+        folder.mkdir()
+        words = ["--standalone", "--nproc_per_node=3", "--max-restarts=100", str(SNAPSHOTS), "--every=20"]
+        plain = start_anew([sys.executable, "-m", "torch.distributed.run", *words], folder, cache)
+        return plain, lambda: sorted(pid for pid, parent in processes_in(folder).items() if parent == plain.pid)
+    write(folder, steps=100_000, evaluate={"every": 0}, checkpoint={"every": 20}, optim={"schedule": "constant"})
+    options = [f"launch.on_loss={how}", "launch.max_restarts=100", "launch.processes=3", "strategy.name=allreduce"]
+    process = start([*LOCKSTEP, "train", "run.yaml", *options], folder, cache)
+    return process, lambda: ranks_of(process, folder)
+
+
 def end(process: Process, folder: Path) -> None:
     """All of a job's processes."""
-    for pid in [process.pid, *processes_in(folder)]:
+    with suppress(OSError):
+        os.kill(process.pid, signal.SIGKILL)
+    cleared(folder)
+    process.communicate()
+
+
+def cleared(folder: Path) -> None:
+    """Nothing runs in `folder` any more."""
+    for pid in processes_in(folder):
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    process.communicate()
     until(lambda: not processes_in(folder), "the ranks to end")
 
 
@@ -108,27 +160,50 @@ def used(pid: int) -> float:
 
 
 def cost(place: Path, rounds: int, steps: int) -> dict:
-    """Of both ranks together, a step; jobs of one kind after jobs of the other."""
-    found: dict[str, list[float]] = {"restart": [], "continue": []}
+    """Of both ranks and their launcher together, a step; jobs of one kind after jobs of the other. The ratio is the
+    median of those of the rounds: one job of each kind, one after the other."""
+    found: dict[str, list[dict[str, float]]] = {"restart": [], "continue": []}
     for number in range(2 * rounds):
         how = ("restart", "continue", "continue", "restart")[number % 4]
-        found[how].append(spent(place / f"cost-{number}", place / "cache", how, steps))
-    medians = {how: statistics.median(values) for how, values in found.items()}
-    return {"processor seconds a step": medians, "ratio": medians["continue"] / medians["restart"], "rounds": found}
+        folder = place / f"cost-{number}"
+        found[how].append(spent(folder, place / "cache", how, steps))
+        shutil.rmtree(folder)
+        print(how, found[how][-1], flush=True)
+    ratios = {
+        key: [new[key] / old[key] for new, old in zip(found["continue"], found["restart"], strict=True)]
+        for key in found["restart"][0]
+    }
+    return {
+        "ratio": {key: statistics.median(each) for key, each in ratios.items()},
+        "from, to": {key: (min(each), max(each)) for key, each in ratios.items()},
+        "medians": {
+            how: {key: statistics.median(each[key] for each in rows) for key in rows[0]} for how, rows in found.items()
+        },
+        "rounds": found,
+        "steps": steps,
+    }
 
 
-def spent(folder: Path, cache: Path, how: str, steps: int) -> float:
-    """Processor seconds a step of a job that nobody touches."""
-    write(folder, steps=steps + 200, evaluate={"every": 0}, checkpoint={"every": 0}, track={"every": 10})
+def spent(folder: Path, cache: Path, how: str, steps: int) -> dict[str, float]:
+    """Processor seconds a step of a job that nobody touches, and the memory (MB) that its ranks have to themselves,
+    shared pages shared out."""
+    write(folder, steps=steps + 500, evaluate={"every": 0}, checkpoint={"every": 0}, track={"every": 10})
     options = [f"launch.on_loss={how}", "launch.processes=2", "strategy.name=allreduce"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], folder, cache)
-    until(lambda: step_of(folder) >= 20, "some steps", process)
-    ranks, first = ranks_of(process, folder), step_of(folder)
-    before = sum(map(used, ranks))
-    until(lambda: step_of(folder) >= steps, "more steps", process, 600)
-    found = (sum(map(used, ranks)) - before) / (step_of(folder) - first)
+    until(lambda: step_of(folder) >= 100, "some steps", process, PATIENCE_S)
+    all_of_them, first = [*processes_in(folder)], step_of(folder)
+    before = sum(map(used, all_of_them))
+    until(lambda: step_of(folder) >= steps, "more steps", process, PATIENCE_S)
+    found = (sum(map(used, all_of_them)) - before) / (step_of(folder) - first)
+    memory = sum(map(held, ranks_of(process, folder)))
     end(process, folder)
-    return found
+    return {"processor seconds a step": found, "memory of the ranks, MB": memory}
+
+
+def held(pid: int) -> float:
+    """Memory of a process, in MB."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return float(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) / 1024
 
 
 def main() -> None:
@@ -140,21 +215,22 @@ def main() -> None:
     own.add_argument("--seed", type=int, default=0)
     own.add_argument("--out", type=Path)
     args = own.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name).resolve()
-        if args.what == "strikes":
-            found = strikes(place, args.kills, args.seed)
-        else:
-            found = (
-                seconds(place, args.rounds, args.seed)
-                if args.what == "seconds"
-                else cost(place, args.rounds, args.steps)
-            )
+    place = Path(tempfile.mkdtemp()).resolve()
+    if args.what == "strikes":
+        found = strikes(place, args.kills, args.seed, args.out)
+    else:
+        found = (
+            seconds(place, args.rounds, args.seed) if args.what == "seconds" else cost(place, args.rounds, args.steps)
+        )
     for key, value in found.items():
         if key not in ("each", "rounds", "what was said"):
             print(f"{key}: {value}")
-    if args.out:
-        args.out.write_text(json.dumps({"processor": processor(), args.what: found}, indent=1))
+    if args.out and args.what != "strikes":
+        keep(args.out, {args.what: found})
+    if any(place.glob("job-*")):
+        print(f"jobs that ended otherwise: {place}")
+    else:
+        shutil.rmtree(place)
 
 
 if __name__ == "__main__":

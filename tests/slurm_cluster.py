@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from harness import LEAN
@@ -98,17 +99,21 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """As when a machine loses power: its slurmd, the stepd of its steps and their tasks are gone at once."""
         os.kill(self._daemons.pop(node).pid, signal.SIGKILL)
-        spool = str(self.folder / f"spool-{node}")
+        spool, stepds, tasks = str(self.folder / f"spool-{node}"), set(), []
         for pid in _processes():
             try:
                 files = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
             except OSError:
                 continue
-            stepd = name == "slurmstepd" and any(file.startswith(spool) for file in files)
-            task = f"SLURMD_NODENAME={node}".encode() in variables and f"SLURM_CONF={self.config}".encode() in variables
-            if stepd or task:
+            if _name(pid) == "slurmstepd" and any(file.startswith(spool) for file in files):
+                stepds.add(pid)
+            elif f"SLURMD_NODENAME={node}".encode() in variables and f"SLURM_CONF={self.config}".encode() in variables:
+                tasks.append(pid)
+                if _name(parent := _parent(pid)) == "slurmstepd":
+                    stepds.add(parent)
+        for pid in [*stepds, *tasks]:  # a stepd that lived on would tell the controller how its task has ended
+            with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
     def ask(self, *command: str) -> str:
@@ -153,6 +158,20 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
         self._daemons.clear()
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _processes() -> list[int]:

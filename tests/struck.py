@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint import manifest, storage
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
@@ -21,7 +22,8 @@ from lockstep.strategies.hf_trainer import HFTrainer
 
 EXCHANGE = ("sent", "summed", "agree", "agreed", "update", "updated")
 OTHERS = ("step", "forward", "gradient", "evaluation", "saving", "forming", "meeting", "joining")
-PHASES = EXCHANGE + OTHERS
+PHASES = EXCHANGE + OTHERS  # that are drawn; the others are for tests that choose: not every rank comes to them
+CHOSEN = ("handing", "writing", "naming")
 PATIENCE_S = 60.0  # that a strike waits for its world
 
 
@@ -34,26 +36,31 @@ class Striking:
 
     def look(self, step: int, patience_s: float = 0.0) -> None:
         """Which strike comes next, and whether it is this rank's."""
+        self.due, self.phase = self.next(step, patience_s)
+
+    def next(self, step: int, patience_s: float) -> tuple[int, str]:
         strikes = json.loads(Path("strikes.json").read_text())
-        self.due, self.phase = -1, ""
         number = next((n for n in range(len(strikes)) if not Path(f"struck-{n}").exists()), -1)
         if number < 0 or step < strikes[number]["step"]:
-            return
+            return -1, ""
         since = time.monotonic()
         while self.world.size < strikes[number]["world"] and not self.world.members.offered:
             if time.monotonic() - since > patience_s:
-                return
+                return -1, ""
             time.sleep(0.02)
-        if self.world.size >= strikes[number]["world"] and self.world.rank == strikes[number]["rank"] % self.world.size:
-            self.due, self.phase = number, strikes[number]["phase"]
         self.step = step
+        if self.world.size >= strikes[number]["world"] and self.world.rank == strikes[number]["rank"] % self.world.size:
+            return number, strikes[number]["phase"]
+        return -1, ""
 
     def come_to(self, phase: str) -> None:
-        if self.due < 0 or phase != self.phase or self.world.size == 1:
+        """Called by the thread that writes checkpoints, too."""
+        due = self.due
+        if due < 0 or phase != self.phase or self.world.size == 1:
             return
         told = json.dumps({"phase": phase, "step": self.step, "rank": self.world.rank, "world": self.world.size})
         try:
-            with open(f"struck-{self.due}", "x") as file:
+            with open(f"struck-{due}", "x") as file:
                 file.write(told)
         except FileExistsError:
             return
@@ -139,7 +146,50 @@ def _before_meeting() -> None:
     World._meet = told  # type: ignore[method-assign]
 
 
+def _while_handing() -> None:
+    """The same on a rank that holds the state, while one that comes in gets it: some of it has arrived there."""
+    plain: Any = World.send_round
+
+    def told(self: World, tensor: Any, source: int) -> None:
+        plain(self, tensor, source)
+        if _now is not None:
+            _now.look(getattr(_now, "step", 0))
+            _now.come_to("handing")
+
+    World.send_round = told  # type: ignore[method-assign]
+
+
+def _while_writing() -> None:
+    """The same in the thread that writes a checkpoint: half of a file is written, or all are, and the folder has not
+    got its name yet."""
+    plain = storage.write
+
+    def halves(blocks: Any) -> Any:
+        for number, block in enumerate(blocks):
+            if number:
+                yield memoryview(block)[: len(block) // 2]
+                _come_to("writing")
+                yield memoryview(block)[len(block) // 2 :]
+            else:
+                yield block
+
+    def told(path: Path, blocks: Any) -> storage.Written:
+        found = plain(path, halves(blocks))
+        if path.name == manifest.FILE:
+            _come_to("naming")
+        return found
+
+    storage.write = told
+
+
+def _come_to(phase: str) -> None:
+    if _now is not None:
+        _now.come_to(phase)
+
+
 _before_meeting()
+_while_handing()
+_while_writing()
 _after("submit", "sent")
 _after("_gather", "summed")
 

@@ -68,6 +68,18 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
     ),
     "no gpu": (nothing, {}, ["launch.device=cuda", "launch.processes=1"], ["launch.device", "cuda"]),
     "tcp without an address": (nothing, {}, ["launch.name=tcp"], ["launch.master", "tcp://host:port"]),
+    "tcp that goes on": (
+        nothing,
+        {},
+        [
+            "launch.name=tcp",
+            "launch.master=tcp://h:1",
+            "launch.rank=0",
+            "launch.world_size=2",
+            "launch.on_loss=continue",
+        ],
+        ["launch.on_loss", "launch.name=local, torchrun", "restart"],
+    ),
     "a secret": (nothing, {}, ["hub.token=hf_abcdefghijklmnopqrstuvwx"], ["hub.token", "secret", "HF_TOKEN"]),
     "missing file": (nothing, {"data": OWN}, [], ["data.source", "train.jsonl", "no such file"]),
     "missing validation file": (

@@ -56,6 +56,22 @@ def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cach
     assert "resuming after step" not in log
 
 
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["StruckDDP", "StruckAllReduce"])
+def test_a_rank_is_lost_while_another_one_joins_or_it_writes(
+    strategy: str, tmp_path: Path, cache: Path, eight: Path
+) -> None:
+    """The one that hands the state to one that comes in, which has got some of it; one that has written half of its
+    file of a checkpoint; rank 0 when all files are written and the folder has not got its name; then rank 0 again."""
+    strikes = [(3, 2, "sent", 3), (3, 0, "handing", 2), (8, 1, "writing", 3), (18, 0, "naming", 3), (19, 0, "agree", 2)]
+    done = striking.carried_out(job(strategy, 3, *strikes), tmp_path / "job", cache, eight)
+    assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
+    assert done.restarted == 0
+    kept = tmp_path / "job" / "out" / "checkpoints"
+    assert not [path.name for path in kept.iterdir() if path.name.endswith(".partial")]
+
+
 def test_without_others_to_take_their_places_the_last_one_trains_alone(
     tmp_path: Path, cache: Path, eight: Path
 ) -> None:

@@ -1,6 +1,9 @@
 """The roll of a job's ranks, and what a launcher makes of processes that end: no process is started."""
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +14,7 @@ from torch.distributed import TCPStore
 
 from lockstep.checkpoint.progress import Progress
 from lockstep.data.batch import StepResult
+from lockstep.distributed import members
 from lockstep.distributed.members import Generation, Members, Place, Roll
 from lockstep.launchers.processes.elastic_ranks import Ranks
 from lockstep.training.going_on import told
@@ -141,6 +145,43 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         ranks.let_in()
         assert roll.newest.members == (*left, *names)
         assert not roll.newest.lost
+
+
+def test_who_does_not_come_out_of_a_group_that_was_cut_off_counts_as_lost(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, done = [], threading.Event()
+
+    def kill(pid: int, number: int) -> None:
+        killed.append((pid, number))
+        done.set()
+
+    monkeypatch.setattr(members.os, "kill", kill)
+    monkeypatch.setattr(members, "STUCK_S", 2.0)
+    roll = Roll(store, "room", "", ["a", "b"])
+    a = member(store, "a")
+    roll.post(["a"], lost=True)
+    until = time.monotonic() + 3  # in which this thread computes, and is asked whether it sleeps
+    while time.monotonic() < until:
+        sum(range(1000))
+    assert a.lost
+    assert not killed
+    assert done.wait(60)  # it sleeps
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+def test_who_comes_out_of_it_does_not(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(members.os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(members, "STUCK_S", 1.5)
+    roll = Roll(store, "room", "", ["a", "b"])
+    a = member(store, "a")
+    roll.post(["a"], lost=True)
+    found = a.awaited(60)
+    assert found is not None
+    a.take(found)
+    time.sleep(2)
+    assert not killed
 
 
 def test_when_training_is_over_a_loss_is_another_matter(store: Any) -> None:

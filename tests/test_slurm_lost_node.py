@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from command import bits, each_step_once, step_of, write
+from command import bits, each_step_once, saved, step_of, write
 from harness import LEAN
 
 from lockstep.cli import main
@@ -38,18 +38,23 @@ def regrouped(folder: Path) -> list[str]:
     return [event["what"] for event in map(json.loads, lines) if event["event"] == "regroup"]
 
 
+def submitted(folder: Path, cluster: slurm_cluster.Cluster, monkeypatch: pytest.MonkeyPatch, hold: int) -> str:
+    """A job that is held at a step. Returns its number."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("SLURM_CONF", str(cluster.config))
+    monkeypatch.setenv("PYTHONPATH", f"{LEAN}{os.pathsep}{Path(__file__).parent}", prepend=os.pathsep)
+    write(folder, launch=LAUNCH | CONTINUE, strategy={"name": "held_steps.HeldTogether"})
+    (folder / "hold").write_text(str(hold))
+    assert main(["train", "run.yaml", "--detach"]) == 0
+    record = launched.read(folder / "out")
+    assert record is not None
+    return str(record.job)
+
+
 def test_a_rank_and_then_a_node_are_lost(
     tmp_path: Path, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    monkeypatch.setenv("PYTHONPATH", f"{LEAN}{os.pathsep}{Path(__file__).parent}", prepend=os.pathsep)
-    write(tmp_path, launch=LAUNCH | CONTINUE, strategy={"name": "held_steps.HeldTogether"})
-    (tmp_path / "hold").write_text("8")
-    assert main(["train", "run.yaml", "--detach"]) == 0
-    record = launched.read(tmp_path / "out")
-    assert record is not None
-    number = str(record.job)
+    number = submitted(tmp_path, cluster, monkeypatch, hold=8)
     cluster.until(lambda: step_of(tmp_path) >= 8, "step 8", 600)
     started = launched.read(tmp_path / "out")
     assert started is not None
@@ -67,5 +72,25 @@ def test_a_rank_and_then_a_node_are_lost(
     assert "resuming after step" not in said
     assert "the others go on" in said
     assert (tmp_path / "out/events.jsonl").read_text().count('"event": "start"') == 1
+    assert bits(tmp_path) == bits(untouched)
+    each_step_once(tmp_path, untouched)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_first_node_is_lost(
+    tmp_path: Path, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with it the store and the job's script: SLURM would keep the rest of the job without one for ever. It is
+    queued again, and goes on from its checkpoint."""
+    number = submitted(tmp_path, cluster, monkeypatch, hold=12)
+    cluster.until(lambda: step_of(tmp_path) >= 12 and saved(tmp_path) == 10, "step 12 and a checkpoint", 600)
+    cluster.kill_node("n1")
+    cluster.until(lambda: cluster.field(number, "Restarts") == "1", "the job to be queued again", 400)
+    (tmp_path / "hold").unlink()
+    cluster.start_node("n1")
+    cluster.hurry(number)
+    cluster.until(lambda: cluster.field(number, "JobState") == "COMPLETED", "the end of the job", 600)
+    assert "resuming after step 10" in (tmp_path / f"out/slurm-{number}.out").read_text()
     assert bits(tmp_path) == bits(untouched)
     each_step_once(tmp_path, untouched)

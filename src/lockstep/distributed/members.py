@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
 import threading
@@ -23,15 +24,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.distributed import secret, stores
 from lockstep.distributed.stores import Sealed
+from lockstep.track.console import error
 
 VARIABLE = "LOCKSTEP_MEMBER"  # set by a launcher that keeps a roll: who this process is, and where the roll is
 SOON_S = 30.0  # until the launcher has seen what a rank has felt, and until ranks that live have come to a generation
 LOOK_S = 0.1  # between two looks for a newer generation
+STUCK_S = 30.0  # that a rank may sleep in a group whose connections were cut off
+NOBODYS = 0x10CC  # the tag of messages that nobody waits for
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Members:
         self.lost = False  # whether this generation has lost somebody
         self._before: set[int] | None = None  # sockets that were there before a group was formed, while it is
         self._own: set[int] = set()  # of the group
+        self.groups: tuple[Any, ...] = ()  # torch's, of this generation
         self._turn, self._over = threading.Lock(), threading.Event()
 
     @classmethod
@@ -224,6 +230,8 @@ class Members:
                     inside = same.family in (socket.AF_INET, socket.AF_INET6)
                     if inside and not same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         same.shutdown(socket.SHUT_RDWR)
+        for group in self.groups:
+            _rouse(group)
 
     def _listen(self, number: int) -> None:
         """In a thread, as long as this rank is in the generation of that number: look for newer ones."""
@@ -237,8 +245,23 @@ class Members:
                 if found.lost or self.me not in found.members:
                     self.lost = True
                     self.cut()
+                    self._see_out(number)
                     return
                 self.offered = newer
+
+    def _see_out(self, number: int) -> None:
+        """See that this rank comes out of the collectives of a group that was cut off, and out of the group. One that
+        cannot counts as lost, and ends: gloo does not tell who waits for a send that was half through when its
+        connection failed."""
+        spent, since = -1, time.monotonic()
+        while not self._over.wait(min(1.0, STUCK_S / 10)) and self.generation.number == number:
+            state, now = _main_thread()
+            if state != "S" or now != spent:  # it computes, or looks for the others
+                spent, since = now, time.monotonic()
+            elif time.monotonic() - since > STUCK_S:
+                error("this rank does not come out of a collective that was cut off; it counts as lost")
+                os.kill(os.getpid(), signal.SIGKILL)
+                return
 
 
 def _generation(store: Sealed, number: int) -> Generation:
@@ -248,6 +271,22 @@ def _generation(store: Sealed, number: int) -> Generation:
         return Generation(number, tuple(map(str, members)), bool(lost))
     except (ValueError, TypeError) as caught:
         raise RendezvousStateError(f"generation {number} of the ranks cannot be read: {caught!r:.200}") from None
+
+
+def _rouse(group: Any) -> None:
+    """Whoever waits for a connection of gloo's that is cut off hears of it: once a message was begun for somebody who
+    waits no more, gloo reads nothing from that connection, not even its end. It does notice that it cannot write."""
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with suppress(RuntimeError):  # which is what is wanted
+                group.send([torch.zeros(1)], rank, NOBODYS)
+
+
+def _main_thread() -> tuple[str, int]:
+    """Of this process: its state as /proc has it (S: it sleeps), and its processor time in ticks. Linux only."""
+    with open(f"/proc/self/task/{os.getpid()}/stat", encoding="ascii", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return fields[0], int(fields[11]) + int(fields[12])
 
 
 def _sockets() -> dict[int, int]:

@@ -27,6 +27,7 @@ from lockstep.distributed import launched, secret
 from lockstep.distributed.launched import TRAIN, Launched, State
 from lockstep.launchers.cloud import sbatch
 from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.launchers.processes import srun
 from lockstep.launchers.processes.srun import Task
 from lockstep.track.console import Console
 
@@ -270,8 +271,11 @@ def agent_of(run: Run, task: Task) -> int:
     if task.rank:  # the first node opens the port
         network.reach(task.host, task.port, run.launch.timeout_s, Console(True).say)
     status = Torchrun().start(inner, Torchrun().plan(inner))
-    if task.rank == 0 and (path := os.environ.get(sbatch.STATUS)):
-        Path(path).write_text(str(status), encoding="utf-8")
+    if path := os.environ.get(sbatch.STATUS):  # where nodes may be lost
+        if task.rank == 0:
+            Path(path).write_text(str(status), encoding="utf-8")
+        elif status == FAILED:
+            srun.see_to_script(task, Path(path), Slurm.options(run).requeue, Console(True).say)
     return status
 
 

@@ -39,6 +39,12 @@ class Tcp(Launcher):
             raise RunError("launch: the tcp launcher needs launch.rank and launch.world_size")
         if launch.rank >= launch.world_size:
             raise RunError(f"launch.rank: {launch.rank} is not below launch.world_size ({launch.world_size})")
+        if run.launch.on_loss == "continue":
+            raise RunError(
+                "launch.on_loss: continue takes somebody who starts the ranks and says which of them are left: "
+                "launch.name=local, torchrun, or slurm with ranks=elastic. With tcp each is started by hand, and the "
+                "loss of one ends all: take restart"
+            )
         run.check_shared(launch.world_size, f"launch.world_size: {launch.world_size} processes")
         variables = {
             "RANK": str(launch.rank),

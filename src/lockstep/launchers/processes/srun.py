@@ -6,11 +6,15 @@ written out here, so that a task asks nobody. Nothing here imports torch.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.config.run import RunError
 
@@ -18,6 +22,8 @@ from lockstep.config.run import RunError
 _SPECIAL = 0xFFFFFFF0
 # Below the ports that systems give out by themselves.
 _PORTS = range(20_000, 32_000)
+_LOST_S = 600.0  # until SLURM has found that a node is lost (SlurmdTimeout: 300 s by default)
+_ASK_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,38 @@ def task_of(environ: Mapping[str, str]) -> Task | None:
             f"this looks like a task of srun, but SLURM's variables cannot be read ({error!r}); outside of a job: "
             "unset SLURM_STEP_ID"
         ) from None
+
+
+def see_to_script(task: Task, told: Path, requeue: bool, say: Callable[[str], None]) -> None:
+    """This node's ranks have failed. If the first node is lost, the job's script is, too; SLURM, asked not to end the
+    job for a lost node, would leave it without one until its time limit. So queue it again, or end it where it is not
+    to be. Nothing is done where the first node has `told` how it ended, where the store answers, nor while SLURM counts
+    that node in."""
+    if shutil.which("squeue") is None:
+        return
+    first, until = hosts(os.environ["SLURM_STEP_NODELIST"])[0], time.monotonic() + _LOST_S
+    while time.monotonic() < until and not (told.exists() and told.stat().st_size) and not _listens(task):
+        words = ["squeue", "-h", "-j", task.job, "-o", "%T %N"]
+        state, _, nodes = (
+            subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip().partition(" ")
+        )
+        if state != "RUNNING":
+            return
+        if nodes and first not in hosts(nodes):
+            then = "the job goes back to the queue" if requeue else "the job ends (launch.requeue: false)"
+            say(f"node {first} is lost, and with it the job's script and the store where its nodes meet; {then}")
+            subprocess.run(["scontrol", "requeue", task.job] if requeue else ["scancel", task.job], check=False)
+            return
+        time.sleep(_ASK_S)
+
+
+def _listens(task: Task) -> bool:
+    """Whether somebody holds the job's store."""
+    try:
+        with socket.create_connection((task.host, task.port), timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def hosts(text: str) -> list[str]:
