@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from command import until
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, dynamic_rendezvous
 
 from lockstep.config.run import RunError
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End, Limits, Node
@@ -109,3 +109,14 @@ def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: Thr
         others[0].end(0)
         others[0].shutdown()
         held.result(LONG)
+
+
+def test_no_event_is_made_that_nobody_reads(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes one of every step of a rendezvous, and looks through all imported modules for its name."""
+    asked: list[int] = []
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: asked.append(depth) or "")
+    first, _, joined, go = waiting(3, threads)  # which gives a sign of life each second
+    go.set()
+    formed = threads.submit(first.next_rendezvous)
+    assert [formed.result(LONG).world_size, joined.result(LONG).world_size] == [2, 2]
+    assert not asked
