@@ -112,9 +112,9 @@ def test_the_warning_before_the_time_limit(
 
 
 @pytest.mark.processes
-def test_preemption(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
-    """Of torch elastic's ranks; `test_a_signal_saves_and_queues_again` is of srun's."""
-    number, folder = job(ranks="elastic")
+@pytest.mark.parametrize("ranks", ["elastic", pytest.param("srun", marks=pytest.mark.long)])
+def test_preemption(ranks: str, job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
+    number, folder = job(ranks=ranks)
     other = cluster.ask(
         "sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"
     )
