@@ -44,9 +44,10 @@ from lockstep.distributed.stops import STOP_SIGNALS  # noqa: E402
 
 WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test with this mark takes, in those of one rank
 
-# what files take beyond that: code that is compiled, the whole quick start, a REPL, pods with interpreters of
-# their own, hundreds of steps in pytest's process
+# what files take beyond that: code that is compiled, the whole quick start, a REPL, hosts and pods with interpreters of
+# their own, ranks that come and go, hundreds of steps in pytest's process
 BEYOND = {"test_compiled.py": 150, "test_quick_start.py": 40, "test_python.py": 30, "test_kubernetes_pods.py": 15}
+BEYOND |= {"test_going_on.py": 70, "test_sagemaker_hosts.py": 50, "test_hosts.py": 40, "test_pipeline.py": 40}
 BEYOND |= {"test_stream.py": 10, "test_stream_elsewhere.py": 5, "test_label_exports.py": 5}
 
 _started: list[str] = []  # processes that the test at hand has started

@@ -11,13 +11,15 @@ from lockstep.strategies.allreduce import AllReduce
 
 class Held(AllReduce):
     """`allreduce`; while there is a file `hold` in the working directory, no step from the one it names on begins,
-    unless a rank is asked to stop. The step after a checkpoint takes a second longer: what is written beside it is
-    there when the job is held."""
+    unless a rank is asked to stop, which a file `asked` then says. The step after a checkpoint takes a second longer:
+    what is written beside it is there when the job is held."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         held = Path("hold")
         while held.exists() and batch.step >= int(held.read_text() or 0) and not self.world.stop.came:
             time.sleep(0.05)
+        if held.exists() and self.world.stop.came:
+            Path("asked").touch()
         if held.exists() and batch.step and batch.step % self.run.checkpoint.every == 0:
             time.sleep(1)
         return super().train_step(batch, learning_rate)

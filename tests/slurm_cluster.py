@@ -137,9 +137,10 @@ class Cluster:
         """Wait for something. The limit is only there so that a failure ends."""
         limit = time.monotonic() + seconds
         while not true():
-            logs = "\n".join(f"{p.name}: {p.read_text()[-800:]}" for p in self.folder.glob("slurm*.log"))
-            assert time.monotonic() < limit, f"waited in vain for {what}\n{self.ask('squeue')}\n{logs}"
-            time.sleep(0.2)
+            if time.monotonic() >= limit:
+                logs = "\n".join(f"{p.name}: {p.read_text()[-800:]}" for p in self.folder.glob("slurm*.log"))
+                raise AssertionError(f"waited in vain for {what}\n{self.ask('squeue')}\n{logs}")
+            time.sleep(0.5)  # most conditions start a program
 
     def stop(self) -> None:
         """End all jobs and daemons."""

@@ -20,6 +20,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 HERE = str(Path(__file__).parent)
+HANG_S = 12  # on a busy machine a rank may not get a processor for six seconds, which is no loss
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
 ) -> None:
     """SIGSTOP for less than `hang_s` costs the time; for longer, the rank is ended, and the others go on."""
     write(tmp_path)
-    options = ["launch.on_loss=continue", "launch.processes=3", "launch.hang_s=6", "strategy.name=allreduce"]
+    options = ["launch.on_loss=continue", "launch.processes=3", f"launch.hang_s={HANG_S}", "strategy.name=allreduce"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
     until(lambda: step_of(tmp_path) >= 5, "step 5", process)
     main = json.loads((tmp_path / "out" / "launch.json").read_text())["main"]["pid"]
@@ -103,7 +104,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
     os.kill(frozen, signal.SIGSTOP)
     status, out, err = ended(process)
     assert status == 0, err
-    assert err.count("no sign of life for 6 s") == 1
+    assert err.count(f"no sign of life for {HANG_S} s") == 1
     assert f"note: rank {rank if rank == 0 else 1} was lost; 2 ranks go on from step" in out
     assert "resuming after step" not in out
     assert bits(tmp_path) == bits(untouched)

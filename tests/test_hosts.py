@@ -71,12 +71,8 @@ def together(first: Job, second: Job, *folders: Path) -> None:
     until_step(folders[0], 8, first)
 
 
-@pytest.mark.processes
-def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
-    for host in range(2):
-        write(two.folder(host))
-    first, second = (torchrun(two, host) for host in range(2))
-    assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
+def of_two_hosts(two: Hosts, first: Job, alone: str) -> None:
+    """The bits of one, what it says of the two, and where the results are."""
     assert "machines   2" in first.out
     assert "ranks      rank 0 on host-0; rank 1 on host-1" in first.out
     assert bits(two.folder(0)) == alone
@@ -85,6 +81,16 @@ def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]
     assert manifest["launch"] == "launcher torchrun"
     assert "host-1" in (two.folder(0) / "out/report.html").read_text()
     assert not (two.folder(1) / "out/export").exists()  # rank 0's machine holds the results
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_torchrun_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+    for host in range(2):
+        write(two.folder(host))
+    first, second = (torchrun(two, host) for host in range(2))
+    assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
+    of_two_hosts(two, first, alone)
     note(launcher="torchrun", same_bits=True)
 
 
@@ -129,7 +135,7 @@ def test_accelerate_on_two_hosts_is_stopped_and_goes_on(two: Hosts, alone: str, 
     jobs = [accelerated(two, host, HELD) for host in range(2)]
     until_step(folders[0], 8, jobs[0])
     jobs[1].process.send_signal(signal.SIGTERM)
-    time.sleep(1)
+    until((folders[1] / "asked").exists, jobs[1])  # its rank has heard of it
     release(*folders)
     assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
     jobs = [accelerated(two, host) for host in range(2)]
@@ -303,13 +309,13 @@ def test_sigterm_to_one_host_stops_all_with_a_checkpoint(two: Hosts, alone: str,
     jobs = [torchrun(two, host, HELD) for host in range(2)]
     until_step(folders[0], 8, jobs[0])
     jobs[1].process.send_signal(signal.SIGTERM)
-    time.sleep(1)
+    until((folders[1] / "asked").exists, jobs[1])  # its rank has heard of it
     release(*folders)
     assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
     assert "stopped on request after step" in jobs[0].out
-    jobs = [torchrun(two, host) for host in range(2)]
-    assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
-    assert bits(folders[0]) == alone
+    first, second = (torchrun(two, host) for host in range(2))
+    assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
+    of_two_hosts(two, first, alone)
     note(launcher="torchrun", stop_and_resume="SIGTERM to one machine: 75 on both", same_bits=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from command import until
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousStateError, dynamic_rendezvous
 
 from lockstep.config.run import RunError
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End, Limits, Node
@@ -119,3 +119,14 @@ def test_a_stranger_who_writes_who_has_left_is_told_apart_from_a_store_that_is_g
     with pytest.raises(RendezvousStateError):
         first.next_rendezvous()
     assert not first.gone
+
+
+def test_no_event_is_made_that_nobody_reads(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes one of every step of a rendezvous, and looks through all imported modules for its name."""
+    asked: list[int] = []
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: asked.append(depth) or "")
+    first, _, joined, go = waiting(3, threads)  # which gives a sign of life each second
+    go.set()
+    formed = threads.submit(first.next_rendezvous)
+    assert [formed.result(LONG).world_size, joined.result(LONG).world_size] == [2, 2]
+    assert not asked

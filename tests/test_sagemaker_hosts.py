@@ -116,7 +116,7 @@ def instances(made: Hosts, *overrides: str, modules: dict[str, Path] | None = No
     return Instances(made, Sagemaker().plan(run), modules or {})
 
 
-def test_two_hosts_taken_back_have_the_bits_of_one_process(tmp_path: Path, cache: Path, local: str) -> None:
+def test_two_hosts_taken_back_and_stopped_have_the_bits_of_one_process(tmp_path: Path, cache: Path, local: str) -> None:
     with hosts(2, tmp_path, cache) as made:
         job = instances(made)
         started = [job.start(host) for host in range(2)]
@@ -131,26 +131,24 @@ def test_two_hosts_taken_back_have_the_bits_of_one_process(tmp_path: Path, cache
         for job_of_host in started:
             job_of_host.ended()
         job.moved()
+
+        job = instances(made, "stop_after=0.001s")
+        results = job.run()
+        assert [status for status, _, _ in results] == [75, 75], results
+        assert "resuming after step" in results[0][1]
+        for host in range(2):
+            assert (job.ml(host) / "output/failure").read_text().startswith("lockstep: stopped on request")
+        before = int(results[0][1].partition("resuming after step ")[2].split()[0])
+
+        job = instances(made)
+        job.moved()
         results = job.run()
         assert [status for status, _, _ in results] == [0, 0], results
-        assert "resuming after step" in results[0][1]
+        assert before <= int(results[0][1].partition("resuming after step ")[2].split()[0]) < STEPS
         assert weights(job.ml(0) / "model") == local
         assert (job.ml(0) / "model/lockstep/metrics.jsonl").exists()
         assert not list((job.ml(1) / "model").iterdir())  # rank 0's host alone
         assert not (job.ml(0) / "output/failure").exists()
-
-
-def test_a_stop_saves_on_both_hosts(tmp_path: Path, cache: Path, local: str) -> None:
-    with hosts(2, tmp_path, cache) as made:
-        job = instances(made, "stop_after=0.001s")
-        results = job.run()
-        assert [status for status, _, _ in results] == [75, 75], results
-        for host in range(2):
-            assert (job.ml(host) / "output/failure").read_text().startswith("lockstep: stopped on request")
-        job = instances(made)
-        job.moved()
-        assert [status for status, _, _ in job.run()] == [0, 0]
-        assert weights(job.ml(0) / "model") == local
 
 
 FAILS_ON_ONE = """

@@ -89,7 +89,7 @@ def test_two_nodes_have_the_bits_of_one_machine(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", ["srun", "elastic"])
+@pytest.mark.parametrize("ranks", ["srun", pytest.param("elastic", marks=pytest.mark.long)])
 def test_a_signal_saves_and_queues_again(
     ranks: str, job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
 ) -> None:
@@ -112,14 +112,16 @@ def test_the_warning_before_the_time_limit(
 
 
 @pytest.mark.processes
-def test_preemption(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
-    number, folder = job()
+@pytest.mark.parametrize("ranks", ["elastic", pytest.param("srun", marks=pytest.mark.long)])
+def test_preemption(ranks: str, job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
+    number, folder = job(ranks=ranks)
     other = cluster.ask(
         "sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"
     )
     requeued(cluster, number, folder)
     done(cluster, other.strip())
     assert bits(folder) == bits(untouched)
+    each_step_once(folder, untouched)
 
 
 @pytest.mark.processes
@@ -133,23 +135,20 @@ def test_a_node_that_is_lost(job: Callable, cluster: slurm_cluster.Cluster, unto
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_killed_starts_again_in_the_same_allocation(
+def test_a_rank_is_killed_and_the_job_stopped_and_gone_on_with_by_hand(
     job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
 ) -> None:
+    """The ranks start again in the same allocation, and wait at step 25 again; the job then goes on on one node."""
     number, folder = job(max_restarts=1)
-    record = launched.read(folder / "out")
-    assert record is not None
-    assert record.main is not None
-    (folder / "go").touch()
-    os.kill(record.main.pid, signal.SIGKILL)
-    done(cluster, number)
+
+    def rank_0() -> int:
+        record = launched.read(folder / "out")
+        return 0 if record is None or record.main is None else record.main.pid
+
+    os.kill(first := rank_0(), signal.SIGKILL)
+    cluster.until(lambda: rank_0() != first and (folder / f"held-{rank_0()}").exists(), "the ranks to start again", 600)
+    assert cluster.field(number, "JobState") == "RUNNING"
     assert cluster.field(number, "Restarts") == "0"
-    assert bits(folder) == bits(untouched)
-
-
-@pytest.mark.processes
-def test_stop_and_go_on_by_hand_on_one_node(job: Callable, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
-    number, folder = job()
     assert main(["stop", "out"]) == 0
     assert cluster.field(number, "JobState") == "FAILED"
     assert cluster.field(number, "ExitCode") == "75:0"

@@ -33,7 +33,7 @@ from lockstep.distributed.agreement import disagreement
 from lockstep.distributed.members import Roll
 from lockstep.distributed.stores import Sealed
 from lockstep.launchers.processes.elastic_leaving import Leaving
-from lockstep.launchers.processes.elastic_state import Backend
+from lockstep.launchers.processes.elastic_state import Backend, record_nothing
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class ElasticRendezvous(Leaving):
             keep_alive_interval=max(1, round(limits.lost / 3)),
             keep_alive_max_attempt=3,
         )
+        record_nothing(self._inner)
         inner: Any = self._inner
         inner._get_store = lambda: Sealed(  # where the machines of a round tell each other who they are
             inner._wrap_store(self._store), f"{name}/{inner._state_holder.state.round}", self._key
