@@ -254,7 +254,7 @@ def refused(session: Session) -> str | None:
     run, strategy = session.run, session.strategy
     if session.world.apart and strategy.rebuilds:
         return None  # those that it comes to have answered
-    if isinstance(strategy, Shared) and strategy.gives_bits(run):
+    if isinstance(strategy, Shared) and strategy.rebuilds and strategy.gives_bits(run):
         if not run.launch.copy_every and not strategy.keeps_copies:
             return (
                 f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "
