@@ -101,6 +101,7 @@ class Striking:
             def barrier() -> None:
                 self.world.barrier = meet
                 meet()
+                Path("unheard").touch()
                 raise RuntimeError("Connection closed by peer (by a test)")
 
             self.world.barrier = barrier

@@ -70,6 +70,7 @@ def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
     done = striking.carried_out(job("StruckFSDP2", 4, (3, 2, phase, 4)), tmp_path / "job", cache, eight, *REPLICATED)
     assert [each["phase"] for each in done.done] == [phase]
     assert done.restarted == 0
+    assert (tmp_path / "job/unheard").exists() == (phase == "late")
     assert not any("back from" in what for what in moved(tmp_path / "job"))
 
 
