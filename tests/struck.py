@@ -17,13 +17,16 @@ from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.exact import reduction
+from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.fsdp2_step import FSDP2Step
 from lockstep.strategies.hf_accelerate import HFAccelerate
 from lockstep.strategies.hf_trainer import HFTrainer
+from lockstep.strategies.pipeline import Pipeline
 
 EXCHANGE = ("sent", "summed", "agree", "agreed", "update", "updated")
 OTHERS = ("step", "forward", "gradient", "evaluation", "saving", "forming", "meeting", "joining")
 PHASES = EXCHANGE + OTHERS  # that are drawn; the others are for tests that choose: not every rank comes to them
-CHOSEN = ("handing", "writing", "naming")
+CHOSEN = ("handing", "writing", "naming", "late")
 PATIENCE_S = 60.0  # that a strike waits for its world
 
 
@@ -33,6 +36,7 @@ class Striking:
     world: Any
     due = -1  # the number of a strike that is this rank's to carry out
     phase = ""
+    unheard = False  # whether this rank loses contact before the update that the one that is struck has made: `late`
 
     def look(self, step: int, patience_s: float = 0.0) -> None:
         """Which strike comes next, and whether it is this rank's."""
@@ -40,6 +44,7 @@ class Striking:
 
     def next(self, step: int, patience_s: float) -> tuple[int, str]:
         strikes = json.loads(Path("strikes.json").read_text())
+        self.unheard = False
         number = next((n for n in range(len(strikes)) if not Path(f"struck-{n}").exists()), -1)
         if number < 0 or step < strikes[number]["step"]:
             return -1, ""
@@ -48,8 +53,10 @@ class Striking:
             if time.monotonic() - since > patience_s:
                 return -1, ""
             time.sleep(0.02)
+        full, after = self.world.size >= strikes[number]["world"], (strikes[number]["rank"] + 1) % self.world.size
+        self.unheard = full and strikes[number]["phase"] == "late" and self.world.rank == after
         self.step = step
-        if self.world.size >= strikes[number]["world"] and self.world.rank == strikes[number]["rank"] % self.world.size:
+        if full and self.world.rank == strikes[number]["rank"] % self.world.size:
             return number, strikes[number]["phase"]
         return -1, ""
 
@@ -93,6 +100,21 @@ class Striking:
         self.come_to("update")
         found = super().update(*arguments)  # type: ignore[misc]
         self.come_to("updated")
+        return found
+
+    def made(self, *arguments: Any) -> Any:
+        if self.unheard:  # as if contact had been lost once all have what the update needs
+            self.unheard, meet = False, self.world.barrier
+
+            def barrier() -> None:
+                self.world.barrier = meet
+                meet()
+                Path("unheard").touch()
+                raise RuntimeError("Connection closed by peer (by a test)")
+
+            self.world.barrier = barrier
+        found = super().made(*arguments)  # type: ignore[misc]
+        self.come_to("late")
         return found
 
     def forward(self, inputs: Any) -> Any:
@@ -208,3 +230,15 @@ class StruckAccelerate(Striking, HFAccelerate):
 
 class StruckTrainer(Striking, HFTrainer):
     """`hf_trainer`."""
+
+
+class StruckFSDP2(Striking, FSDP2):
+    """`fsdp2`."""
+
+
+class StruckFSDP2Step(Striking, FSDP2Step):
+    """`fsdp2` with `gather: step`."""
+
+
+class StruckPipeline(Striking, Pipeline):
+    """`pipeline`."""

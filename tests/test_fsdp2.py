@@ -11,8 +11,9 @@ from written import Written
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
+from lockstep.strategies.engines.tree_scatter import TreeScatter
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.strategies.fsdp2 import FSDP2, _TreeScatter
+from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.models import padding
 from lockstep.training.feed import Feed
 
@@ -105,9 +106,9 @@ def order_of(world: World, run: Run) -> list[str]:
         )
     for scatter in strategy.scatters:
         scatter.start = lambda leaves, scatter=scatter, start=scatter.start: (start(leaves), events.clear())
-    scattered = _TreeScatter.__call__
+    scattered = TreeScatter.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_TreeScatter, "__call__", lambda *a, **k: (events.append("out"), scattered(*a, **k))[1])
+        patch.setattr(TreeScatter, "__call__", lambda *a, **k: (events.append("out"), scattered(*a, **k))[1])
         strategy.train_step(Feed(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-3)
     strategy.close()
     return events

@@ -60,11 +60,16 @@ class StateHash:
         return self._hashed(sums.tolist())
 
     def _hashed(self, sums: list[int]) -> dict[str, str]:
-        found = {"weights": hashlib.blake2b(digest_size=8), "optimizer": hashlib.blake2b(digest_size=8)}
-        for name, value in zip(self._names, sums, strict=True):
-            kind = "weights" if name.startswith("model.") else "optimizer"
-            found[kind].update(f"{name} {self._told[name]} {value}\n".encode())
-        return {kind: each.hexdigest() for kind, each in found.items()}
+        return hashed(self._told, dict(zip(self._names, sums, strict=True)))
+
+
+def hashed(told: Mapping[str, tuple[str, tuple[int, ...]]], sums: Mapping[str, int]) -> dict[str, str]:
+    """The hash of tensors of these types and shapes, by name, whose elements come to these sums."""
+    found = {"weights": hashlib.blake2b(digest_size=8), "optimizer": hashlib.blake2b(digest_size=8)}
+    for name, value in sorted(sums.items()):
+        kind = "weights" if name.startswith("model.") else "optimizer"
+        found[kind].update(f"{name} {told[name]} {value}\n".encode())
+    return {kind: each.hexdigest() for kind, each in found.items()}
 
 
 def summed(part: Tensor, whole: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None) -> Tensor:

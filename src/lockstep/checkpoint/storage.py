@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
+from lockstep.distributed.pieces import Place
 from lockstep.distributed.sharded import Given, Saved, local
 from lockstep.distributed.world import World
 
@@ -70,6 +71,22 @@ def share_out(parts: Mapping[str, Tensor], world: World, writes: bool) -> list[W
     shared_out, _ = planner.create_global_plan(writing)  # every rank finds the same
     items = shared_out[world.rank].items
     return [item for item in items if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel()]
+
+
+def held_here(parts: Mapping[str, Tensor]) -> dict[Place, Tensor]:
+    """Every piece of the state that this rank has. Not collective, and nothing is copied."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(parts), is_coordinator=True)
+    items = [item for item in planner.create_local_plan().items if item.tensor_data is not None]
+    found = {place_of(item, parts): local(parts[item.index.fqn]) for item in items}
+    return {place: tensor for place, tensor in found.items() if tensor.numel()}
+
+
+def place_of(item: WriteItem, parts: Mapping[str, Tensor]) -> Place:
+    """Where a piece that this rank has belongs."""
+    assert item.tensor_data is not None
+    chunk, tensor = item.tensor_data.chunk, parts[item.index.fqn]
+    return Place(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(tensor.shape), tensor.dtype)
 
 
 class Shard:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import choosing, disclosure, foreign_names, hand_over, origins, places, plugins
+from lockstep.config import choosing, copies, disclosure, foreign_names, hand_over, origins, places, plugins
 from lockstep.config import errors as messages
 from lockstep.config.addresses import Mirror, is_address
 from lockstep.config.bad_usage import RunError as RunError
@@ -132,6 +132,7 @@ class Run(Section):
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
         why = refused(self.guard, self.strategy, self.launch) or hand_over.refused(self.launch.hand_over, self.strategy)
+        why = why or copies.refused(self.launch, self.strategy)
         if why is not None:
             raise ValueError(why)
         if self.micro_batches > self.batch_size:

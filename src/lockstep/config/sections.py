@@ -301,6 +301,11 @@ class LaunchSection(PluginSection):
         description="when a rank is killed or a machine is lost; continue: the others finish the step, without a "
         "checkpoint, and what takes its place (ranks: at most max_restarts of them) gets the state from them",
     )
+    copy_every: Steps = Field(
+        0,
+        description="steps between copies of each rank's share of the state in the memory of another rank, from which "
+        "strategies that share it out go on under on_loss=continue; 0: none",
+    )
     timeout_s: float = Field(600.0, gt=0, description="seconds a collective may wait for the other ranks")
     hang_s: float = Field(
         300.0,

@@ -115,7 +115,7 @@ class Members:
         self.offered = 0  # the number of a generation that has more members than this one; 0: none
         self.lost = False  # whether this generation has lost somebody
         self._before: set[int] | None = None  # sockets that were there before a group was formed, while it is
-        self._own: set[int] = set()  # of the group
+        self._own: set[int] = set()  # of the groups
         self.groups: tuple[Any, ...] = ()  # torch's, of this generation
         self._turn, self._over = threading.Lock(), threading.Event()
 
@@ -210,21 +210,21 @@ class Members:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """In here a group is formed: its sockets are those that appear."""
+        """In here a group is formed: its sockets are those that appear. More than one may be."""
         with self._turn:
-            self._before, self._own = set(_sockets()), set()
+            self._before = set(_sockets())
         try:
             yield
         finally:
-            with self._turn:
-                self._own, self._before = set(_sockets()) - (self._before or set()), None
+            with self._turn:  # no number of a socket is given twice
+                self._own, self._before = self._own | (set(_sockets()) - (self._before or set())), None
 
     def cut(self) -> None:
         """End every connection of this rank's group: whoever waits in one of its collectives, here or on another rank,
         waits no more. The group can only be destroyed then."""
         with self._turn:
             now = _sockets()
-            own = self._own if self._before is None else set(now) - self._before
+            own = self._own if self._before is None else self._own | (set(now) - self._before)
             for number in (now[each] for each in own & now.keys()):
                 with suppress(OSError), socket.socket(fileno=os.dup(number)) as same:
                     inside = same.family in (socket.AF_INET, socket.AF_INET6)

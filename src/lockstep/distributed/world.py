@@ -10,7 +10,7 @@ import gc
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -103,6 +103,12 @@ class World:
                 self._control = replace(self._rendezvous, store=store, rank=self.rank, size=self.size).join(self.device)
             self.members.groups = dist.group.WORLD, self._control
         self.hosts = self.all_gather(self.host)
+
+    @contextmanager
+    def forming(self) -> Iterator[None]:
+        """In here further groups of ranks are formed, which are cut off with the first where one is lost."""
+        with self.members.forming() if self.members is not None else nullcontext():
+            yield
 
     def part(self) -> None:
         """Leave the others, who may be gone; nobody is waited for. The caller has dropped its model's wrapper."""

@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, fsdp_config, layers
 from lockstep.strategies.engines.fsdp import (
-    OTHER_LAYERS,
-    ReduceScatter,
     Shown,
     Uses,
     cuts,
@@ -34,10 +32,11 @@ from lockstep.strategies.engines.fsdp import (
     sums_in_float32,
 )
 from lockstep.strategies.engines.fsdp_gate import gate
-from lockstep.strategies.exact import optim
+from lockstep.strategies.engines.tree_scatter import TreeScatter
+from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, most_held, share
-from lockstep.strategies.exact.routes import links
+from lockstep.strategies.exact.reduction import ReductionTree, most_held, share
+from lockstep.strategies.exact.shared_state import Shared
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.treatment import Treated
 from lockstep.strategies.fsdp2_step import FSDP2Step
@@ -47,7 +46,7 @@ from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
 
-class FSDP2(Strategy):
+class FSDP2(Shared):
     """`strategy.options`: `gather` (`step`: `fsdp2_step.py`; `micro_batch`: this class; default: what fits),
     `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that share each matrix product,
     where the model brings a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's
@@ -117,6 +116,8 @@ class FSDP2(Strategy):
         super().__init__(run, world)
         self.in_tree_order = self.gives_bits(run)
         self.tensor = tensor_ranks(run)
+        if world.apart:  # in no group of ranks yet
+            return
         self.replicas = int(run.strategy.options.get("replicate", 1))
         self.shards = world.size // (self.replicas * self.tensor)
         self.replica, within = divmod(world.rank, self.shards * self.tensor)
@@ -141,7 +142,7 @@ class FSDP2(Strategy):
         self.task = task
         self.mesh = self.make_mesh()
         source = (
-            make_model(task) if self.world.is_main else None
+            make_model(task) if self.world.is_main and not self.blank else None
         )  # the only whole copy of the model, gone when build ends
         self.model = make_model(task, empty=True)
         if self.run.model.trained_in_bfloat16:  # what is cut up are the masters; gathered they are bfloat16
@@ -164,17 +165,19 @@ class FSDP2(Strategy):
             sums_in_float32(self.model)
         for block in self.blocks if self.in_tree_order else ():
             gate(block)
-        self.scatters: list[_TreeScatter] = []
+        self.scatters: list[TreeScatter] = []
         for part in self.model.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)  # nothing is averaged: the loss is divided once, by all targets
                 part.set_force_sum_reduction_for_comms(True)
                 if self.in_tree_order and self.shards > 1:
-                    self.scatters.append(_TreeScatter(self))
+                    self.scatters.append(TreeScatter(self))
                     part.set_custom_reduce_scatter(self.scatters[-1])
-        self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.parts = dict(self.model.named_parameters())  # a gathered block shows others
+        self.named = {n: p for n, p in self.parts.items() if p.requires_grad}
         self.uses = Uses(self.model, self.parameters)
-        self.receive(source)
+        if not self.blank:
+            self.receive(source)
         self.statistics = Statistics(self.model)
         self.model.train()
 
@@ -182,8 +185,9 @@ class FSDP2(Strategy):
         if not dist.is_initialized():  # FSDP wants a group even of one process
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         sizes = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
-        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-        mesh = init_device_mesh(self.world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        sizes = {self.axis(name): size for name, size in sizes.items() if size > 1 or name == "shard"}
+        with self.world.forming():
+            mesh = init_device_mesh(self.world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if self.tensor > 1:
             groups = [
                 dist.new_group([r for r in range(self.world.size) if r % self.tensor == t]) for t in range(self.tensor)
@@ -202,8 +206,10 @@ class FSDP2(Strategy):
             from torch.distributed.tensor.parallel import parallelize_module
 
             prefix = f"{self.model.base_model_prefix}."
-            parallelize_module(self.model, self.mesh["tensor"], layers.tensor_plan(self.run, self.tensor, prefix))
-        names = tuple(n for n in ("replicate", "shard") if n in (self.mesh.mesh_dim_names or ()))
+            parallelize_module(
+                self.model, self.mesh[self.axis("tensor")], layers.tensor_plan(self.run, self.tensor, prefix)
+            )
+        names = tuple(n for n in map(self.axis, ("replicate", "shard")) if n in (self.mesh.mesh_dim_names or ()))
         arguments: dict[str, Any] = {
             "mesh": self.mesh[names],
             "reshard_after_forward": options.get("reshard_after_forward", True),
@@ -327,6 +333,25 @@ class FSDP2(Strategy):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def fitted(cls, run: Run, processes: int) -> Run:
+        """As many replicas as the run file says, or as divide the processes and leave something to shard."""
+        options, tensor = dict(run.strategy.options), tensor_ranks(run)
+        able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
+        if "replicate" in options:
+            options["replicate"] = max((n for n in able if n == 1 or n * tensor < processes), default=1)
+        if "reshard_after_forward" in options:  # a number of ranks would make meshes that look like those before
+            options["reshard_after_forward"] = bool(options["reshard_after_forward"])
+        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+
+    @property
+    def part_of_state(self) -> tuple[int, int]:
+        return self.world.rank % (self.shards * self.tensor), self.shards * self.tensor
+
+    def own_state(self) -> dict[str, Tensor]:
+        tensors = {name: p.detach() for name, p in self.parts.items()} | dict(self.model.named_buffers())
+        return held_state.sharded(tensors, self.stepper, self.scaling)
+
     def on_main(self, tensor: Tensor) -> Tensor | None:
         """A whole tensor on rank 0's host, nothing elsewhere. Collective."""
         gathered = whole(tensor.detach())
@@ -342,53 +367,7 @@ class FSDP2(Strategy):
 
     def close(self) -> None:
         self.scatters.clear()
-        del self.model, self.optimizer, self.stepper, self.named
-
-
-class _TreeScatter(ReduceScatter):
-    """FSDP's reduce-scatter of one block, in tree order: every rank receives its slice of each rank's leaf and adds
-    them up where the tree says. What FSDP gets back is zero, until the last turn's: the sum of all leaves."""
-
-    def __init__(self, strategy: FSDP2) -> None:
-        self.strategy = strategy
-
-    def start(self, leaves: int) -> None:
-        self.tree, self.calls = ReductionTree(leaves), 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        ours = self.strategy
-        self.calls += 1
-        block = share(self.tree.leaves, ours.replica, ours.replicas)
-        first = block.start + ours.turn * ours.shards
-        turn = range(first, min(first + ours.shards, block.stop))
-        layout = (*(((0, leaf),) for leaf in turn), *((),) * (ours.shards - len(turn)))
-        how = links(ours.run, ours.world, group)
-        scatter = Scatter(self.tree.leaves, ours.shard, ours.shards, group, how, layout)
-        slots = input_tensor.view(ours.shards, -1)  # [W, N]
-        scatter.submit(dict.fromkeys(layout[ours.shard], slots), slots)
-        for node, part in scatter.finish()[0].items():
-            self.tree.place(node, [part])
-        output_tensor.zero_()
-        if not ours.last:
-            return
-        if self.calls != ours.turn + 1:  # a micro-batch did not run this block
-            raise RunError(OTHER_LAYERS)
-        if ours.replicas > 1:
-            copies = ours.mesh.get_group("replicate")
-            how = links(ours.run, ours.world, copies)
-            exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, copies, how)
-            exchange.submit(self.tree.nodes)
-            root = exchange.finish()[0][0]
-        else:
-            root = self.tree.root[0]
-        if ours.replica == 0:  # FSDP adds the replicas up: the others give zero
-            output_tensor.copy_(root)
-        self.tree.nodes = {}
+        del self.model, self.optimizer, self.stepper, self.named, self.parts
 
 
 # -- parts of tensors ------------------------------------------------------------------------------------------------

@@ -20,19 +20,22 @@ from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import fsdp_config
+from lockstep.strategies.engines.fsdp import roomy
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.messages import Gather, Travelling
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets, layout_of
 from lockstep.strategies.exact.routes import links
 from lockstep.strategies.exact.row_slots import RowSlots
+from lockstep.strategies.exact.shared_state import Shared
 from lockstep.strategies.exact.sparse_rows import rows_between
 from lockstep.strategies.native import Native
+from lockstep.strategies.strategy import make_model
 from lockstep.tasks.task import Task
 
 BUCKET_BYTES = 25 * 2**20
 
 
-class FSDP2Step(Native):
+class FSDP2Step(Shared, Native):
     """`strategy.options`: `gather: step`, and none of FSDP's own."""
 
     waits_inside = ("reduction", "overlapped", "optimizer")
@@ -52,7 +55,10 @@ class FSDP2Step(Native):
     def build(self, task: Task) -> None:
         self.alone = self.world.size == 1
         if not self.alone:
-            self.mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+            with self.world.forming():
+                self.mesh = init_device_mesh(
+                    self.world.device.type, (self.world.size,), mesh_dim_names=(self.axis("rank"),)
+                )
         super().build(task)
         dense = [i for i in reversed(range(len(self.parameters))) if i not in self.rows]  # as backward meets them
         self.buckets = [[dense[j] for j in b] for b in buckets([self.parameters[i] for i in dense], BUCKET_BYTES)]
@@ -60,6 +66,9 @@ class FSDP2Step(Native):
         self.gathered = [[cut[j] for j in b] for b in buckets(cut, BUCKET_BYTES)]
         self.links = links(self.run, self.world)
         self.slots = [self.slots_of([self.parameters[i] for i in b]) for b in self.buckets]
+
+    def make(self, task: Task) -> nn.Module:
+        return roomy(make_model(task, empty=True)) if self.blank else make_model(task)
 
     def slots_of(self, parameters: Sequence[Tensor]) -> RowSlots:
         return RowSlots([p.shape for p in parameters], self.world.size)
@@ -152,7 +161,9 @@ class FSDP2Step(Native):
     ) -> tuple[Tensor, Tensor | bool]:
         norm, used = super().update(step, gradient, learning_rate, losses, uses)
         if used is not False and not self.alone:
+            self.torn = True
             self.gather()
+            self.torn = False
         return norm, used
 
     def weights_changed(self) -> None:

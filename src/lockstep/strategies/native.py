@@ -56,7 +56,7 @@ class Native(Strategy):
 
     def build(self, task: Task) -> None:
         self.task = task
-        self.model = make_model(task).to(self.world.device)
+        self.model = self.make(task).to(self.world.device)
         self.named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(self.named.values())
         self.uses = [0] * len(self.parameters)  # of this step: how many of its micro-batches here gave each a gradient
@@ -83,6 +83,10 @@ class Native(Strategy):
         self.statistics = Statistics(self.model)
         self.model.train()
         self.wrapped = self.model
+
+    def make(self, task: Task) -> nn.Module:
+        """The model, on the host."""
+        return make_model(task)
 
     def parts_to_step(self) -> dict[str, nn.Parameter]:
         """What this rank updates of each trained parameter."""

@@ -41,7 +41,8 @@ from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
 from lockstep.strategies.exact.routes import links
-from lockstep.strategies.strategy import DataParallel, Strategy, make_model, summing
+from lockstep.strategies.exact.shared_state import Shared
+from lockstep.strategies.strategy import DataParallel, make_model, summing
 from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
 
@@ -49,7 +50,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedu
 BUCKET_BYTES = 25 * 2**20  # how much travels at a time between pipelines
 
 
-class Pipeline(Strategy):
+class Pipeline(Shared):
     """`strategy.options`: `stages` (ranks of a pipeline; default all processes), `schedule` (gpipe, 1f1b, interleaved;
     default 1f1b), `stages_per_rank` (interleaved only; default 2). Rank = stage rank x pipelines + pipeline."""
 
@@ -110,6 +111,8 @@ class Pipeline(Strategy):
 
     def __init__(self, run: Run, world: World) -> None:
         super().__init__(run, world)
+        if world.apart:  # in no group of ranks yet
+            return
         self.ranks, self.schedule_name, each = _shape(run, world.size)
         self.pipelines = world.size // self.ranks
         self.stages = self.ranks * each
@@ -128,8 +131,9 @@ class Pipeline(Strategy):
 
     def build(self, task: Task) -> None:
         self.task = task
-        self.make_groups()
-        model = make_model(task, empty=not self.world.is_main)
+        with self.world.forming():
+            self.make_groups()
+        model = make_model(task, empty=self.blank or not self.world.is_main)
         self.cut = (sequential.SequentialCut if own_model(self.run) else Cut)(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)
@@ -180,11 +184,12 @@ class Pipeline(Strategy):
         """Rank 0's weights, one tensor at a time; every rank keeps its own. Collective."""
         source = dict([*model.named_parameters(), *model.named_buffers()])
         for name, shape in [*self.cut.whole.named_parameters(), *self.cut.whole.named_buffers()]:
-            if self.world.is_main:
+            if self.world.is_main and not self.blank:
                 tensor = source[name].detach().to(self.world.device).contiguous()
             else:
                 tensor = torch.empty(shape.shape, dtype=shape.dtype, device=self.world.device)
-            dist.broadcast(tensor, 0)
+            if not self.blank:
+                dist.broadcast(tensor, 0)
             for part in self.cut_parts:
                 part.place(name, tensor)
 
@@ -294,6 +299,19 @@ class Pipeline(Strategy):
             logits = torch.empty(facts[0][0], dtype=facts[0][1], device=self.world.device)
         dist.broadcast(logits, last, group=self.side)
         return logits
+
+    @classmethod
+    def fitted(cls, run: Run, processes: int) -> Run:
+        """As many stages as the run file says, or one pipeline of all processes."""
+        stages = run.strategy.options.get("stages")
+        if stages is None or not processes % stages:
+            return run
+        options = {**run.strategy.options, "stages": processes}
+        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+
+    @property
+    def part_of_state(self) -> tuple[int, int]:
+        return self.stage_rank, self.ranks
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         owned = {name for held in self.held for name in held.owned}

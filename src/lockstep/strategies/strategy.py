@@ -12,11 +12,9 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config import plugins
@@ -26,6 +24,8 @@ from lockstep.distributed.phases import Phases
 from lockstep.distributed.sharded import Given, Saved, gather
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import averaging, held_state, masters, optim
+from lockstep.strategies.exact.data_parallel import DataParallel as DataParallel
+from lockstep.strategies.exact.data_parallel import summing as summing
 from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.gradient import NotFinite as NotFinite
 from lockstep.strategies.exact.reduction import share
@@ -37,26 +37,6 @@ from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
-
-
-@dataclass(frozen=True)
-class DataParallel:
-    """Which part of the data this rank works on. Ranks with the same `rank` work on the same examples together (the
-    stages of a pipeline, the parts of a tensor)."""
-
-    rank: int
-    size: int
-    sum: Callable[[Tensor], Tensor]  # over the ranks that work on different examples, in place; collective
-
-
-def summing(group: dist.ProcessGroup) -> Any:
-    """A sum over the ranks of a group, in place."""
-
-    def add(tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=group)
-        return tensor
-
-    return add
 
 
 class Strategy(ABC):
@@ -72,6 +52,7 @@ class Strategy(ABC):
     without_masters: ClassVar[bool] = False  # also without float32 ones beside them
     flat_parts: ClassVar[bool] = False  # whether an engine hands the optimizer parts of tensors laid end to end
     takes_4_bits: ClassVar[bool] = False  # whether an adapter's base may be kept in 4 bits
+    rebuilds: ClassVar[bool] = False  # whether it is a `Shared`, which is built anew where ranks are lost
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
@@ -205,10 +186,23 @@ class Strategy(ABC):
         if self.scaling is not None:
             gradient.scale_(1 / (scale := self.scaling.value))
         norm = gradient.norm()
-        if self.scaling is not None:
-            self.scaling.follow(losses, norm)
         if self.observe is not None:
             self.observe(gradient.whole(self.world))
+        return norm.to(self.world.device), self.made(step, gradient, norm, scale, learning_rate, losses, uses)
+
+    def made(
+        self,
+        step: int,
+        gradient: Gradient,
+        norm: Tensor,
+        scale: Tensor | None,
+        learning_rate: float,
+        losses: Tensor,
+        uses: Sequence[int],
+    ) -> Tensor | bool:
+        """The rest of `update`, once all that it needs of other ranks is here."""
+        if self.scaling is not None:
+            self.scaling.follow(losses, norm)
         used = (self.doubted if self.asks_late else self.usable)(step, losses, norm, scale)
         if used is not False:
             gradient.clip_(norm, self.run.optim.clip)
@@ -217,7 +211,7 @@ class Strategy(ABC):
             self.optimizer.step()
             self.round_masters()
         gradient.take_back()
-        return norm.to(self.world.device), used
+        return used
 
     def round_masters(self) -> None:  # noqa: B027 - most have none
         """After an update: master weights into the weights of the model, where there are any."""

@@ -37,10 +37,14 @@ class Fingerprints:
         self._written: list[tuple[int, StepResult, dict[str, str]]] = []  # last: a rank that is lost may not have
         self._folder = folder
 
-    def regroup(self, world: World, step: int) -> None:
-        """Other ranks are left, after `step` updates, and another one may write."""
+    def regroup(self, world: World, step: int, back: bool = False) -> None:
+        """Other ranks are left, after `step` updates, and another one may write. `back`: more updates had been made."""
         if self._hash is not None:
             self._hash = StateHash(world)
+        if back and self._lines is not None:
+            with suppress(OSError):
+                self._lines.close()
+            self._lines = None
         if self._folder is not None and self._lines is None and world.is_main:
             self._lines = Lines(self._folder / FILE, step)
             self._waiting = self._written + self._waiting  # those that are there already are left out

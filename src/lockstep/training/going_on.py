@@ -15,8 +15,10 @@ many ranks were killed or came on the way. What happens, in this order, on every
   6. They train on: the step that was broken off is computed from its beginning.
 
 A rank that is lost meanwhile makes all of them begin again at 1, with the generation after. Nothing is written into a
-rank's state before all of what it is to hold has arrived. Anything else that fails ends the rank, and with it this
-formation of the job: the launcher starts all of them again from the last checkpoint.
+rank's state before all of what it is to hold has arrived. Where ranks share the state out, `recut.py` takes the place
+of 4: it brings the newest state together that those that are left hold, and they may go back some steps. Anything else
+that fails ends the rank, and with it this formation of the job: the launcher starts all of them again from the last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +43,11 @@ from lockstep.distributed.place import PLACE
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import Given
 from lockstep.distributed.watch import Watch
+from lockstep.strategies.exact.shared_state import Shared
 from lockstep.strategies.native import Native
 from lockstep.training import leaving
 from lockstep.training.loop import Counts, TrainingFailed, train
+from lockstep.training.recut import Recut
 from lockstep.training.session import Session
 from lockstep.training.standing import Regroup, Standing
 
@@ -56,7 +61,7 @@ class GoingOn:
     def __init__(self, session: Session, watch: Watch, step: int, moved: Callable[[int, str], None]) -> None:
         """`moved` is called once ranks have met again: after so many updates, and what happened, in words."""
         self.session, self.watch, self._moved = session, watch, moved
-        self._strategy: Any = session.strategy  # a `Native`
+        self.recut = Recut(session) if session.strategy.rebuilds and session.world.members is not None else None
         self.stand = Standing(-1 if session.world.apart else step)
         self._trained = Generation(-1, ())  # the last in which this rank was training
 
@@ -72,13 +77,16 @@ class GoingOn:
                 )
             return train(session, self.stand.step)
         members.ready()
+        self.session = replace(session, recut=self.recut)
         if session.world.apart:
             self._meet(math.inf)
         self._trained = members.generation
         while True:
-            members.trains()
             try:
-                found = train(session, self.stand.step, self.stand)
+                if self.recut is not None:
+                    self.recut.begin(self.session, self.stand)
+                members.trains()
+                found = train(self.session, self.stand.step, self.stand)
                 members.over()
                 return found
             except Regroup:
@@ -108,7 +116,12 @@ class GoingOn:
         PLACE.at("meeting the other ranks again")
         self.watch.stop()
         while True:
-            self._strategy.part()
+            members.cut()  # nobody waits from here on
+            if self.recut is not None:
+                self.recut.part(self.session, self.stand)
+            else:
+                strategy: Any = self.session.strategy
+                strategy.part()
             world.part()
             generation = members.awaited(limit_s, lambda: world.apart and world.stop.came)
             if generation is None and world.apart:
@@ -142,19 +155,19 @@ class GoingOn:
             raise TrainingFailed("a rank that comes in has another run file, code, data or package than the others")
         gone = bool(set(first) - set(generation.members))
         found = world.all_gather((stand.step, stand.open, gone, self._trained.members))
-        steps = [step for step, *_ in found]
-        newest = max(steps)
-        if newest < 0:
-            raise TrainingFailed("nobody who is left holds a state; all go on from the last checkpoint")
-        if any(0 <= step < newest - 1 for step in steps):
-            raise TrainingFailed(f"the ranks that are left hold the states after {steps} updates, which cannot be")
-        source = steps.index(newest)
-        if min(steps) < newest:
-            self._hand_on(source, steps[world.rank] < newest)
-        torn = any(opened or main for step, opened, main, _ in found if step == newest)
-        if torn or any(-1 < step < newest for step in steps):
+        newest = max(step for step, *_ in found)
+        redone = any(opened or main for step, opened, main, _ in found if step == newest)
+        redone |= any(-1 < step < newest for step, *_ in found)
+        if self.recut is not None:
+            back = self._bring_together(newest)
+        else:
+            back = False
+            self._level([step for step, *_ in found])
+        session = self.session
+        if redone and not back:
             stand.reopen()
-        self._strategy.regroup()
+        if isinstance(session.strategy, Native):
+            session.strategy.regroup()
         session.feed.shares, session.feed.indices = None, list(session.strategy.own_micro_batches())  # even ones
         if session.checkpoints.regroup(stand.step):
             stand.reopen(saves=True)
@@ -162,12 +175,36 @@ class GoingOn:
             assert stand.progress is not None
             session.checkpoints.progress = stand.progress
         self._compare()
-        session.fingerprints.regroup(world, stand.step)
+        session.fingerprints.regroup(world, stand.step, back)
         session.journal.regroup()
         before = max((members for *_, members in found), key=len)
         self._trained = generation
-        self._moved(stand.step, told(before, generation.members))
+        how = f"; back from step {newest}, by copies in memory" if back else ""
+        self._moved(stand.step, told(before, generation.members) + how)
         self.watch = self.watch.anew()
+
+    def _level(self, steps: list[int]) -> None:
+        """Where each rank holds the whole state: those that are behind take it from one that is not. Collective."""
+        newest = max(steps)
+        if newest < 0:
+            raise TrainingFailed("nobody who is left holds a state; all go on from the last checkpoint")
+        if any(0 <= step < newest - 1 for step in steps):
+            raise TrainingFailed(f"the ranks that are left hold the states after {steps} updates, which cannot be")
+        if min(steps) < newest:
+            self._hand_on(steps.index(newest), steps[self.session.world.rank] < newest)
+
+    def _bring_together(self, newest: int) -> bool:
+        """Where ranks share the state out. Returns whether steps are to be made again. Collective."""
+        assert self.recut is not None
+        session, stand = self.session, self.stand
+        self.session, key, counters = self.recut.settle(session, stand)
+        theirs, progress, meter, lines = counters
+        if theirs is not stand:
+            stand.__dict__.update(theirs.__dict__)
+            session.checkpoints.progress, session.checkpoints.meter = progress, meter
+            session.fingerprints.keep(lines)
+        vars(session.strategy).clear()  # what was broken off, and its memory
+        return key[0] < newest
 
     def _hand_on(self, source: int, behind: bool) -> None:
         """State and counters of one rank to those that are behind. Collective."""
@@ -197,7 +234,8 @@ class GoingOn:
         """Every rank holds the same bits, or the job starts again. Collective. Errors: `TrainingFailed`."""
         session, stand = self.session, self.stand
         seen = hashlib.sha256()
-        for name, tensor in sorted(session.averaged.sharded_state_dict().items()):
+        state = session.averaged.sharded_state_dict() if self.recut is None else {}  # else it was compared
+        for name, tensor in sorted(state.items()):
             seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
         meter = stand.meter
         counted = meter.state() if meter is not None else {}
@@ -214,11 +252,21 @@ class GoingOn:
 def refused(session: Session) -> str | None:
     """Why the loss of a rank starts this job again; None: the others go on without it."""
     run, strategy = session.run, session.strategy
-    if not isinstance(strategy, Native) or not strategy.regroups or not strategy.gives_bits(run):
+    if session.world.apart and strategy.rebuilds:
+        return None  # those that it comes to have answered
+    if isinstance(strategy, Shared) and strategy.rebuilds and strategy.gives_bits(run):
+        if not run.launch.copy_every and not strategy.keeps_copies:
+            return (
+                f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "
+                "each part on another: set launch.copy_every"
+            )
+        if session.task.asks_first:
+            return f"task {run.task.name} asks the model before training"
+    elif not isinstance(strategy, Native) or not strategy.regroups or not strategy.gives_bits(run):
         return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"
     if session.world.device.type != "cpu":
         return "what waits on a GPU cannot be cut off"
-    if strategy.statistics.names:
+    if strategy.statistics is not None and strategy.statistics.names:
         return "the model keeps running statistics"
     if run.average.ema is not None or strategy.stepper.rule.averages:
         return "weights are averaged"

@@ -147,6 +147,9 @@ def after_step(session: Session, guard: Guard, meter: Meter, profiler: Profiler,
         session.checkpoints.settle()
         world.barrier()
         raise Regroup
+    if session.recut is not None and not last:
+        with phases("checkpoint"):
+            session.recut.after_step(stand)
     return last
 
 

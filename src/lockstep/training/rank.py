@@ -43,6 +43,7 @@ from lockstep.distributed.stops import end_by_signal
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
+from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.best import Best
 from lockstep.track.console import LOG, Console, append, error, strike_tracebacks
@@ -123,6 +124,7 @@ class Trained:
     counts: Counts
     scores: dict[str, dict[str, float]]  # split -> metrics
     tables: dict[str, dict[str, Any]]  # split -> name -> table
+    strategy: Strategy  # with which it ended: where ranks were lost it may be another than it began with
 
 
 class Outlets(Sinks):
@@ -195,8 +197,8 @@ def work(run: Run, world: World) -> int:
     found = through(session, console, step)
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
-    weights = session.strategy.exported()
-    session.strategy.close()
+    weights = found.strategy.exported()
+    found.strategy.close()
     return DONE if weights is None else deliver(session, console, found, weights)
 
 
@@ -249,6 +251,8 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
             session.fingerprints.close()
         sinks.advance(step)
         console.stop()
+        session = going.session
+        strategy = session.strategy
         ended = step == session.feed.total or session.checkpoints.progress.over(run)
         final = final_scores(session, console, sinks, step) if ended else None
         if final is None:
@@ -275,6 +279,7 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
             counts,
             {split: scores for split, (scores, _) in found.items()},
             {split: tables for split, (_, tables) in found.items()},
+            strategy,
         )
     except BaseException as caught:
         session.journal.failed(caught, PLACE.name)

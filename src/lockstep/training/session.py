@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import mirror
 from lockstep.checkpoint.checkpoint import Checkpoints
@@ -36,6 +36,9 @@ from lockstep.training.checkpoint_model import fetch
 from lockstep.training.feed import Feed
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.sizes import check_average, decided
+
+if TYPE_CHECKING:
+    from lockstep.training.recut import Recut
 
 
 class Sinks:
@@ -66,6 +69,7 @@ class Session:
     journal: Journal = field(default_factory=lambda: Journal(None))
     sinks: Sinks = field(default_factory=Sinks)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    recut: Recut | None = None  # where ranks that share the state out may be lost
 
 
 def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepared:
@@ -74,7 +78,8 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
     attention.check(run, here=True)
     chunked_loss.check(run, here=True)
     run.check_shared(world.size, f"launch: {world.size} processes")
-    strategies.checked_strategy(run, world.size)
+    if not world.apart:  # it is checked for the ranks that it comes to
+        strategies.checked_strategy(run, world.size)
     blocks.check(run, here=True)
     mirror.require_extra(run)
     fetch(run)
@@ -101,13 +106,15 @@ def build_session(
     before = tensor_bytes()
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
-    whole = decided(run, task, world)
+    later = world.apart and strategies.strategy_class(run).rebuilds  # built with those that it comes to
+    whole = run if later else decided(run, task, world)
     strategy = strategies.strategy_class(whole)(whole, world)
     seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
-    strategy.build(task)
-    compiled.warm_up(run, strategy, task)
-    first_look.provide(whole, world, task, strategy, prepared, trained)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    if not later:
+        strategy.build(task)
+        compiled.warm_up(run, strategy, task)
+        first_look.provide(whole, world, task, strategy, prepared, trained)
+    feed = Feed(run, task, () if later else strategy.own_micro_batches(), world.device)
     check_average(run, feed)
     every = feed.interval(run.checkpoint.every)
     checkpoints = Checkpoints(run, world, prepared, feed.total, say, every)

@@ -21,6 +21,7 @@ class AcceleratedFSDP2(FSDP2):
 
     needs = ("accelerate",)
     trains_bfloat16 = False
+    rebuilds = False  # Accelerate keeps its state for the whole process
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

@@ -1,0 +1,19 @@
+"""Which runs may keep copies of their state in memory (`launch.copy_every`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def refused(launch: Any, strategy: Any) -> str | None:
+    """Why a run of this strategy cannot; None: as far as its keys say, it can."""
+    if not launch.copy_every:
+        return None
+    if launch.on_loss != "continue":
+        return "launch.copy_every: copies are for ranks that go on without a lost one; set launch.on_loss=continue"
+    if strategy.name.startswith("zero") or {"fsdp", "deepspeed"} & set(strategy.options):
+        return (
+            f"launch.copy_every: {strategy.name} leaves its engine to DeepSpeed or Accelerate, which lockstep does not "
+            "form anew within a process, so a lost rank starts the job again; leave it out, or use strategy.name=fsdp2"
+        )
+    return None

@@ -1,0 +1,70 @@
+"""Strategies whose ranks share the state out, and which outlive the loss of a rank: `launch.on_loss: continue`.
+
+In: a step that was broken off. Out: what this rank still holds, and whether that is the state before the update or the
+one after it; and the same strategy for another number of ranks, built without weights. `training/recut.py` does the
+rest.
+
+Where several ranks hold the same part, one more message makes the update atomic: nobody makes it before all have what
+it needs. Of a rank that has lost contact and has not made it, while another one has, it is then made late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.config.run import Run
+from lockstep.strategies.strategy import Strategy
+
+
+class Shared(Strategy):
+    """Mixed into a strategy."""
+
+    rebuilds = True
+    blank = False  # whether it is built without weights, which are about to be read
+    late: Callable[[], Any] | None = None  # makes an update that was broken off before it was made; not collective
+    torn = False  # whether an update was broken off while it was made
+
+    @classmethod
+    def fitted(cls, run: Run, processes: int) -> Run:
+        """The run with options that suit so many processes, where those of the run file do not."""
+        return run
+
+    @property
+    def part_of_state(self) -> tuple[int, int]:
+        """Which part of the state this rank holds, and of how many: ranks of the same part hold the same."""
+        return self.world.rank, self.world.size
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether several ranks hold each part, and update it by themselves."""
+        whole = any(self.stepper.rule.whole(group) for group in self.stepper.param_groups)
+        return self.world.size > self.part_of_state[1] and not whole
+
+    def axis(self, name: str) -> str:
+        """The name of a mesh's axis. Torch keeps what it has worked out of a mesh and takes another one that looks the
+        same for it, in which this rank had another number: so no two groups of ranks have the same names."""
+        return name if self.world.members is None else f"{name}_{self.world.members.generation.number}"
+
+    def own_state(self) -> dict[str, Tensor]:
+        """`sharded_state_dict`, also where a step was broken off. Not collective."""
+        return self.sharded_state_dict()
+
+    def made(self, *arguments: Any) -> Tensor | bool:
+        make = partial(super().made, *arguments)
+        if self.world.members is not None and self.keeps_copies:
+            self.late = make
+            self.world.barrier()
+        self.late, self.torn = None, True
+        used = make()
+        self.torn = False
+        return used
+
+    def make_late(self) -> None:
+        """The update that others have made."""
+        assert self.late is not None
+        make, self.late = self.late, None
+        make()

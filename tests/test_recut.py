@@ -1,0 +1,80 @@
+"""Which state ranks go on from after a loss, and who keeps whose copy: no process is started."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from lockstep.config.run import Run, RunError, load
+from lockstep.distributed.pieces import FromRanks, Incomplete, Place
+from lockstep.training.copies import neighbours
+from lockstep.training.loop import TrainingFailed
+from lockstep.training.recut import best
+
+LIVE, COPIED = (9, 2, "live"), (8, 2, "copied")
+
+
+@pytest.mark.parametrize(
+    "hosts", [["a"] * 4, ["a", "a", "b", "b"], ["a", "b", "a", "b", "c"], ["a", "b"], ["a", "b", "b"]]
+)
+def test_each_copy_is_on_another_host_where_that_can_be(hosts: list[str]) -> None:
+    pairs = [neighbours(hosts, rank) for rank in range(len(hosts))]
+    for rank, (after, before) in enumerate(pairs):
+        assert pairs[after][1] == rank
+        assert pairs[before][0] == rank
+        assert after != rank
+    apart = all(hosts[rank] != hosts[after] for rank, (after, _) in enumerate(pairs))
+    assert apart == (max(Counter(hosts).values()) * 2 <= len(hosts))
+
+
+def test_the_newest_state_that_is_whole_is_taken() -> None:
+    copies = [(COPIED, [0, 2], 3), ((6, 2, "copied"), [0, 2], 3)]
+    assert best([[(LIVE, [0], 2)], [(LIVE, [1], 2)], []]) == LIVE
+    assert best([[(LIVE, [0], 3), *copies], [(LIVE, [2], 3), (COPIED, [1, 0], 3)]]) == COPIED
+    # the last copy had not arrived everywhere
+    assert best([[(LIVE, [0], 3), *copies], [((6, 2, "copied"), [1, 0], 3)]]) == (6, 2, "copied")
+
+
+def test_what_nobody_holds_is_named() -> None:
+    with pytest.raises(TrainingFailed, match=r"share 1 of 3 of the state is lost with every rank that held it"):
+        best([[(LIVE, [0], 3), (COPIED, [0, 2], 3)]])
+    with pytest.raises(TrainingFailed, match="nobody who is left holds a state"):
+        best([[], []])
+
+
+class Alone:
+    """A world of one rank."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, value: object) -> list[object]:
+        return [value]
+
+
+def test_pieces_are_put_together_and_a_missing_one_is_noticed() -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    places = [Place("w", (row, 0), (2, 3), (4, 3), torch.float32) for row in (0, 2)]
+    pieces = {place: whole[place.offsets[0] : place.offsets[0] + 2] for place in places}
+    target = torch.empty(4, 3)
+    together = FromRanks(pieces, Sending())  # type: ignore[arg-type]
+    together.read({"w": target})
+    assert torch.equal(target, whole)
+    assert "w" in together
+    with pytest.raises(Incomplete, match="all of w"):
+        FromRanks({places[0]: pieces[places[0]]}, Alone())  # type: ignore[arg-type]
+
+
+class Sending(Alone):
+    def send_round(self, tensor: object, source: int) -> None:
+        """Nobody else is there."""
+
+
+def test_copies_that_nobody_could_use_are_refused() -> None:
+    def run(*words: str) -> Run:
+        return load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.copy_every=5", *words])
+
+    with pytest.raises(RunError, match=r"set launch\.on_loss=continue"):
+        run("strategy.name=fsdp2")
+    with pytest.raises(RunError, match="zero2 leaves its engine to DeepSpeed"):
+        run("strategy.name=zero2", "launch.on_loss=continue")
+    assert run("strategy.name=fsdp2", "launch.on_loss=continue").launch.copy_every == 5
