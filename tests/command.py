@@ -125,6 +125,13 @@ def bits(folder: Path, steps: int = STEPS) -> dict[str, str]:
     return {"checkpoint": digest(folder / f"out/checkpoints/step-{steps:06d}"), "export": exported}
 
 
+def kill(*pids: int) -> None:
+    """One after another, as far as they are still there: a rank ends with its launcher."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def processes_in(folder: Path) -> dict[int, int]:
     """pid -> parent's pid of all live processes whose working directory is `folder`."""
     found = {}

@@ -145,14 +145,13 @@ def shared() -> Path:
 @pytest.fixture
 def nobody_is_left(tmp_path: Path) -> Iterator[None]:
     """Whatever the test did, no process of its folder outlives it."""
-    from command import processes_in, until
+    from command import kill, processes_in, until
 
     yield
     try:
         until(lambda: not processes_in(tmp_path), "every process of the job to end", seconds=30)
     finally:
-        for pid in processes_in(tmp_path):
-            os.kill(pid, signal.SIGKILL)
+        kill(*processes_in(tmp_path))
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ beside training, shown by the order of events and not by a clock."""
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from checkpoints import digest as digest_of
-from command import LOCKSTEP, STEPS, bits, ended, finish, processes_in, saved, start, step_of, train, until, write
+from command import LOCKSTEP, STEPS, bits, ended, finish, kill, processes_in, saved, start, step_of, train, until, write
 from harness import build, digest, run_on, tiny
 from saving import SHARD, Job, here, run_in
 
@@ -365,8 +364,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path, cache: Path) -> None:
     partial = tmp_path / "out/checkpoints/.step-000020.partial"
     until(lambda: len(list(partial.glob("*"))) == 2 and step_of(tmp_path) >= 25, "steps beside a save", process)
     assert saved(tmp_path) == 10
-    for pid in processes_in(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+    kill(*processes_in(tmp_path))
     ended(process)
     assert partial.exists()
     assert "resuming after step 10" in finish(tmp_path, cache)

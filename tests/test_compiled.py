@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import build, digest, run_on, tiny
+from task_runs import make
 from test_strategies import steps_of
 from torch import nn
 from torch._dynamo.utils import counters
@@ -179,6 +180,45 @@ def test_the_same_bits_where_activations_are_computed_again(gather: str, precisi
         assert of("single", 1, *again)["digest"] == alone
     else:
         assert of("fsdp2", 2, *again, f"strategy.options.gather={gather}")["digest"] == alone
+
+
+CHUNKS = (
+    "precision=bf16",
+    "model.dtype=bfloat16",
+    "task.loss_chunk=16",
+)  # weights kept in bf16, logits a few at a time
+
+
+@once
+def of_chunks(folder: Path, name: str, ranks: int, *overrides: str) -> tuple[str, list[float]]:
+    """Of a language model; rank 0's."""
+    run = make(folder, "packed", f"strategy.name={name}", *CHUNKS, *overrides)
+    found = run_on(ranks, steps_of, run, run=run, timeout_s=LIMIT_S)[0]
+    return found["digest"], found["loss"]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packed")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"),
+    [
+        ("ddp", 2, ()),
+        ("allreduce", 3, ()),
+        ("fsdp2", 2, ("strategy.options.gather=step",)),
+        ("fsdp2", 3, ("strategy.options.gather=micro_batch",)),
+    ],
+)
+def test_weights_in_bf16_and_a_loss_in_chunks(name: str, ranks: int, options: tuple[str, ...], packed: Path) -> None:
+    one = of_chunks(packed, "single", 1, COMPILE)
+    assert of_chunks(packed, name, ranks, COMPILE, *options) == one
+    assert one != of_chunks(packed, "single", 1)
 
 
 def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int]]:

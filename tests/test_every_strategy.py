@@ -1,6 +1,5 @@
 """`lockstep train` under every strategy, killed in the middle and started again: the weights of an untouched job."""
 
-import os
 import random
 import signal
 import sys
@@ -13,6 +12,7 @@ from command import (
     bits,
     ended,
     finish,
+    kill,
     lines,
     processes_in,
     saved,
@@ -54,8 +54,7 @@ def test_killed_and_resumed_on_the_same_strategy(
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
     moment = random.Random(name).randrange(11, STEPS - 20)
     until(lambda: step_of(tmp_path) >= moment and saved(tmp_path) >= 10, f"step {moment}", process)
-    for pid in processes_in(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+    kill(*processes_in(tmp_path))
     ended(process)
     assert "resuming after step" in finish(tmp_path, cache, *options)
     if name.startswith("zero"):

@@ -69,8 +69,7 @@ def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cach
         return found is not None and found.main not in (None, record.main)
 
     until(again, "the second rank 0", process)
-    for pid in [process.pid, *processes_in(tmp_path)]:
-        os.kill(pid, signal.SIGKILL)
+    kill(process.pid, *processes_in(tmp_path))
     ended(process)
     until(lambda: not processes_in(tmp_path), "the ranks to end")
     said: list[str] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import digest
-from command import LOCKSTEP, STEPS, ended, processes_in, start, train, until, write
+from command import LOCKSTEP, STEPS, ended, kill, processes_in, start, train, until, write
 from store_server import BUCKET, SECRET, Asked, Store
 
 pytestmark = [pytest.mark.extras, pytest.mark.processes]
@@ -55,8 +55,7 @@ def test_killed_in_an_upload_and_gone_on_with_elsewhere(
     store.fault = slow_from_the_third_on
     job = start([*LOCKSTEP, "train", "run.yaml"], here, cache, **store.environment)
     until(lambda: store.sent("step-000030/shard") > 0, "the third upload to begin", job)
-    for pid in processes_in(here):
-        os.kill(pid, signal.SIGKILL)
+    kill(*processes_in(here))
     job.communicate()
     store.fault, store.slow_s = (lambda asked: None), 0.0
     until(lambda: not processes_in(here), "the ranks to end")

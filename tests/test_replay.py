@@ -9,7 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import LOCKSTEP, bits, each_step_once, ended, finish, processes_in, ranks_of, start, step_of, until, write
+from command import (
+    LOCKSTEP,
+    bits,
+    each_step_once,
+    ended,
+    finish,
+    kill,
+    processes_in,
+    ranks_of,
+    start,
+    step_of,
+    until,
+    write,
+)
 from signalled import state_of, variables
 
 pytestmark = [
@@ -58,8 +71,7 @@ def test_ctrl_c_a_killed_rank_and_all_killed_in_a_row(tmp_path: Path, cache: Pat
 
     process = start(TRAIN, tmp_path, cache)
     until(lambda: step_of(tmp_path) >= 24, "a step", process)
-    for pid in [process.pid, *processes_in(tmp_path)]:
-        os.kill(pid, signal.SIGKILL)
+    kill(process.pid, *processes_in(tmp_path))
     assert ended(process)[0] == -signal.SIGKILL
     until(lambda: not processes_in(tmp_path), "the ranks to end")
 
