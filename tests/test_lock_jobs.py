@@ -13,6 +13,7 @@ from command import (
     bits,
     each_step_once,
     ended,
+    kill,
     processes_in,
     start,
     step_of,
