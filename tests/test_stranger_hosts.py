@@ -99,8 +99,9 @@ def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path
     hold(4, *folders)
     words = ["launch.hang_s=600", "launch.max_restarts=0", "strategy.name=held_steps.Told"]
     jobs = [start(three, host, words) for host in (0, 1)]
-    until(lambda: (folders[0] / "port").exists() and step_of(folders[0]) >= 4, jobs[0])
-    port = int((folders[0] / "port").read_text())
+    port_of = folders[0] / "port"  # it is there before there is something in it
+    until(lambda: port_of.exists() and port_of.read_text() != "" and step_of(folders[0]) >= 4, jobs[0])
+    port = int(port_of.read_text())
     assert listening(three, 0)[port] == three.address(0)
     keys = stranger(three, port, how, marker := tmp_path / "ran")
     assert "lockstep-watch/0" in keys

@@ -21,6 +21,7 @@ from lockstep.data import copies, object_store
 from lockstep.data import shards as shard_index
 from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
+from lockstep.data.stream import ABOUT
 from lockstep.data.streamed import Unreadable
 from lockstep.tasks.classification import Classification
 from lockstep.training.feed import Feed
@@ -109,6 +110,24 @@ def test_the_same_batches_as_from_local_shards_in_a_bounded_cache(
     assert batches(feed_of(run), after) == wanted[after:]  # a resume fetches what it reads, and little ahead
     assert len(web.asked) <= 20 * 8 // 40 + 2 + copies.AHEAD
     assert batches(feed_of(run, 1, 2), after)[0][0] == wanted[after][0]
+
+
+def test_what_was_read_makes_room_before_what_waits_to_be(web: Served, folder: Path) -> None:
+    run = on_web(web, folder)
+    feed_of(run)
+    told = next((cache_folder() / "tokens").rglob(ABOUT))
+    made = copies.Copies(json.loads(told.read_text())["files"], run.data.stream_cache_gb)
+    waits, read, *others = made.paths
+    for path in (waits, read):
+        made.fetch(path)
+    made.opened(read).close()
+    made.done_with(read)
+    for path in others:
+        made.fetch(path)
+        if not read.exists():
+            break
+    assert not read.exists()
+    assert waits.exists()
 
 
 @pytest.mark.parametrize("fault", ["cut", "slow", 503], ids=str)

@@ -114,7 +114,7 @@ class Copies:
 
     def fetch(self, path: Path) -> None:
         """Have a copy. Errors: as those of `opened`."""
-        found, folder = self._objects[path], _all() / path.relative_to(_all()).parts[0]
+        found, folder = self._objects[path], _folder(path)
         try:
             with locked(folder.name):
                 self._make_room(folder, found.size)
@@ -131,6 +131,12 @@ class Copies:
         except StoreError as error:
             kind = Unfetched if error.again else RunError
             raise kind(f"data.train: {error}") from error
+
+    def done_with(self, path: Path) -> None:
+        """Of all copies this one makes room first, until it is wanted again; not one that was fetched earlier and waits
+        to be read."""
+        with suppress(FileNotFoundError):
+            os.utime(_folder(path) / _ABOUT, (0, 0))
 
     def coming(self, paths: Sequence[Path]) -> None:
         """Fetch these beside, in this order, as far as half of the room goes; one at least. What cannot be fetched is
@@ -197,6 +203,11 @@ _MORE = "give data.stream_cache_gb more, or LOCKSTEP_CACHE another folder; what 
 
 def _all() -> Path:
     return cache_folder() / "shards"
+
+
+def _folder(path: Path) -> Path:
+    """Of a copy and what is known about it."""
+    return _all() / path.relative_to(_all()).parts[0]
 
 
 def _heard(folder: Path) -> Callable[[int], None]:

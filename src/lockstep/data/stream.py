@@ -198,11 +198,16 @@ class Stream:
     ) -> Path:
         """A folder of the cache with a file a shard, of which `together` makes what is kept."""
 
+        def each(shard: range, path: Path, done: Callable[[int], None]) -> None:
+            one(shard, path, done)
+            if (copies := self.parts[self.part(shard.start)].copies) is not None:
+                copies.done_with(self.files[shard.start])
+
         def fill(folder: Path) -> None:
             parts = [range(number, number + 1) for number in range(len(self.files))]
             rooms = [each.copies.room for each in self.parts if each.copies is not None]
             first = (self._fetched, max(1, min(rooms) - 1)) if rooms else None
-            shards.fill(folder, parts, ending, one, doing, "shards", first=first)
+            shards.fill(folder, parts, ending, each, doing, "shards", first=first)
             together(folder)
 
         path = folder_of("tokens") / f"{key}{ENDING}"
