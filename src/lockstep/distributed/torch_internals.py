@@ -1,5 +1,5 @@
 """What torch keeps private and this package uses outside of the engines: the store ranks met in, pickles, the flight
-recorder, the parts of a sparse tensor.
+recorder, gloo's threads, the parts of a sparse tensor.
 
 In and out: see each function. A release of torch that moves one of these breaks this file and no other; docs/engines.md
 says what no longer works then.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -76,3 +77,29 @@ def seal_pickles(key: str) -> None:
 
     module: Any = dist.distributed_c10d
     module._pickler, module._unpickler = SealedPickler, SealedUnpickler
+
+
+def gloo_threads(count: int) -> None:
+    """With how many threads each gloo group of this process that is formed from now on works off its collectives; torch
+    gives it two a network device. Calling it again changes the number.
+
+    With two, memory may be freed twice: both write the name of what they have ended into one string, with no lock
+    (`ProcessGroupGloo::runLoop` of torch 2.13). Names of up to 15 characters lie in the string itself and do no harm;
+    those of a functional all-gather, as DTensors make it, and of an all-reduce of sparse tensors are longer."""
+    module: Any = dist.distributed_c10d
+    torchs: Any = dist.ProcessGroupGloo
+
+    class Kind(type(torchs)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, torchs)
+
+    class Group(torchs, metaclass=Kind):  # type: ignore[misc, valid-type]
+        def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options: Any = torchs._Options()
+            options._devices = [torchs.create_device(interface=name) for name in interfaces]
+            options._devices = options._devices or [torchs.create_default_device()]
+            options._threads, options._timeout = count, timeout
+            return torchs(store, rank, size, options)
+
+    module.ProcessGroupGloo = Group

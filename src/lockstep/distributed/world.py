@@ -28,6 +28,7 @@ from lockstep.distributed.rendezvous import Rendezvous
 from lockstep.distributed.stops import StopRequest
 from lockstep.track.console import LOG
 
+PLAIN = ("allreduce", "ddp")  # strategies that, as long as they are exact, make no functional collectives
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -56,6 +57,7 @@ class World:
         self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
         self._control: dist.ProcessGroup | None = None  # for decisions; None in a job of one process
         self._deterministic = self.device.type == "cuda" and run.strategy.exact
+        self._gloo_threads = 2 if run.strategy.exact and run.strategy.name in PLAIN else 1
         self._asking: Callable[[], int] | None = None
         self.members = Members.given()  # where the launcher keeps a roll of ranks
         self.grows = False  # whether ranks are to meet again with more of them: the same on every rank, as a stop is
@@ -79,6 +81,7 @@ class World:
     def join(self) -> World:
         """Set threads, connect to the other ranks, and listen for stop signals. Collective. Errors: `Unreached`."""
         torch.set_num_threads(self.threads)
+        torch_internals.gloo_threads(self._gloo_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._deterministic:
