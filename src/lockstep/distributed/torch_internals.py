@@ -93,7 +93,7 @@ def gloo_threads(count: int) -> None:
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, torchs)
 
-    class Group(torchs, metaclass=Kind):  # type: ignore[misc, valid-type]
+    class Group(torchs, metaclass=Kind):
         def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options: Any = torchs._Options()
