@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import striking
 from command import finish, write
-from marks import slow
+from marks import long, slow
 
 pytestmark = [
     pytest.mark.processes,
@@ -16,8 +16,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("strategy", ["StruckAccelerate", slow("StruckTrainer")])
-@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("StruckAccelerate", "fp32"),
+        slow("StruckTrainer", "bf16"),
+        long("StruckAccelerate", "bf16"),
+        long("StruckTrainer", "fp32"),
+    ],
+)
 def test_the_others_finish_the_step(strategy: str, precision: str, tmp_path: Path, cache: Path) -> None:
     """Within the exchange, after an update that another has not made, and rank 0; down to one rank, and up again."""
     pytest.importorskip("accelerate")

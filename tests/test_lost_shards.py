@@ -60,7 +60,7 @@ def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
 
 
 @pytest.mark.parametrize(
-    "phase", [slow("late"), slow("updated"), long("step"), long("agreed"), long("saving"), long("evaluation")]
+    "phase", [slow("late"), long("updated"), long("step"), long("agreed"), long("saving"), long("evaluation")]
 )
 def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
     phase: str, tmp_path: Path, cache: Path, eight: Path

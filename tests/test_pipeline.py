@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from harness import build, digest, run_on, tiny
-from marks import slow
+from marks import long, slow
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -214,7 +214,7 @@ def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int,
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "tied"), [("Marian", "true"), slow("Marian", "false"), slow("Bart", "true"), slow("Bart", "false")]
+    ("kind", "tied"), [("Marian", "true"), long("Marian", "false"), long("Bart", "true"), slow("Bart", "false")]
 )
 def test_encoder_and_decoder_in_bf16(kind: str, tied: str) -> None:
     """Tied weights are used three times: each micro-batch casts them anew, so that their gradients' terms have one

@@ -116,29 +116,61 @@ def instances(made: Hosts, *overrides: str, modules: dict[str, Path] | None = No
     return Instances(made, Sagemaker().plan(run), modules or {})
 
 
-def test_two_hosts_taken_back_and_stopped_have_the_bits_of_one_process(tmp_path: Path, cache: Path, local: str) -> None:
-    with hosts(2, tmp_path, cache) as made:
-        job = instances(made)
-        started = [job.start(host) for host in range(2)]
-        until(
-            lambda: any((job.ml(0) / "checkpoints/checkpoints").glob("step-*")),
-            "a checkpoint",
-            started[0].process,
-            seconds=600,
-        )
-        for host in range(2):
-            made.kill(host)
-        for job_of_host in started:
-            job_of_host.ended()
-        job.moved()
+FAILS_ON_ONE = """
+from lockstep.strategies.allreduce import AllReduce
 
-        job = instances(made, "stop_after=0.001s")
-        results = job.run()
-        assert [status for status, _, _ in results] == [75, 75], results
-        assert "resuming after step" in results[0][1]
-        for host in range(2):
-            assert (job.ml(host) / "output/failure").read_text().startswith("lockstep: stopped on request")
-        before = int(results[0][1].partition("resuming after step ")[2].split()[0])
+class Broken(AllReduce):
+    def train_step(self, batch, learning_rate):
+        if batch.step == 12 and self.world.rank == 1:
+            raise ValueError("algo-2 has had enough")
+        return super().train_step(batch, learning_rate)
+"""
+
+
+def failed(made: Hosts, folder: Path) -> None:
+    """Code that fails on one host ends both, and says why."""
+    module = folder / "broken_module.py"
+    module.write_text(FAILS_ON_ONE)
+    job = instances(made, modules={"broken_module.py": module}, strategy={"name": "allreduce"})
+    swap(job, "name: allreduce", "name: broken_module.Broken")
+    results = job.run()
+    assert all(status == 1 for status, _, _ in results), results
+    assert "algo-2 has had enough" in (job.ml(1) / "output/failure").read_text()
+    assert (job.ml(0) / "output/failure").exists()
+
+
+def taken_back(made: Hosts) -> None:
+    job = instances(made)
+    started = [job.start(host) for host in range(2)]
+    saved = job.ml(0) / "checkpoints/checkpoints"
+    until(lambda: any(saved.glob("step-*")), "a checkpoint", started[0].process, seconds=600)
+    for host in range(2):
+        made.kill(host)
+    for job_of_host in started:
+        job_of_host.ended()
+
+
+def stopped(made: Hosts) -> int:
+    """A job that goes on, and stops by itself. Returns the step that it went on after."""
+    job = instances(made, "stop_after=0.001s")
+    job.moved()
+    results = job.run()
+    assert [status for status, _, _ in results] == [75, 75], results
+    for host in range(2):
+        assert (job.ml(host) / "output/failure").read_text().startswith("lockstep: stopped on request")
+    return int(results[0][1].partition("resuming after step ")[2].split()[0])
+
+
+@pytest.mark.parametrize("how", ["failed", *(pytest.param(how, marks=pytest.mark.long) for how in ("back", "stopped"))])
+def test_two_hosts_go_on_elsewhere_with_the_bits_of_one_process(
+    how: str, tmp_path: Path, cache: Path, local: str
+) -> None:
+    with hosts(2, tmp_path, cache) as made:
+        if how == "failed":
+            failed(made, tmp_path)
+        else:
+            taken_back(made)
+        before = stopped(made) if how == "stopped" else 5
 
         job = instances(made)
         job.moved()
@@ -149,29 +181,6 @@ def test_two_hosts_taken_back_and_stopped_have_the_bits_of_one_process(tmp_path:
         assert (job.ml(0) / "model/lockstep/metrics.jsonl").exists()
         assert not list((job.ml(1) / "model").iterdir())  # rank 0's host alone
         assert not (job.ml(0) / "output/failure").exists()
-
-
-FAILS_ON_ONE = """
-from lockstep.strategies.allreduce import AllReduce
-
-class Broken(AllReduce):
-    def train_step(self, batch, learning_rate):
-        if batch.step == 3 and self.world.rank == 1:
-            raise ValueError("algo-2 has had enough")
-        return super().train_step(batch, learning_rate)
-"""
-
-
-def test_failing_code_ends_both_hosts_and_says_why(tmp_path: Path, cache: Path) -> None:
-    module = tmp_path / "broken_module.py"
-    module.write_text(FAILS_ON_ONE)
-    with hosts(2, tmp_path, cache) as made:
-        job = instances(made, modules={"broken_module.py": module}, strategy={"name": "allreduce"})
-        swap(job, "name: allreduce", "name: broken_module.Broken")
-        results = job.run()
-        assert all(status == 1 for status, _, _ in results), results
-        assert "algo-2 has had enough" in (job.ml(1) / "output/failure").read_text()
-        assert (job.ml(0) / "output/failure").exists()
 
 
 def swap(job: Instances, before: str, after: str) -> None:

@@ -180,6 +180,7 @@ def test_srun_without_a_launcher(tmp_path: Path, cache: Path, cluster: slurm_clu
 
 
 @pytest.mark.processes
+@pytest.mark.long
 def test_torchrun_inside_srun(tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path) -> None:
     write(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
