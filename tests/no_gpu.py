@@ -255,15 +255,12 @@ class Reducer:
 # -- a case -----------------------------------------------------------------------------------------------------------
 
 
-def trained(case: dict[str, Any]) -> dict[str, Any]:
-    """The steps of one case."""
+def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[Any]]:
+    """A task, its strategy that is not built yet, and the batches of this rank on the host."""
     from harness import tiny
-    from torch.nn.parallel import distributed as parallel
 
     from lockstep.config import plugins
     from lockstep.data.prepare import prepare
-    from lockstep.strategies import fsdp2
-    from lockstep.strategies.engines import simulated
     from lockstep.strategies.strategy import checked_strategy
     from lockstep.tools.planner.rank import Nobody
     from lockstep.training.feed import Feed
@@ -275,47 +272,60 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     found = checked_strategy(run, ranks)
-    world = Nobody(run).on_machines(case.get("per_node", ranks))
+    world = Nobody(run).on_machines(case["per_node"])
     assert world.device == DEVICE, world.device
-    with ExitStack() as stack:
-        numbers = NoNumbers(allow_non_fake_inputs=True)
-        with numbers, WATCH:
-            strategy = found(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), torch.device("cpu"))
-        batches = [feed.make(step) for step in range(case["steps"])]
-        model = task.model
+    with numbers, WATCH:
+        strategy = found(run, world)
+    feed = Feed(run, task, strategy.own_micro_batches(), torch.device("cpu"))
+    times, summed = run.micro_batches // len(feed.indices), strategy.sum_of_step
 
-        moved = DEVICE if found.__name__ == "Zero3" else None  # DeepSpeed moves it by `.data`, which says nothing here
+    def sums(tensor: Tensor) -> Tensor:
+        """Of numbers, as if the others had what this rank has."""
+        total = summed(tensor)
+        return total if isinstance(total, FakeTensor) else total * times
 
-        def make(empty: bool = False) -> Any:
-            whole = partial(model, empty=True)
-            return simulated.on_meta(whole) if empty else simulated.emptied(whole, moved)
+    strategy.sum_of_step = sums  # type: ignore[method-assign]
+    return task, strategy, [feed.make(step) for step in range(case["steps"])]
 
-        times, summed = run.micro_batches // len(feed.indices), strategy.sum_of_step
 
-        def sums(tensor: Tensor) -> Tensor:
-            """Of numbers, as if the others had what this rank has."""
-            total = summed(tensor)
-            return total if isinstance(total, FakeTensor) else total * times
+def build(task: Any, strategy: Any, stack: ExitStack) -> None:
+    """With a model without numbers, past what torch's and DeepSpeed's C++ would read of them."""
+    from torch.nn.parallel import distributed as parallel
 
-        task.model, strategy.sum_of_step = make, sums
-        stack.enter_context(patch.object(fsdp2, "roomy", lambda model: simulated.emptied(lambda: model, DEVICE)))
-        stack.enter_context(patch.object(parallel, "_verify_param_shape_across_processes", lambda *_: None))
-        stack.enter_context(simulated._nobody_disagrees("deepspeed" in strategy.needs, "cuda"))
-        stack.enter_context(numbers)
-        stack.enter_context(WATCH)
-        strategy.build(task)
-        elsewhere = {n: str(p.device) for n, p in strategy.model.named_parameters() if p.device != DEVICE}
-        assert not elsewhere or run.strategy.name == "zero3", elsewhere
-        ddp = getattr(strategy, "ddp", None)
-        if ddp is not None:
-            ddp.reducer = Reducer(ddp.reducer)
-            ddp.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)  # by a clock of the device
+    from lockstep.strategies import fsdp2
+    from lockstep.strategies.engines import simulated
+
+    stage_3 = strategy.run.strategy.name == "zero3"
+    model, place = task.model, DEVICE if stage_3 else None  # DeepSpeed moves it by `.data`, which says nothing here
+
+    def make(empty: bool = False) -> Any:
+        whole = partial(model, empty=True)
+        return simulated.on_meta(whole) if empty else simulated.emptied(whole, place)
+
+    task.model = make
+    # as FSDP does, by `.data`
+    stack.enter_context(patch.object(fsdp2, "roomy", lambda model: simulated.emptied(lambda: model, DEVICE)))
+    stack.enter_context(patch.object(parallel, "_verify_param_shape_across_processes", lambda *_: None))
+    stack.enter_context(simulated.nobody_disagrees("deepspeed" in strategy.needs, "cuda"))
+    strategy.build(task)
+    elsewhere = {n: str(p.device) for n, p in strategy.model.named_parameters() if p.device != DEVICE}
+    assert not elsewhere or stage_3, elsewhere
+    if (ddp := getattr(strategy, "ddp", None)) is not None:
+        ddp.reducer = Reducer(ddp.reducer)
+        ddp.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)  # by a clock of the device
+
+
+def trained(case: dict[str, Any]) -> dict[str, Any]:
+    """The steps of one case: what the host waited for in each of them."""
+    numbers = NoNumbers(allow_non_fake_inputs=True)
+    task, strategy, batches = prepared(case, numbers)
+    with numbers, WATCH, ExitStack() as stack:
+        build(task, strategy, stack)
         if "planted" in case:
             strategy.before_update = planted
         waits = []
         for step, batch in enumerate(batches):
-            batch = batch.to(world.device)
+            batch = batch.to(DEVICE)
             WATCH.on, WATCH.step = True, step
             WATCH.waits.clear()
             try:
@@ -326,8 +336,8 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
                 return {"raised": traceback.format_exc(), "waits": WATCH.waits, "scalars": WATCH.scalars}
             WATCH.on = False
             waits.append(dict(WATCH.waits))
-        assert result.loss.device == result.grad_norm.device == DEVICE
-    return {"waits": waits, "scalars": dict(WATCH.scalars), "operations": WATCH.operations}
+            assert result.loss.device == result.grad_norm.device == DEVICE
+    return {"waits": waits, "scalars": WATCH.scalars, "operations": WATCH.operations}
 
 
 def planted() -> None:

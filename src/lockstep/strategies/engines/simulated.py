@@ -264,12 +264,12 @@ def _is_group(thing: Any) -> bool:
 @contextmanager
 def without_numbers(ledger: Ledger, needs: Collection[str] = ()) -> Iterator[None]:
     """In here tensors have sizes and no numbers, and what happens is written down. `needs`: packages that are used."""
-    with FakeTensorMode(allow_non_fake_inputs=True), ledger, _nobody_disagrees("deepspeed" in needs):
+    with FakeTensorMode(allow_non_fake_inputs=True), ledger, nobody_disagrees("deepspeed" in needs):
         yield
 
 
 @contextmanager
-def _nobody_disagrees(deepspeed: bool, device: str = "cpu") -> Iterator[None]:
+def nobody_disagrees(deepspeed: bool, device: str = "cpu") -> Iterator[None]:
     """DeepSpeed's stage 3 compares with other ranks what each has run, and there are none."""
     if not deepspeed:
         yield
