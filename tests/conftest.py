@@ -48,7 +48,7 @@ WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test wi
 # their own, ranks that come and go, hundreds of steps in pytest's process
 BEYOND = {"test_compiled.py": 150, "test_quick_start.py": 40, "test_python.py": 30, "test_kubernetes_pods.py": 15}
 BEYOND |= {"test_going_on.py": 70, "test_sagemaker_hosts.py": 50, "test_hosts.py": 40, "test_pipeline.py": 40}
-BEYOND |= {"test_stream.py": 10, "test_stream_elsewhere.py": 5, "test_label_exports.py": 5}
+BEYOND |= {"test_without_gpu.py": 30, "test_stream.py": 10, "test_stream_elsewhere.py": 5, "test_label_exports.py": 5}
 
 _started: list[str] = []  # processes that the test at hand has started
 

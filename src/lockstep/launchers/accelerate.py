@@ -31,7 +31,7 @@ from lockstep.distributed.gpus import gpus_of
 from lockstep.distributed.launched import JOB_WORDS, STATUS, TRAIN, WANTED
 from lockstep.distributed.stops import Interrupts, heard
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.launchers.local import processes_of
+from lockstep.launchers.local import check_gpus, processes_of
 from lockstep.launchers.processes import accelerate_config
 from lockstep.track.console import error
 
@@ -96,6 +96,7 @@ class Accelerate(Launcher):
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         if importlib.util.find_spec("accelerate") is None:
             raise RunError("launch.name: accelerate is not installed; pip install 'lockstep-train[accelerate]'")
+        check_gpus(run, processes_of(run))
         self.check_address(run)
         for path, text in plan.files.items():
             Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -31,13 +31,7 @@ class Local(Launcher):
     def plan(self, run: Run) -> Plan:
         processes = processes_of(run)
         run.check_shared(processes, f"launch.processes: {processes} processes")
-        places = gpus_of(run) * run.launch.processes_per_gpu
-        if places < processes and (places or run.launch.device == "cuda"):
-            raise RunError(
-                f"launch.device: {run.launch.device}, but this machine has {gpus_of(run)} CUDA device(s) for "
-                f"{processes} process(es); use fewer processes, launch.device=cpu, or launch.processes_per_gpu for "
-                "processes that share one"
-            )
+        check_gpus(run, processes)
         command = [sys.executable, "-m", "lockstep", "train", str(run.folder / "run.yaml")]
         if processes == 1:
             return Plan(1, command, notes=["one process: runs in the terminal's own process"])
@@ -76,6 +70,17 @@ def processes_of(run: Run) -> int:
     if run.strategy.name == "single":
         return 1
     return min(run.micro_batches, gpus_of(run) * run.launch.processes_per_gpu or available_cores())
+
+
+def check_gpus(run: Run, processes: int) -> None:
+    """Refuse more processes than this machine's GPUs take, before any starts. Errors: `RunError`."""
+    places = gpus_of(run) * run.launch.processes_per_gpu
+    if places < processes and (places or run.launch.device == "cuda"):
+        raise RunError(
+            f"launch.device: {run.launch.device}, but this machine has {gpus_of(run)} CUDA device(s) for "
+            f"{processes} process(es); use fewer processes, launch.device=cpu, or launch.processes_per_gpu for "
+            "processes that share one"
+        )
 
 
 def prestart() -> None:

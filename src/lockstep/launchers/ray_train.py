@@ -59,6 +59,8 @@ class Ray(Launcher):
         options = self.options(run)
         workers = options.workers or processes_of(run)
         run.check_shared(workers, f"launch.workers: {workers} workers")
+        if run.launch.device == "cuda" and run.launch.processes_per_gpu > 1:
+            raise RunError("launch.processes_per_gpu: Ray gives each worker a GPU of its own; leave it out")
         notes = [
             f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
             for name, given in asked(run, options).items()

@@ -242,7 +242,13 @@ def submit(plan: Plan) -> str:
 
 def processes_of(run: Run, asked: Any) -> int:
     """Of each node. Errors: `RunError` where nobody says how many."""
+    places = asked.gpus * run.launch.processes_per_gpu
     if run.launch.processes != "auto":
+        if places and run.launch.device != "cpu" and int(run.launch.processes) > places:
+            raise RunError(
+                f"launch.processes: {run.launch.processes} of each node, but launch.gpus is {asked.gpus}; ask for more "
+                "GPUs, or say launch.device=cpu, or launch.processes_per_gpu for processes that share one"
+            )
         return int(run.launch.processes)
     if run.strategy.name == "single":
         return 1
@@ -251,7 +257,7 @@ def processes_of(run: Run, asked: Any) -> int:
             "launch.processes: say how many processes each node runs; auto means one a GPU (launch.gpus), and the "
             "cores of the nodes are not known here"
         )
-    return int(asked.gpus)
+    return int(places)
 
 
 def agent_of(run: Run, task: Task) -> int:

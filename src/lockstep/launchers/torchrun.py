@@ -21,7 +21,7 @@ from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import network, secret
 from lockstep.distributed.launched import TRAIN
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.launchers.local import entry, prestart, processes_of
+from lockstep.launchers.local import check_gpus, entry, prestart, processes_of
 from lockstep.track.console import Console
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -102,6 +102,7 @@ class Torchrun(Launcher):
             raise RunError(f"launch.rendezvous: {caught}") from None
 
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+        check_gpus(run, processes_of(run))
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
         options = self.options(run)

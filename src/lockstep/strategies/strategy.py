@@ -22,6 +22,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.phases import Phases
 from lockstep.distributed.sharded import Given, Saved, gather
+from lockstep.distributed.transfers import ToHost
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import averaging, held_state, masters, optim
 from lockstep.strategies.exact.data_parallel import DataParallel as DataParallel
@@ -77,7 +78,7 @@ class Strategy(ABC):
         self.asks_late = world.device.type == "cuda" and optimizers.rule(run.optim).heeds_skipped
         self.scaling = LossScale(world.device) if run.precision == "fp16" else None
         self.sources = SourceSums(len(run.data.sources or ()))
-        self._doubt: tuple[int, Tensor, Tensor, Tensor | None] | None = None  # step, losses, norm, scale not looked at
+        self._doubt: tuple[int, ToHost] | None = None  # step; losses, norm and maybe scale that were not looked at
 
     @classmethod
     @abstractmethod
@@ -249,17 +250,18 @@ class Strategy(ABC):
         return False
 
     def doubted(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The same without waiting: a bool scalar on the device. What it says of this step is raised by the next call,
-        or by `settle`. Errors: `NotFinite` of the step before."""
+        """The same without waiting for this step: a bool scalar on the device. What it says of it is raised by the next
+        call, or by `settle`. Errors: `NotFinite` of the step before."""
         self.settle()
-        self._doubt = (step, losses, norm, scale)
+        self._doubt = step, ToHost(losses, norm, *([] if scale is None else [scale]))
         return torch.isfinite(losses).all() & torch.isfinite(norm).to(losses.device)
 
     def settle(self) -> None:
         """Wait for the last update. Errors: `NotFinite`, where it was not made and the run says to stop then."""
         doubt, self._doubt = self._doubt, None
         if doubt is not None:
-            self.usable(*doubt)
+            step, found = doubt
+            self.usable(step, *found.wait())
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Sums over ranks: the losses of the step's micro-batches [M], and how many of them gave each trainable

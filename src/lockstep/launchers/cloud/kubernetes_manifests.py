@@ -102,7 +102,8 @@ def check(run: Run, options: Any) -> None:
             )
     if run.launch.device == "cuda" and not options.gpus:
         raise RunError("launch.device: cuda, but launch.gpus (a pod) is 0")
-    if options.gpus and run.launch.processes != "auto" and int(run.launch.processes) > options.gpus:
+    places = options.gpus * run.launch.processes_per_gpu
+    if places and run.launch.processes != "auto" and int(run.launch.processes) > places:
         raise RunError(f"launch.processes: {run.launch.processes} a pod, but launch.gpus is {options.gpus}")
     if (hidden := messages.secret({"launch": {"environment": pairs("environment", options.environment)}})) is not None:
         raise RunError(
@@ -205,7 +206,7 @@ def processes_of(run: Run, options: Any) -> int:
     if run.launch.processes != "auto":
         return int(run.launch.processes)
     if options.gpus:
-        return int(options.gpus)
+        return int(options.gpus * run.launch.processes_per_gpu)
     raise RunError("launch.processes: how many in each pod? auto counts launch.gpus, and there are none; give a number")
 
 

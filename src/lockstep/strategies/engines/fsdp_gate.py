@@ -36,7 +36,7 @@ def gate(block: nn.Module) -> None:
 
     def seal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = next(block.parameters()).device
-        return (_Sealed(args, kwargs), torch.tensor(-0.0, device=device, requires_grad=True)), {}
+        return (_Sealed(args, kwargs), torch.full((), -0.0, device=device, requires_grad=True)), {}
 
     def unseal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sealed, number = args

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lockstep.data.batch import MicroBatch
+from lockstep.distributed.transfers import to_device
 from lockstep.strategies.engines.cuts import Cut, Part
 from lockstep.strategies.exact.reduction import ReductionTree
 
@@ -31,11 +32,11 @@ def random_state(device: torch.device) -> Tensor:
     """Where the device's random numbers are: uint8, 5056 bytes on the CPU and 16 on CUDA."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    return torch.cuda.get_rng_state(device).to(device)
+    return to_device(torch.cuda.get_rng_state(device), device)  # the host has it
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Go on from there. On CUDA the host waits."""
+    """Go on from there. On CUDA the host waits until the message is there."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

@@ -264,17 +264,17 @@ def _is_group(thing: Any) -> bool:
 @contextmanager
 def without_numbers(ledger: Ledger, needs: Collection[str] = ()) -> Iterator[None]:
     """In here tensors have sizes and no numbers, and what happens is written down. `needs`: packages that are used."""
-    with FakeTensorMode(allow_non_fake_inputs=True), ledger, _nobody_disagrees("deepspeed" in needs):
+    with FakeTensorMode(allow_non_fake_inputs=True), ledger, nobody_disagrees("deepspeed" in needs):
         yield
 
 
 @contextmanager
-def _nobody_disagrees(deepspeed: bool) -> Iterator[None]:
+def nobody_disagrees(deepspeed: bool, device: str = "cpu") -> Iterator[None]:
     """DeepSpeed's stage 3 compares with other ranks what each has run, and there are none."""
     if not deepspeed:
         yield
         return
-    zero_config.prepare_import("cpu")
+    zero_config.prepare_import(device)
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
     with patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None):
@@ -313,8 +313,9 @@ class _Settled:
         return model
 
 
-def emptied(empty: Any) -> nn.Module:
-    """A model, made by `empty` on the meta device, on the processor without numbers; tied weights stay tied."""
+def emptied(empty: Any, device: torch.device | None = None) -> nn.Module:
+    """A model, made by `empty` on the meta device, without numbers on the processor, or `device`; tied weights stay
+    tied."""
     with _disable_current_modes():
         model: nn.Module = empty()
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -322,12 +323,12 @@ def emptied(empty: Any) -> nn.Module:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    room = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    room = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     made[id(parameter)] = nn.Parameter(room, parameter.requires_grad), parameter
                 module._parameters[name] = made[id(parameter)][0]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
     model._apply = _Settled(model)  # type: ignore[method-assign]
     return model
 

@@ -56,6 +56,7 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
         "gradient_accumulation_steps": 1,
         "gradient_clipping": run.optim.clip or 0.0,
         "steps_per_print": None,
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the device around every micro-batch
         "zero_allow_untested_optimizer": True,  # SGD: tested here
         "zero_force_ds_cpu_optimizer": False,  # with `offload_optimizer` too the optimizer is ours
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.distributed.sharded import gather, local
 from lockstep.distributed.torch_internals import values_of
+from lockstep.distributed.transfers import on_device
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import as_it_is
 from lockstep.strategies.exact.reduction import clip_
@@ -61,7 +62,7 @@ class Gradient:
         the model's order, whoever holds them; rounded once. Collective."""
         own = [torch.linalg.vector_norm(p.values, dtype=torch.float64).square() * p.counted for p in self.parts]
         squares = torch.zeros(len(self.names), dtype=torch.float64, device=own[0].device)  # [P]
-        squares.index_add_(0, torch.tensor(self._places, device=squares.device), torch.stack(own))
+        squares.index_add_(0, on_device(self._places, squares.device), torch.stack(own))
         return self._add_up(squares).sum().sqrt().float()
 
     def whole(self, world: World) -> dict[str, Tensor]:

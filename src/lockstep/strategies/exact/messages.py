@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed.transfers import on_device
 from lockstep.strategies.exact.routes import Links, Plan, Stage, plan
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -124,4 +125,4 @@ class Gather:
 
 def places_of(order: Sequence[int], device: torch.device) -> Tensor:
     """Where each slot is, of slots in some order."""
-    return torch.tensor(order, device=device).argsort()
+    return on_device(sorted(range(len(order)), key=order.__getitem__), device)

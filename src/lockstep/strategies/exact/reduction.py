@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed.transfers import on_device
 from lockstep.strategies.exact.messages import Bucket, Sent, Travelling, all_gather, gather_in_stages
 from lockstep.strategies.exact.routes import Links, Stage, merged, plan
 from lockstep.strategies.exact.routes import Node as Node
@@ -220,7 +221,7 @@ def in_order(rows: Tensor, has: tuple[int, ...], wanted: tuple[int, ...]) -> Ten
     if has == wanted:
         return rows
     places = dict(zip(has, range(len(has)), strict=True))
-    return rows.index_select(0, torch.tensor([places[slot] for slot in wanted], device=rows.device))
+    return rows.index_select(0, on_device([places[slot] for slot in wanted], rows.device))
 
 
 def _together(parts: list[Tensor]) -> Tensor | None:

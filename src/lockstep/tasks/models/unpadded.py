@@ -25,6 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from lockstep.distributed.transfers import to_device
+
 NAME = "lockstep_unpadded"  # `attn_implementation`
 # Tokens of a padded text up to which attention on a CPU is written out: measured, docs/log.md.
 SHORT = {torch.float32: 64, torch.bfloat16: 128}
@@ -41,13 +43,14 @@ class Layout:
         """`real`: bool [B, T]. `mask`: what transformers' own attention would be given, bool [B, 1, T or other, T].
         `kind`: the function that says which of the real tokens see each other."""
         self.rows, self.width = real.shape
-        lengths = real.sum(1)
-        self.shortest, self.longest = int(lengths.min()), int(lengths.max())  # on CUDA the host waits here
-        self.index = real.flatten().nonzero().flatten()  # [N], into B x T
-        self.ends = pad(lengths.cumsum(0), (1, 0)).to(torch.int32)  # [B + 1], into N
+        here = real.cpu()  # on CUDA the host waits here, and not below
+        lengths = here.sum(1)
+        self.shortest, self.longest = int(lengths.min()), int(lengths.max())
+        self.index = to_device(here.flatten().nonzero().flatten(), real.device)  # [N], into B x T
+        self.ends = to_device(pad(lengths.cumsum(0), (1, 0)).to(torch.int32), real.device)  # [B + 1], into N
         self.padded_mask = mask
         full, both_ways = self.shortest == self.width, kind is bidirectional_mask_function
-        on_the_right = bool((real[:, :-1] >= real[:, 1:]).all())
+        on_the_right = bool((here[:, :-1] >= here[:, 1:]).all())
         self.causal = kind is causal_mask_function and on_the_right  # then no real token sees padding
         self.plain = self.causal or both_ways  # each text sees all of itself, or all that is before
         self.mask = None if self.causal or (both_ways and full) else mask  # beside `causal`
