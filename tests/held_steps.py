@@ -25,8 +25,11 @@ class Held(AllReduce):
         return super().train_step(batch, learning_rate)
 
 
-class HeldTogether(AllReduce):
-    """The same, but for ranks that are to meet again: what one of them waits for is a loss, or a rank that comes in."""
+class Together:
+    """The same, but for ranks that are to meet again: what one of them waits for is a loss, or a rank that comes in.
+    Mixed into a strategy."""
+
+    world: Any
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         members, held = self.world.members, Path("hold")
@@ -34,7 +37,11 @@ class HeldTogether(AllReduce):
             if members is not None and (members.lost or members.offered):
                 break
             time.sleep(0.05)
-        return super().train_step(batch, learning_rate)
+        return super().train_step(batch, learning_rate)  # type: ignore[misc]
+
+
+class HeldTogether(Together, AllReduce):
+    """`allreduce`."""
 
 
 class Told(Held):
