@@ -104,7 +104,6 @@ class World:
             with self.members.forming():
                 store = self.members.store()
                 self._control = replace(self._rendezvous, store=store, rank=self.rank, size=self.size).join(self.device)
-            self.members.groups = dist.group.WORLD, self._control
         self.hosts = self.all_gather(self.host)
 
     @contextmanager
@@ -117,7 +116,6 @@ class World:
         """Leave the others, who may be gone; nobody is waited for. The caller has dropped its model's wrapper."""
         assert self.members is not None
         self.members.cut()
-        self.members.groups = ()
         self._asking = self._control = None
         gc.collect()
         if dist.is_initialized():
