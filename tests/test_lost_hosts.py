@@ -153,6 +153,21 @@ def test_the_host_of_rank_0_is_lost_where_another_one_has_the_store(three: Hosts
 
 @pytest.mark.processes
 @pytest.mark.long
+def test_a_stop_on_request_ends_all_with_a_checkpoint(two: Hosts, tmp_path: Path, alone: str) -> None:
+    jobs = begun(two, shared := write(tmp_path / "shared"))
+    jobs[1].process.send_signal(signal.SIGTERM)
+    until((shared / "asked").exists, jobs[1])  # its rank has heard of it
+    release(shared)
+    assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
+    assert "stopped on request after step" in jobs[0].out
+    jobs = [torchrun(two, host, *CONTINUE, folder=shared, machines="1:2") for host in range(2)]
+    assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert "resuming after step" in jobs[0].out + jobs[1].out
+    assert bits(shared) == alone
+
+
+@pytest.mark.processes
+@pytest.mark.long
 def test_a_machine_that_comes_late_costs_no_restart(two: Hosts, tmp_path: Path, alone: str) -> None:
     """And its rank that is stopped is ended by its own launcher, whoever has noticed."""
     hold(8, shared := write(tmp_path / "shared"))
