@@ -35,7 +35,7 @@ from lockstep.track.console import error
 VARIABLE = "LOCKSTEP_MEMBER"  # set by a launcher that keeps a roll: who this process is, and where the roll is
 SOON_S = 30.0  # until the launcher has seen what a rank has felt, and until ranks that live have come to a generation
 LOOK_S = 0.1  # between two looks for a newer generation
-STUCK_S = 30.0  # that a rank may sleep in a group whose connections were cut off
+STUCK_S = 45.0  # that a rank may sleep in a group whose connections were cut off: longer than it forms one, `SOON_S`
 NOBODYS = 0x10CC  # the tag of messages that nobody waits for
 
 
