@@ -8,6 +8,16 @@ from typing import Any
 
 from lockstep.strategies.allreduce import AllReduce
 
+HOLD = Path("hold")
+
+
+def held(step: int) -> bool:
+    """Whether a step may not begin. The file may be taken away at any moment."""
+    try:
+        return step >= int(HOLD.read_text() or 0)
+    except FileNotFoundError:
+        return False
+
 
 class Held(AllReduce):
     """`allreduce`; while there is a file `hold` in the working directory, no step from the one it names on begins,
@@ -15,26 +25,34 @@ class Held(AllReduce):
     what is written beside it is there when the job is held."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
-        held = Path("hold")
-        while held.exists() and batch.step >= int(held.read_text() or 0) and not self.world.stop.came:
+        while held(batch.step) and not self.world.stop.came:
             time.sleep(0.05)
-        if held.exists() and self.world.stop.came:
+        if HOLD.exists() and self.world.stop.came:
             Path("asked").touch()
-        if held.exists() and batch.step and batch.step % self.run.checkpoint.every == 0:
+        if HOLD.exists() and batch.step and batch.step % self.run.checkpoint.every == 0:
             time.sleep(1)
         return super().train_step(batch, learning_rate)
 
 
-class HeldTogether(AllReduce):
-    """The same, but for ranks that are to meet again: what one of them waits for is a loss, or a rank that comes in."""
+class Together:
+    """The same, but for ranks that are to meet again: what one of them waits for is a loss, or a rank that comes in.
+    Mixed into a strategy."""
+
+    world: Any
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
-        members, held = self.world.members, Path("hold")
-        while held.exists() and batch.step >= int(held.read_text() or 0) and not self.world.stop.came:
+        members = self.world.members
+        while held(batch.step) and not self.world.stop.came:
             if members is not None and (members.lost or members.offered):
                 break
             time.sleep(0.05)
-        return super().train_step(batch, learning_rate)
+        if HOLD.exists() and self.world.stop.came:
+            Path("asked").touch()
+        return super().train_step(batch, learning_rate)  # type: ignore[misc]
+
+
+class HeldTogether(Together, AllReduce):
+    """`allreduce`."""
 
 
 class Told(Held):

@@ -1,5 +1,6 @@
 """What tests of jobs on several hosts share: a small run, the launcher `torchrun` on a host, holding it at a step."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ SMALL = TINY | {
 LOST_S = 12
 QUICK = [f"launch.lost_s={LOST_S}", "launch.more_s=3", "launch.max_restarts=3"]
 HELD = "strategy.name=held_steps.Held"
+CONTINUE = [*QUICK, "strategy.name=held_steps.HeldTogether", "launch.on_loss=continue"]
 HERE = str(Path(__file__).parent)
 
 
@@ -82,3 +84,35 @@ def until(true: Callable[[], object], job: Job, seconds: float = 500) -> None:
 def until_step(folder: Path, step: int, job: Job) -> None:
     """The job has come so far, and the checkpoint before that is written."""
     until(lambda: step_of(folder) >= step and saved(folder) >= step - step % 6, job)
+
+
+def begun(
+    made: Hosts, *folders: Path, words: list[str] = CONTINUE, machines: str = "1:2", at: int = 0, **more: str
+) -> list[Job]:
+    """A job of two hosts, rank 0 on the first, that has come to step 8 and is held there. Whichever way the second has
+    come in: a busy machine may take minutes to start it. `more`: one more word of a host's command, by its name."""
+    hold(1, *folders)  # not the try of a step before the first
+    own_words = [[more[name]] if (name := f"host_{host}") in more else [] for host in range(2)]
+    every = [[*words, f"launch.node_rank={host}", *own_words[host]] for host in range(2)]
+    first, second = (
+        torchrun(made, host, *every[host], folder=folders[-host], machines=machines, at=at) for host in range(2)
+    )
+    until(lambda: first.when("machines   2") or regrouped(folders[0]), first)
+    hold(8, *folders)
+    until(lambda: step_of(folders[0]) >= 8, first)
+    return [first, second]
+
+
+def regrouped(folder: Path) -> list[str]:
+    told = folder / "out/events.jsonl"
+    lines = told.read_text().splitlines() if told.exists() else []
+    return [event["what"] for event in map(json.loads, lines) if event["event"] == "regroup"]
+
+
+def untouched(folder: Path, *jobs: Job) -> None:
+    """No process of a rank that was left has started again, and nothing was read from a checkpoint."""
+    events = (folder / "out/events.jsonl").read_text()
+    assert events.count('"event": "start"') == 1
+    for job in jobs:
+        assert "resuming after step" not in job.out
+        assert "restarting" not in job.err

@@ -57,7 +57,8 @@ def drawn(seed: int, count: int, steps: int, kinds: tuple[str, ...] = KINDS) -> 
         if meets:
             before = chance.choice(("step", "forward", "gradient", *EXCHANGE))
             job.strikes.append({"step": step, "rank": chance.randint(0, 5), "phase": before, "world": world})
-        most = world if chance.random() < 0.5 and not meets else 2  # strike a full world, or whoever is left
+        full = chance.random() < 0.5 and not meets and steps - step > 3 * world  # each one that comes takes steps
+        most = world if full else 2  # strike a full world, or whoever is left
         due = max(1, step - 5) if every > 1 else step  # ranks may have to be waited for first
         job.strikes.append({"step": due, "rank": chance.randint(0, 5), "phase": phase, "world": most})
         now = step + 1

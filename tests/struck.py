@@ -148,8 +148,7 @@ def _after(name: str, phase: str) -> None:
 
     def told(self: Any, *arguments: Any, **named: Any) -> Any:
         found = plain(self, *arguments, **named)
-        if _now is not None:
-            _now.come_to(phase)
+        _come_to(phase)
         return found
 
     setattr(reduction.Scatter if name == "submit" else reduction.Exchange, name, told)
@@ -160,9 +159,7 @@ def _before_meeting() -> None:
     plain: Any = World._meet
 
     def told(self: World) -> None:
-        if _now is not None:
-            _now.look(getattr(_now, "step", 0))
-            _now.come_to("forming")
+        _look_and_come_to("forming")
         plain(self)
 
     World._meet = told  # type: ignore[method-assign]
@@ -174,9 +171,7 @@ def _while_handing() -> None:
 
     def told(self: World, tensor: Any, source: int) -> None:
         plain(self, tensor, source)
-        if _now is not None:
-            _now.look(getattr(_now, "step", 0))
-            _now.come_to("handing")
+        _look_and_come_to("handing")
 
     World.send_round = told  # type: ignore[method-assign]
 
@@ -206,6 +201,12 @@ def _while_writing() -> None:
 
 def _come_to(phase: str) -> None:
     if _now is not None:
+        _now.come_to(phase)
+
+
+def _look_and_come_to(phase: str) -> None:
+    if _now is not None and "world" in vars(_now):  # it is emptied once another one is built for other ranks
+        _now.look(getattr(_now, "step", 0))
         _now.come_to(phase)
 
 

@@ -2,7 +2,6 @@
 finish the step, and what comes back gets its state from them; nothing is read from a checkpoint, and the bits are those
 of one process."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -10,14 +9,29 @@ from pathlib import Path
 
 import hosts
 import pytest
-from command import LOCKSTEP, step_of
-from host_jobs import LOST_S, PORT, QUICK, alone, bits, hold, own, release, torchrun, until, write
-from hosts import Hosts, Job
+from command import LOCKSTEP, lines, step_of
+from host_jobs import (
+    CONTINUE,
+    LOST_S,
+    PORT,
+    STEPS,
+    alone,
+    begun,
+    bits,
+    hold,
+    own,
+    regrouped,
+    release,
+    torchrun,
+    until,
+    untouched,
+    write,
+)
+from hosts import Hosts
 
 __all__ = ["alone"]  # a fixture
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
-CONTINUE = [*QUICK, "strategy.name=held_steps.HeldTogether", "launch.on_loss=continue"]
 BACK = "rank 1 came in, with the state of the others"
 
 
@@ -31,35 +45,6 @@ def two(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
 def three(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
     with hosts.hosts(3, tmp_path, cache) as made:
         yield made
-
-
-def begun(made: Hosts, *folders: Path, machines: str = "1:2", at: int = 0) -> list[Job]:
-    """A job of two hosts, rank 0 on the first, that has come to step 8 and is held there. Whichever way the second has
-    come in: a busy machine may take minutes to start it."""
-    hold(1, *folders)  # not the try of a step before the first
-    first, second = (
-        torchrun(made, host, *CONTINUE, f"launch.node_rank={host}", folder=folders[-host], machines=machines, at=at)
-        for host in range(2)
-    )
-    until(lambda: first.when("machines   2") or regrouped(folders[0]) == [BACK], first)
-    hold(8, *folders)
-    until(lambda: step_of(folders[0]) >= 8, first)
-    return [first, second]
-
-
-def regrouped(folder: Path) -> list[str]:
-    told = folder / "out/events.jsonl"
-    lines = told.read_text().splitlines() if told.exists() else []
-    return [event["what"] for event in map(json.loads, lines) if event["event"] == "regroup"]
-
-
-def untouched(folder: Path, *jobs: Job) -> None:
-    """No process of a rank that was left has started again, and nothing was read from a checkpoint."""
-    events = (folder / "out/events.jsonl").read_text()
-    assert events.count('"event": "start"') == 1
-    for job in jobs:
-        assert "resuming after step" not in job.out
-        assert "restarting" not in job.err
 
 
 @pytest.mark.processes
@@ -99,6 +84,58 @@ def test_the_side_of_a_cut_link_that_has_the_store_goes_on(two: Hosts, tmp_path:
 
 @pytest.mark.processes
 @pytest.mark.long
+def test_a_link_that_comes_back_after_its_side_has_ended(two: Hosts, tmp_path: Path, alone: str) -> None:
+    """The same command there comes into the job."""
+    first, second = begun(two, shared := write(tmp_path / "shared"))
+    before = len(regrouped(shared))
+    two.cut(1)
+    hold(10, shared)  # in the middle of a step
+    first.says(f"no sign of life from host-1 for {LOST_S} s; the others go on")
+    second.says(f"host-1 lost the machine at {two.address(0)}:{PORT}")
+    assert second.ended() == 1
+    until(lambda: regrouped(shared)[before:] == ["rank 1 was lost"] and step_of(shared) >= 10, first)
+    two.heal(1)
+    again = torchrun(two, 1, *CONTINUE, folder=shared, machines="1:2")
+    again.says("comes into the job")
+    until(lambda: regrouped(shared)[before + 1 :] == [BACK], first)
+    release(shared)
+    assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
+    assert bits(shared) == alone
+    untouched(shared, first, again)
+
+
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_link_that_comes_back_to_one_that_still_waits(cut: int, three: Hosts, tmp_path: Path, alone: str) -> None:
+    """The host that is cut off, of rank 0 or of rank 1, waits longer than the other: once the link is whole it finds
+    itself left out, ends its rank, and comes in by itself. A third has the store."""
+    store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
+    store.says("holding")
+    shared = write(tmp_path / "shared")
+    jobs = begun(three, shared, at=2, **{f"host_{cut}": "launch.lost_s=300"})
+    before = len(regrouped(shared))
+    three.cut(cut)
+    hold(10, shared)
+    left, alive = jobs[cut], jobs[1 - cut]
+    alive.says(f"no sign of life from host-{cut} for {LOST_S} s; the others go on")
+    until(lambda: regrouped(shared)[before:] == [f"rank {cut} was lost"] and step_of(shared) >= 10, alive)
+    assert left.process.poll() is None
+    three.heal(cut)
+    left.says("the others have gone on without this machine")
+    left.says("comes into the job")
+    until(lambda: regrouped(shared)[before + 1 :] == [BACK], alive)
+    release(shared)
+    assert (alive.ended(), left.ended()) == (0, 0), alive.err + left.err
+    assert bits(shared) == alone
+    trained = [line["step"] for line in lines(shared) if line["split"] == "train"]
+    assert trained == list(range(1, STEPS + 1))  # each once
+    assert "resuming after step" not in alive.out + left.out
+    assert "restarting" not in alive.err
+
+
+@pytest.mark.processes
+@pytest.mark.long
 def test_the_host_of_rank_0_is_lost_where_another_one_has_the_store(three: Hosts, alone: str) -> None:
     """Each host has an OUTPUT of its own: the one that goes on begins to write where rank 0 is now."""
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
@@ -112,6 +149,21 @@ def test_the_host_of_rank_0_is_lost_where_another_one_has_the_store(three: Hosts
     assert bits(folders[1]) == alone
     assert regrouped(folders[1]) == ["rank 0 was lost"]
     assert "resuming after step" not in jobs[1].out
+
+
+@pytest.mark.processes
+@pytest.mark.long
+def test_a_stop_on_request_ends_all_with_a_checkpoint(two: Hosts, tmp_path: Path, alone: str) -> None:
+    jobs = begun(two, shared := write(tmp_path / "shared"))
+    jobs[1].process.send_signal(signal.SIGTERM)
+    until((shared / "asked").exists, jobs[1])  # its rank has heard of it
+    release(shared)
+    assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
+    assert "stopped on request after step" in jobs[0].out
+    jobs = [torchrun(two, host, *CONTINUE, folder=shared, machines="1:2") for host in range(2)]
+    assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
+    assert "resuming after step" in jobs[0].out + jobs[1].out
+    assert bits(shared) == alone
 
 
 @pytest.mark.processes

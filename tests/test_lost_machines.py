@@ -120,6 +120,9 @@ def test_a_rank_that_is_killed_elsewhere_is_gone_on_without_and_replaced(store: 
     job.pass_by(clock, 1, 1, 0, 1)
     assert first.roll.newest.members == ("0", "2", "1.1")
     assert not first.roll.newest.lost
+    assert second.idle  # the one that comes has not met the others
+    second.train()
+    assert second.wait() is None
     assert not second.idle
 
 
@@ -159,9 +162,19 @@ def test_a_rank_that_fails_by_itself_ends_those_of_all_machines(code: int, store
 
 def test_a_stop_on_request_gives_nothing_up(store: Any, clock: Clock) -> None:
     job = Job(store, 2)
-    job.machines[1].processes[0].exitcode = 75
-    assert job.machines[1].wait() is not None
-    assert job.machines[0].roll.given_up is None
+    first, second = job.machines
+    second.processes[0].exitcode = 75
+    assert second.wait() is not None
+    assert first.wait() is None  # its rank writes its part of the checkpoint still, and goes on without nobody
+    assert first.roll.newest.number == 0
+    first.processes[0].exitcode = 75
+    assert first.wait() is not None
+    assert first.roll.given_up is None
+    told: list[str] = []
+    assert second.leave(False, lambda: told.append("over"))
+    assert first.leave(True, lambda: told.append("over"))
+    assert first.stopped
+    assert told == ["over"] * 2
 
 
 def test_a_rank_without_a_state_cannot_go_on(store: Any, clock: Clock) -> None:
@@ -192,18 +205,40 @@ def test_a_machine_that_comes_is_let_in_where_there_is_room(store: Any, clock: C
 
 
 def test_all_leave_together(store: Any, clock: Clock) -> None:
-    job = Job(store, 2)
+    job, told = Job(store, 2), list[str]()
     first, second = job.machines
     second.processes[0].exitcode = 0
     assert second.wait() is not None
     first.processes[0].exitcode = 0
     assert first.wait() is not None
-    assert second.leave(holds=False)  # rank 0 has come to its end on the other machine
-    assert first.leave(holds=True)
+    assert second.leave(False, lambda: told.append("over"))  # rank 0 has come to its end on the other machine
+    assert first.leave(True, lambda: told.append("over"))
+    assert told == ["over"] * 2
+
+
+def test_a_machine_whose_rank_was_lost_at_the_end_is_told_and_waited_for(store: Any, clock: Clock) -> None:
+    job, told = Job(store, 2), list[str]()
+    first, second = job.machines
+    second.processes[0].exitcode = -9
+    job.pass_by(clock, 1, 1, 0, 1)
+    assert second.idle
+    first.processes[0].exitcode = 0
+    assert first.wait() is not None
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if told:  # the other one ends by itself
+            second.close()
+
+    clock.sleep = sleep  # type: ignore[method-assign]
+    assert first.leave(True, lambda: told.append("over"))
+    assert told == ["over"]
+    assert clock.now < elastic_machines.LEAVE_S
+    assert not first._machines.live()
 
 
 def test_who_leaves_where_rank_0_has_not_come_to_its_end_knows_it(store: Any, clock: Clock) -> None:
-    job = Job(store, 2)
+    job, told = Job(store, 2), list[str]()
     first, second = job.machines
     second.processes[0].exitcode = 0
     assert second.wait() is not None
@@ -211,7 +246,8 @@ def test_who_leaves_where_rank_0_has_not_come_to_its_end_knows_it(store: Any, cl
     first.roll.store.set("over", "1")
     assert first.wait() is None  # it gives up
     assert first.wait() is not None
-    assert not second.leave(holds=False)
+    assert not second.leave(False, lambda: told.append("over"))
+    assert not told
 
 
 def test_a_room_lives_while_somebody_in_it_says_so(store: Any, clock: Clock) -> None:

@@ -20,6 +20,10 @@ pytestmark = [
 REPLICATED = ("strategy.options.replicate=2",)
 COPIED = ("launch.copy_every=2",)
 LAYERS = "model.config.n_layer=4"  # of which three stages have one at least
+# Strategies that are struck, and more words of their commands. Whether fsdp2 gathers once a step is said: what it
+# decides by itself is a class that nobody strikes.
+EACH_MICRO_BATCH, ONCE = "strategy.options.gather=micro_batch", "strategy.options.gather=step"
+KINDS = {"StruckFSDP2": (EACH_MICRO_BATCH,), "StruckFSDP2Step": (ONCE,), "StruckPipeline": (LAYERS,)}
 
 
 def untouched(folder: Path, cache: Path, *words: str) -> Path:
@@ -38,6 +42,10 @@ def job(strategy: str, world: int, *strikes: tuple[int, int, str, int]) -> strik
     """Of (step, rank, phase, in a world of so many at least)."""
     names = ("step", "rank", "phase", "world")
     return striking.Job(0, strategy, world, [dict(zip(names, each, strict=True)) for each in strikes])
+
+
+def layers(kind: str) -> list[str]:
+    return [word for word in KINDS[kind] if word == LAYERS]
 
 
 def moved(folder: Path) -> list[str]:
@@ -89,6 +97,50 @@ def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
 
 
 @pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None:
+    """The one that keeps the copy of the first is lost once the first is replaced; then both before they are: what was
+    in their memory only is lost, and all start again and say so."""
+    words = [*COPIED, *KINDS[kind]]
+    alone = untouched(tmp_path / "alone", cache, *layers(kind))
+    strikes = [(5, 1, "agreed", 3), (7, 1, "agreed", 3), (23, 1, "step", 3), (23, 1, "forming", 2)]
+    done = striking.carried_out(job(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
+    assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
+    assert done.restarted == 1
+    log = (tmp_path / "job/out/log.txt").read_text()
+    assert "share 1 of 3 of the state is lost with every rank that held it" in log
+    assert log.count("resuming after step") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path: Path, cache: Path) -> None:
+    """One is lost, another comes in, and while it gets its part one of those that send it is lost: the last of three
+    has a copy of what that one held, taken since they were two."""
+    alone = untouched(tmp_path / "alone", cache, *layers(kind))
+    strikes = [(5, 1, "agreed", 3), (5, 1, "handing", 3), (25, 0, "agreed", 3), (25, 0, "handing", 3)]
+    done = striking.carried_out(job(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
+    assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
+    assert done.restarted == 0
+    assert sum("by copies in memory" in what for what in moved(tmp_path / "job")) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, cache: Path, eight: Path) -> None:
+    """The same of two replicas: three ranks have shared the state out, and nobody has what the second held."""
+    strikes = [(13, 1, "step", 4), (13, 2, "handing", 4)]
+    done = striking.carried_out(job("StruckFSDP2", 4, *strikes), tmp_path / "job", cache, eight, *REPLICATED)
+    assert [each["phase"] for each in done.done] == ["step", "handing"]
+    assert done.restarted == 1
+    log = (tmp_path / "job/out/log.txt").read_text()
+    assert "share 2 of 3 of the state is lost with every rank that held it" in log
+    assert log.count("resuming after step") == 1
+
+
+@pytest.mark.slow
 def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path, cache: Path) -> None:
     alone = untouched(tmp_path / "alone", cache, LAYERS)
     strikes = [(5, 1, "agreed", 3)]
@@ -103,10 +155,15 @@ def test_struck_at_random(seed: int, tmp_path: Path, cache: Path, eight: Path) -
     """Six strikes, each in a full world. LOCKSTEP_SEED chooses others."""
     chance = random.Random(seed + int(os.environ.get("LOCKSTEP_SEED", 0)))
     kind, world, options = chance.choice(
-        [("StruckFSDP2", 4, REPLICATED), ("StruckFSDP2", 3, COPIED), ("StruckFSDP2Step", 3, COPIED)]
+        [
+            ("StruckFSDP2", 4, REPLICATED),
+            ("StruckFSDP2", 3, (*COPIED, EACH_MICRO_BATCH)),
+            ("StruckFSDP2Step", 3, COPIED),
+        ]
     )
     phases = ("step", "agreed", "update", "updated", "agree")
     strikes = [(4 + 8 * i, chance.randint(0, 5), chance.choice(phases), world) for i in range(6)]
     done = striking.carried_out(job(kind, world, *strikes), tmp_path / "job", cache, eight, *options)
     assert done.equal
+    assert len(done.done) == len(strikes)
     assert done.restarted == 0

@@ -132,19 +132,27 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
     if goes_on:  # those that take their places have names of their own, and are let in when they are ready
         ranks.let_in()
         assert not ranks.joining  # the others have not met yet
-        for each in left:
-            found = member(store, each, apart=True)
+        for name in left:
+            found = member(store, name, apart=True)
             found.take(roll.newest)
             found.trains()
         ranks.let_in()
         assert ranks.joining == set(gone)
         names = [ranks.names[local] for local in sorted(gone)]
         assert not set(names) & set("012")
-        for each in names:
-            member(store, each, apart=True).ready()
+        comers = [member(store, each, apart=True) for each in names]
+        for each in comers:
+            each.ready()
         ranks.let_in()
         assert roll.newest.members == (*left, *names)
         assert not roll.newest.lost
+        for each in map(int, left):
+            ranks.processes[each].exitcode = 0
+        assert ranks.ended()  # they were about to end, and have not met those that are let in
+        for each in comers:
+            each.take(roll.newest)
+            each.trains()
+        assert not ranks.ended()
 
 
 def test_who_does_not_come_out_of_a_group_that_was_cut_off_counts_as_lost(

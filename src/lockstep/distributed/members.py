@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from lockstep.distributed import secret, stores
+from lockstep.distributed import secret, stores, torch_internals
 from lockstep.distributed.stores import Sealed
 from lockstep.track.console import error
 
 VARIABLE = "LOCKSTEP_MEMBER"  # set by a launcher that keeps a roll: who this process is, and where the roll is
 SOON_S = 30.0  # until the launcher has seen what a rank has felt, and until ranks that live have come to a generation
 LOOK_S = 0.1  # between two looks for a newer generation
-STUCK_S = 30.0  # that a rank may sleep in a group whose connections were cut off
+STUCK_S = 45.0  # that a rank may sleep in a group whose connections were cut off: longer than it forms one, `SOON_S`
 NOBODYS = 0x10CC  # the tag of messages that nobody waits for
 
 
@@ -97,6 +97,10 @@ class Roll:
         """Whether all members of the newest generation train in it."""
         return all(self.store.check([f"trains/{self.newest.number}/{member}"]) for member in self.newest.members)
 
+    def trains(self, member: str) -> bool:
+        """Whether this one trains in the newest generation."""
+        return self.store.check([f"trains/{self.newest.number}/{member}"])
+
     def ready(self, members: Sequence[str]) -> bool:
         """Whether all of them hold a state, and can go on without those that are lost."""
         return not self.store.check(["over"]) and all(self.store.check([f"ready/{member}"]) for member in members)
@@ -116,7 +120,6 @@ class Members:
         self.lost = False  # whether this generation has lost somebody
         self._before: set[int] | None = None  # sockets that were there before a group was formed, while it is
         self._own: set[int] = set()  # of the groups
-        self.groups: tuple[Any, ...] = ()  # torch's, of this generation
         self._turn, self._over = threading.Lock(), threading.Event()
 
     @classmethod
@@ -230,7 +233,7 @@ class Members:
                     inside = same.family in (socket.AF_INET, socket.AF_INET6)
                     if inside and not same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         same.shutdown(socket.SHUT_RDWR)
-        for group in self.groups:
+        for group in torch_internals.groups():
             _rouse(group)
 
     def _listen(self, number: int) -> None:

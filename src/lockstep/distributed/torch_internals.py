@@ -1,5 +1,5 @@
-"""What torch keeps private and this package uses outside of the engines: the store ranks met in, pickles, the flight
-recorder, gloo's threads, the parts of a sparse tensor.
+"""What torch keeps private and this package uses outside of the engines: the store ranks met in, groups, pickles, the
+flight recorder, gloo's threads, the parts of a sparse tensor.
 
 In and out: see each function. A release of torch that moves one of these breaks this file and no other; docs/engines.md
 says what no longer works then.
@@ -34,6 +34,11 @@ def values_of(gradient: Tensor) -> Tensor:
 def default_store() -> Any:
     """The store that the default group's ranks met in."""
     return dist.distributed_c10d._get_default_store()
+
+
+def groups() -> list[Any]:
+    """All groups that this process is in now: the default one and those that were formed beside it, for meshes too."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

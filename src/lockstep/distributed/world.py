@@ -104,7 +104,6 @@ class World:
             with self.members.forming():
                 store = self.members.store()
                 self._control = replace(self._rendezvous, store=store, rank=self.rank, size=self.size).join(self.device)
-            self.members.groups = dist.group.WORLD, self._control
         self.hosts = self.all_gather(self.host)
 
     @contextmanager
@@ -113,11 +112,22 @@ class World:
         with self.members.forming() if self.members is not None else nullcontext():
             yield
 
+    def group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
+        """A further group, formed within `forming`, of the default group's backend unless said; None: of all ranks. Who
+        waits in here for one that was lost to connect cannot be cut off, so where ranks have met again it takes as long
+        as meeting does, at most. Collective of all ranks."""
+        limit = self._rendezvous.timeout
+        again = self.members is not None and self.members.generation.number > 0
+        soon = min(limit, timedelta(seconds=SOON_S)) if again else limit
+        group = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=soon)
+        if again and (ranks is None or self.rank in ranks):
+            torch_internals.set_timeout(group, limit)
+        return group
+
     def part(self) -> None:
         """Leave the others, who may be gone; nobody is waited for. The caller has dropped its model's wrapper."""
         assert self.members is not None
         self.members.cut()
-        self.members.groups = ()
         self._asking = self._control = None
         gc.collect()
         if dist.is_initialized():

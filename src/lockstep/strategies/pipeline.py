@@ -11,7 +11,6 @@ How a model is cut is in `cuts.py`, what one stage does with a micro-batch in `s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -169,14 +168,13 @@ class Pipeline(Shared):
 
     def make_groups(self) -> None:
         """`pipe` for the engine, `side` for what we send along it, `across` for the same stage of all pipelines."""
-        timeout = timedelta(seconds=self.run.launch.timeout_s)
         for i in range(self.pipelines):
             members = range(i, self.world.size, self.pipelines)
-            pipe, side = (dist.new_group(list(members), timeout=timeout) for _ in range(2))
+            pipe, side = (self.world.group(members) for _ in range(2))
             if i == self.pipeline:
                 self.pipe, self.side = pipe, side
         for i in range(self.ranks):
-            across = dist.new_group(list(range(i * self.pipelines, (i + 1) * self.pipelines)), timeout=timeout)
+            across = self.world.group(range(i * self.pipelines, (i + 1) * self.pipelines))
             if i == self.stage_rank:
                 self.across = across
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,8 +89,7 @@ class Copies:
             self.kept = []
             return
         with world.forming():
-            limit = timedelta(seconds=session.run.launch.timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=limit)
+            self._group = world.group(backend="gloo")
         self._next, self._before = neighbours(world.hosts, world.rank)
         self._take(stand)
 

@@ -15,7 +15,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,12 +23,13 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
+from lockstep.config.exit_status import STOPPED
 from lockstep.distributed.stores import Sealed
 from lockstep.launchers.processes.elastic_ranks import POLL_S, Ranks
 
 BEAT_S = 1.0
 GONE_S = 2
-LEAVE_S = 5.0  # that the machine which holds the store waits for the others to have read how the job ended
+LEAVE_S = 30.0  # that the machine which holds the store waits for the others to have read how the job ended
 
 
 @dataclass
@@ -122,12 +123,14 @@ class RanksAmongMachines(Ranks):
         self._machines, self._fewest, self._most, self._missed = machines, fewest, most, missed
         self._accused = 0.0  # when it was last looked for
         self._ended = False  # whether this machine's ranks have come to their end
+        self.stopped = False  # the same, because they were asked to stop
         super().__init__(*arguments, **named)
 
     @property
     def idle(self) -> bool:
-        """Whether no rank of this machine is in the job."""
-        return not any(self.names[local] in self.roll.newest.members for local in self.processes)
+        """Whether no rank of this machine has come to train in the job."""
+        there = [self.names[local] for local in self.processes if local not in self.joining]
+        return not any(name in self.roll.newest.members for name in there)
 
     def wait(self, timeout: float = 0.0) -> RunProcsResult | None:
         roll, mine = self.roll, self._machines.mine
@@ -144,14 +147,17 @@ class RanksAmongMachines(Ranks):
             self._decide()
         if roll.newest.members:
             self.vacate({local: p for local, p in gone.items() if self.names[local] not in roll.newest.members})
-        self.joining -= {local for local in self.joining if self.names[local] in roll.newest.members}
-        own = [process for local, process in self.processes.items() if local not in self.joining]
-        if own and all(process.exitcode == 0 for process in own):
+        if self.ended():
             self._ended = mine.done = True
             return self.through()
         mine.done = self.idle
         self.let_in()
         return None
+
+    def failed(self, gone: Mapping[int, Any]) -> RunProcsResult:
+        if gone and all(process.exitcode == STOPPED for process in gone.values()):
+            self.stopped = self._ended = self._machines.mine.done = True  # no loss: nobody goes on without these
+        return super().failed(gone)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         machines = self._machines
@@ -161,10 +167,11 @@ class RanksAmongMachines(Ranks):
         # whoever waits for a machine that is lost does not end by itself
         super().close(death_sig, GONE_S if any(map(machines.silent, machines.others)) else timeout)
 
-    def leave(self, holds: bool) -> bool:
+    def leave(self, holds: bool, tell: Callable[[], None]) -> bool:
         """This machine's ranks have come to their end: wait for those of the others; of one that is lost nothing is
-        expected. `holds`: the store, which the others need until they have left. Returns whether the rank that writes
-        OUTPUT has come to its end."""
+        expected. `holds`: the store, which the others need until they have left. `tell` says how the job ended: a
+        machine whose ranks were lost just now, and whose others have not come in, has nothing else to know it by.
+        Returns whether the rank that writes OUTPUT has come to its end."""
         machines, mine = self._machines, self._machines.mine
         while True:
             machines.say()
@@ -174,6 +181,8 @@ class RanksAmongMachines(Ranks):
             time.sleep(POLL_S)
         first = self.roll.newest.members[0]
         done = any(first in word.ranks and word.done for word in (mine, *machines.others.values()) if word is not None)
+        if done:
+            tell()
         mine.left = True
         machines.say()
         until = time.monotonic() + LEAVE_S
@@ -191,7 +200,8 @@ class RanksAmongMachines(Ranks):
                 if process.exitcode is None and self.roll.accused(self.names[local]):
                     process.kill()
         mine.ranks = sorted({*mine.ranks, *(self.names[local] for local in self.processes)})
-        mine.gone = sorted({*mine.gone, *(self.names[local] for local in gone)})
+        lost = (self.names[local] for local, process in gone.items() if process.exitcode != STOPPED)
+        mine.gone = sorted({*mine.gone, *lost})
         mine.coming = super().coming()
         self._machines.say()
         self._machines.hear()

@@ -49,7 +49,7 @@ class Ranks:
         self._context = multiprocessing.get_context("forkserver")
         self.processes: dict[int, Any] = {}  # of local ranks, those that have not been lost
         self.names = dict(names or {local: str(local) for local in variables})
-        self.joining: set[int] = set(variables) if apart else set()  # local ranks that are in no generation yet
+        self.joining: set[int] = set(variables) if apart else set()  # local ranks that have not come to train yet
         self._vacant: list[int] = []  # local ranks that nobody has
         self._started = len(variables)
         self.why = ""  # this machine's ranks have ended, where none of them has failed
@@ -65,7 +65,7 @@ class Ranks:
         gone = self.look()
         if gone and not self._go_on(gone):
             return self.failed(gone)
-        if all(p.exitcode == 0 for local, p in self.processes.items() if local not in self.joining):
+        if self.ended():
             return self.through()
         self.let_in()
         return None
@@ -110,6 +110,13 @@ class Ranks:
         return RunProcsResult(
             failures={local: ProcessFailure(local, gone[local].pid, gone[local].exitcode, os.devnull)}
         )
+
+    def ended(self) -> bool:
+        """Whether all have come to their end that have come to train. Others may have let one in as they came to their
+        end, and it would wait for them in vain."""
+        self.joining -= {local for local in self.joining if self.roll.trains(self.names[local])}
+        own = [process for local, process in self.processes.items() if local not in self.joining]
+        return bool(own) and all(process.exitcode == 0 for process in own)
 
     def through(self) -> RunProcsResult:
         self.close(signal.SIGKILL)  # those that have come too late
@@ -166,11 +173,11 @@ class Ranks:
                 self._start(local, True)
         if able := [name for name in self.coming() if self.roll.ready([name])]:
             self.roll.post([*self.roll.newest.members, *able])
-            self.joining -= {local for local in self.joining if self.names[local] in self.roll.newest.members}
 
     def coming(self) -> list[str]:
         """Names of those that this machine may let in, ready or not."""
-        return [self.names[local] for local in sorted(self.joining)]
+        names = [self.names[local] for local in sorted(self.joining)]
+        return [name for name in names if name not in self.roll.newest.members]
 
 
 def _begin(variables: Mapping[str, str], entry: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from lockstep.config.exit_status import EXCLUDED
+from lockstep.config.exit_status import DONE, EXCLUDED, STOPPED
 from lockstep.distributed import secret
 from lockstep.distributed.members import SOON_S, Place
 from lockstep.launchers.processes.elastic_machines import Machines, RanksAmongMachines, lives
@@ -186,7 +186,8 @@ class Survivors(LocalElasticAgent):
         """Wait for the ranks of the other machines. Returns whether the job has come to its end."""
         assert isinstance(self._pcontext, RanksAmongMachines)
         with self.rendezvous.reading():
-            return self._pcontext.leave(self.rendezvous.holds)
+            end = (STOPPED, "stopped on request") if self._pcontext.stopped else (DONE, "")
+            return self._pcontext.leave(self.rendezvous.holds, lambda: self.rendezvous.end(*end))
 
 
 def name_of(number: int) -> str:
