@@ -70,14 +70,19 @@ BaseProcess.start = _counted(BaseProcess.start)  # type: ignore[method-assign]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Files that take long come first: begun last, one of them would have a processor to itself at the end."""
+    """Files that take long come first: begun last, one of them would have a processor to itself at the end. Those of
+    hosts and nodes, which mostly wait for one another, come by turns with the others: all at once they would leave the
+    processors idle."""
     if not any("::" in word for word in config.args):  # single tests may be asked for
         kernel.mark(items)
     yield  # what was not asked for is taken out here
     jobs = Counter({item.path: BEYOND.get(item.path.name, 0) for item in items})
     for item in items:
         jobs[item.path] += sum(weight for mark, weight in WEIGHTS.items() if mark in item.keywords)
-    items.sort(key=lambda item: -jobs[item.path])
+    order, hosts = sorted(jobs, key=lambda path: -jobs[path]), {i.path for i in items if "cluster" in i.keywords}
+    kinds = [path for path in order if path in hosts], [path for path in order if path not in hosts]
+    places = {path: place for kind in kinds for place, path in enumerate(kind)}
+    items.sort(key=lambda item: (places[item.path], item.path in hosts))
 
 
 def pytest_collection_finish() -> None:

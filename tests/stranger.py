@@ -5,7 +5,6 @@ HOW: `pickle` (it would make the folder MARKER), `malformed` (half of a JSON tex
 under the seal that anybody can make; `beats` (signs of life of the ranks, under that seal, over theirs for a while).
 """
 
-import contextlib
 import json
 import os
 import pickle
@@ -14,7 +13,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from lockstep.distributed import secret, stores
+from lockstep.distributed import network, secret, stores
 
 ME = ["10.77.0.99", 1, 0]
 SOON = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
@@ -57,15 +56,31 @@ def beat(how: str, marker: str, rank: str) -> bytes:
     return pickle.dumps(Code(marker)) if how == "pickle" else secret.sealed("", f"watch/{rank}", b'{"over": true}')
 
 
+def over(store: Any, beats: list[str], how: str, marker: str) -> bool:
+    """Write over the ranks' beats for a minute, or until the job has ended and the store with it. Returns whether
+    that was so soon that the job may not have read any of it, and the connection may have been lost."""
+    for rounds in range(600):  # the ranks write their own every second
+        try:
+            for key in beats:
+                store.set(key, beat(how, marker, key.rpartition("/")[2]))
+        except RuntimeError as caught:
+            print(f"after {rounds} rounds: {str(caught)[:200]}", file=sys.stderr)
+            return rounds < 30
+        time.sleep(0.1)
+    return False
+
+
 def main(host: str, port: str, how: str, marker: str) -> None:
     store: Any = stores.connected(host, int(port), 10, 10)
     if beats := [key for key in store.list_keys() if "lockstep-watch/" in key]:
         print(len(beats), *beats)
-        with contextlib.suppress(RuntimeError):  # the job ends, and the store with it
-            for _ in range(50):  # the ranks write their own every second
-                for key in beats:
-                    store.set(key, beat(how, marker, key.rpartition("/")[2]))
-                time.sleep(0.1)
+        for _ in range(5):
+            if not over(store, beats, how, marker):
+                break
+            try:
+                store = stores.connected(host, int(port), 2, 10)
+            except (network.NetworkError, RuntimeError):  # it has ended
+                break
         return
     found = [key for key in store.list_keys() if not key.startswith(("lockstep-job", "init/"))]
     name = next((store.get(key)[-32:].decode() for key in found if key.startswith("lockstep-name-")), "none")

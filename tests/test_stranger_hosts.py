@@ -108,9 +108,7 @@ def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path
     for job in jobs:
         clean(job, 1)
     said = [job.err.count("cannot read what the others say") for job in jobs]
-    assert sum(said) >= 1, [
-        job.err for job in jobs
-    ]  # whoever reads it first; the other one may be ended by its launcher
+    assert sum(said) >= 1, [job.err for job in jobs]  # whoever reads it first; the other one's launcher may end it
     assert max(said) == 1
     assert not marker.exists()
 
