@@ -1,12 +1,19 @@
 """Threads of a gloo group: as few as keep torch from freeing memory twice."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_on, tiny
+from harness import build, run_on, tiny
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lockstep.distributed.world import World
+from lockstep.config.run import Run
+from lockstep.distributed.world import PLAIN, World
+from lockstep.training.feed import Feed
+from lockstep.training.loop import evaluate
 
 pytestmark = pytest.mark.processes
 
@@ -29,6 +36,48 @@ def test_functional_collectives_are_ended_by_one_thread(strategy: str, count: in
 
 def test_inexact_runs_too() -> None:
     assert run_on(2, threads, run=tiny("strategy.name=ddp", "strategy.exact=false")) == [[1] * 4] * 2
+
+
+class Functional(TorchDispatchMode):
+    """Counts functional collectives, and those of sparse tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sparse = func.namespace == "c10d" and any(
+            isinstance(x, torch.Tensor) and x.is_sparse for x in tree_leaves(args)
+        )
+        self.count += sparse or func.namespace.startswith("_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def functional_ones(world: World, run: Run) -> int:
+    """In two steps, with what a checkpoint, scores and the export take."""
+    with Functional() as seen:
+        task, strategy = build(run, world)
+        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        strategy.dry_run(feed.longest())
+        for step in range(2):
+            strategy.train_step(feed.make(step), 1e-3)
+        strategy.state_dict()
+        evaluate(run, world, task, strategy, task.splits["validation"])
+        strategy.export()
+        strategy.close()
+    return seen.count
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_keeps_two_makes_no_functional_collective(name: str) -> None:
+    for keys in ((), ("precision=bf16", "model.dtype=bfloat16"), ("average.ema=0.9",)):
+        run = tiny(f"strategy.name={name}", *keys)
+        assert run_on(2, functional_ones, run, run=run) == [0, 0]
+
+
+def test_the_control_shards_make_some() -> None:
+    run = tiny("strategy.name=fsdp2")
+    assert min(run_on(2, functional_ones, run, run=run)) > 0
 
 
 def gathered(world: World, rounds: int) -> float:

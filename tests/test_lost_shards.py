@@ -53,6 +53,14 @@ def moved(folder: Path) -> list[str]:
     return [event["what"] for event in told if event["event"] == "regroup"]
 
 
+def started_again(folder: Path, share: str) -> str:
+    """It said which share is lost, and went on from a checkpoint, once. Returns its log."""
+    log = (folder / "out/log.txt").read_text()
+    assert f"{share} of the state is lost with every rank that held it" in log
+    assert log.count("resuming after step") == 1
+    return log
+
+
 def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
     tmp_path: Path, cache: Path, eight: Path
 ) -> None:
@@ -91,9 +99,7 @@ def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
     done = striking.carried_out(job("StruckFSDP2", 4, *strikes), tmp_path / "job", cache, eight, *REPLICATED)
     assert [each["phase"] for each in done.done] == ["step", "forming"]
     assert done.restarted == 1
-    log = (tmp_path / "job/out/log.txt").read_text()
-    assert "share 1 of 2 of the state is lost with every rank that held it" in log
-    assert "resuming after step 10" in log
+    assert "resuming after step 10" in started_again(tmp_path / "job", "share 1 of 2")
 
 
 @pytest.mark.slow
@@ -108,9 +114,7 @@ def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None
     done = striking.carried_out(job(kind, 3, *strikes), tmp_path / "job", cache, alone, *words)
     assert [(each["phase"], each["world"]) for each in done.done] == [(phase, world) for *_, phase, world in strikes]
     assert done.restarted == 1
-    log = (tmp_path / "job/out/log.txt").read_text()
-    assert "share 1 of 3 of the state is lost with every rank that held it" in log
-    assert log.count("resuming after step") == 1
+    started_again(tmp_path / "job", "share 1 of 3")
 
 
 @pytest.mark.slow
@@ -135,9 +139,7 @@ def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, ca
     done = striking.carried_out(job("StruckFSDP2", 4, *strikes), tmp_path / "job", cache, eight, *REPLICATED)
     assert [each["phase"] for each in done.done] == ["step", "handing"]
     assert done.restarted == 1
-    log = (tmp_path / "job/out/log.txt").read_text()
-    assert "share 2 of 3 of the state is lost with every rank that held it" in log
-    assert log.count("resuming after step") == 1
+    started_again(tmp_path / "job", "share 2 of 3")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from harness import TINY, build, digest, run_on
+from marks import long
 from task_runs import BERT, GPT2, MARIAN, TASKS, make
 
 from lockstep.config.run import Run, RunError, load
@@ -58,6 +59,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         *((kind, CHUNK, AGAIN) for kind in ("gpt2", "marian")),
         *((kind, CHUNK, AGAIN, *BF16) for kind in ("gpt2", "llama")),
     ],
+    "chunk, others": [("llama", CHUNK, AGAIN), ("marian", CHUNK, AGAIN, *BF16)],
     "apart": [
         *(("packed llama", APART, *how) for how in (LOW, FP16)),
         *(("packed", APART, *how) for how in ((), (CHUNK, AGAIN, *BF16))),
@@ -147,7 +149,7 @@ def of(folder: Path, group: str, name: str) -> list[dict[str, Any] | None]:
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
-@pytest.mark.parametrize("group", CASES)
+@pytest.mark.parametrize("group", [long(group) if group == "chunk, others" else group for group in CASES])
 def test_keys_together_have_the_bits_of_single(data: Path, group: str, name: str) -> None:
     for keys, one, found in zip(CASES[group], of(data, group, "single"), of(data, group, name), strict=True):
         assert found is None or found == one, keys

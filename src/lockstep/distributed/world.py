@@ -118,11 +118,16 @@ class World:
         as meeting does, at most. Collective of all ranks."""
         limit = self._rendezvous.timeout
         again = self.members is not None and self.members.generation.number > 0
-        soon = min(limit, timedelta(seconds=SOON_S)) if again else limit
-        group = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=soon)
+        within = self._soon if again else limit
+        group = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=within)
         if again and (ranks is None or self.rank in ranks):
             torch_internals.set_timeout(group, limit)
         return group
+
+    @property
+    def _soon(self) -> timedelta:
+        """How long ranks that meet again wait for one another."""
+        return min(self._rendezvous.timeout, timedelta(seconds=SOON_S))
 
     def part(self) -> None:
         """Leave the others, who may be gone; nobody is waited for. The caller has dropped its model's wrapper."""
@@ -143,7 +148,7 @@ class World:
         self.apart, self.grows, self.hosts = False, False, [self.host] * self.size
         if self.size > 1:
             whole = self._rendezvous
-            self._rendezvous = replace(whole, timeout=min(whole.timeout, timedelta(seconds=SOON_S)))
+            self._rendezvous = replace(whole, timeout=self._soon)
             try:
                 self._meet()
             finally:
