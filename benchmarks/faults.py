@@ -5,7 +5,8 @@ kill themselves in random phases of random steps (tests/struck.py), until so man
 with the bits and the lines of one that nobody touched. It goes on from what --out holds. `seconds`: from kill -9 of a
 random rank to the next finished step, and how many steps are trained again, by turns: `continue`,
 `restart`, plain torchrun (peers/snapshots.py).
-`cost`: processor seconds a step, and memory, of a job that nobody touches, with and without the key, in turns.
+`cost`: processor seconds a step, and memory, of a job that nobody touches, with and without the key, in turns; with
+`--copies K` of `fsdp2` with a copy every K steps.
 Example: python benchmarks/faults.py strikes --kills 500 --out benchmarks/results/faults.json
 """
 
@@ -159,14 +160,18 @@ def used(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def cost(place: Path, rounds: int, steps: int) -> dict:
+def cost(place: Path, rounds: int, steps: int, copies: int) -> dict:
     """Of both ranks and their launcher together, a step; jobs of one kind after jobs of the other. The ratio is the
-    median of those of the rounds: one job of each kind, one after the other."""
+    median of those of the rounds: one job of each kind, one after the other. `copies`: of the state, every so many
+    steps."""
     found: dict[str, list[dict[str, float]]] = {"restart": [], "continue": []}
+    name = "fsdp2" if copies else "allreduce"
     for number in range(2 * rounds):
         how = ("restart", "continue", "continue", "restart")[number % 4]
         folder = place / f"cost-{number}"
-        found[how].append(spent(folder, place / "cache", how, steps))
+        words = [f"launch.on_loss={how}", f"strategy.name={name}"]
+        words += [f"launch.copy_every={copies}"] if how == "continue" and copies else []
+        found[how].append(spent(folder, place / "cache", words, steps))
         shutil.rmtree(folder)
         print(how, found[how][-1], flush=True)
     ratios = {
@@ -181,15 +186,16 @@ def cost(place: Path, rounds: int, steps: int) -> dict:
         },
         "rounds": found,
         "steps": steps,
+        "strategy": name,
+        "steps between copies": copies,
     }
 
 
-def spent(folder: Path, cache: Path, how: str, steps: int) -> dict[str, float]:
+def spent(folder: Path, cache: Path, words: list[str], steps: int) -> dict[str, float]:
     """Processor seconds a step of a job that nobody touches, and the memory (MB) that its ranks have to themselves,
     shared pages shared out."""
     write(folder, steps=steps + 500, evaluate={"every": 0}, checkpoint={"every": 0}, track={"every": 10})
-    options = [f"launch.on_loss={how}", "launch.processes=2", "strategy.name=allreduce"]
-    process = start([*LOCKSTEP, "train", "run.yaml", *options], folder, cache)
+    process = start([*LOCKSTEP, "train", "run.yaml", "launch.processes=2", *words], folder, cache)
     until(lambda: step_of(folder) >= 100, "some steps", process, PATIENCE_S)
     all_of_them, first = [*processes_in(folder)], step_of(folder)
     before = sum(map(used, all_of_them))
@@ -212,16 +218,17 @@ def main() -> None:
     own.add_argument("--kills", type=int, default=500)
     own.add_argument("--rounds", type=int, default=5)
     own.add_argument("--steps", type=int, default=1000, help="of `cost`")
+    own.add_argument("--copies", type=int, default=0, metavar="K", help="of `cost`: steps between copies of `fsdp2`")
     own.add_argument("--seed", type=int, default=0)
     own.add_argument("--out", type=Path)
     args = own.parse_args()
     place = Path(tempfile.mkdtemp()).resolve()
     if args.what == "strikes":
         found = strikes(place, args.kills, args.seed, args.out)
+    elif args.what == "seconds":
+        found = seconds(place, args.rounds, args.seed)
     else:
-        found = (
-            seconds(place, args.rounds, args.seed) if args.what == "seconds" else cost(place, args.rounds, args.steps)
-        )
+        found = cost(place, args.rounds, args.steps, args.copies)
     for key, value in found.items():
         if key not in ("each", "rounds", "what was said"):
             print(f"{key}: {value}")

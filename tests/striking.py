@@ -68,6 +68,18 @@ def drawn(seed: int, count: int, steps: int, kinds: tuple[str, ...] = KINDS) -> 
 def carried_out(job: Job, folder: Path, cache: Path, untouched: Path, *words: str, replaced: int = 100) -> Job:
     """The job, to its end. Errors: AssertionError with what it said when it ends otherwise than `untouched`, a job
     of `VALUES`."""
+    said = ended_after(job, folder, cache, *words, replaced=replaced)
+    assert bits(folder, 60) == bits(untouched, 60), said
+    try:
+        each_step_once(folder, untouched)
+    except AssertionError as error:
+        raise AssertionError(said) from error
+    job.equal = True
+    return job
+
+
+def ended_after(job: Job, folder: Path, cache: Path, *words: str, replaced: int = 100) -> tuple[dict, str, str]:
+    """The job, to its end, and what it said. Errors: AssertionError where its status is not 0."""
     shutil.rmtree(folder, ignore_errors=True)
     write(folder, **VALUES)
     (folder / "strikes.json").write_text(json.dumps(job.strikes))
@@ -78,10 +90,4 @@ def carried_out(job: Job, folder: Path, cache: Path, untouched: Path, *words: st
     job.done = [json.loads(path.read_text()) for path in found]
     job.restarted = (folder / "out/events.jsonl").read_text().count('"event": "start"') - 1
     assert status == 0, (job.plain(), out[-4000:], err[-6000:])
-    assert bits(folder, 60) == bits(untouched, 60), (job.plain(), out[-4000:], err[-6000:])
-    try:
-        each_step_once(folder, untouched)
-    except AssertionError as error:
-        raise AssertionError((job.plain(), out[-4000:], err[-6000:])) from error
-    job.equal = True
-    return job
+    return job.plain(), out[-4000:], err[-6000:]

@@ -16,12 +16,16 @@ from lockstep.checkpoint import manifest, storage
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
+from lockstep.strategies.engines.accelerated_zero import AcceleratedZero
 from lockstep.strategies.exact import reduction
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.fsdp2_step import FSDP2Step
 from lockstep.strategies.hf_accelerate import HFAccelerate
 from lockstep.strategies.hf_trainer import HFTrainer
 from lockstep.strategies.pipeline import Pipeline
+from lockstep.strategies.zero1 import Zero1
+from lockstep.strategies.zero2 import Zero2
+from lockstep.strategies.zero3 import Zero3
 
 EXCHANGE = ("sent", "summed", "agree", "agreed", "update", "updated")
 OTHERS = ("step", "forward", "gradient", "evaluation", "saving", "forming", "meeting", "joining")
@@ -243,3 +247,19 @@ class StruckFSDP2Step(Striking, FSDP2Step):
 
 class StruckPipeline(Striking, Pipeline):
     """`pipeline`."""
+
+
+class StruckZero1(Striking, Zero1):
+    """`zero1`."""
+
+
+class StruckZero2(Striking, Zero2):
+    """`zero2`."""
+
+
+class StruckZero3(Striking, Zero3):
+    """`zero3`."""
+
+
+class StruckAcceleratedZero(Striking, AcceleratedZero):
+    """`hf_accelerate` with DeepSpeed."""

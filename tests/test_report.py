@@ -289,6 +289,9 @@ def write_journal(world: World, folder: str) -> None:
     found.answer()
     found.saved(10)
     found.saved(10)
+    found.times(15, [1.0] * len(NAMES))  # is not answered: a rank was lost
+    found.regroup(12)
+    found.last_times(20, [1.0] * len(NAMES))
 
 
 @pytest.mark.processes
@@ -302,8 +305,10 @@ def test_the_journal_holds_every_rank_and_outlives_half_a_line(tmp_path: Path) -
     assert [(line["step"], line["steps"], line["ranks"]) for line in found] == [
         (5, 5, 3),
         (10, 5, 3),
+        (20, 8, 3),
         (5, 5, 2),
         (10, 5, 2),
+        (20, 8, 2),
     ]
     assert found[0]["seconds"]["data"] == [1.0, 2.0, 3.0]
     events = list(lines_of(tmp_path / "events.jsonl", ("event",)))

@@ -11,9 +11,9 @@ def refused(launch: Any, strategy: Any) -> str | None:
         return None
     if launch.on_loss != "continue":
         return "launch.copy_every: copies are for ranks that go on without a lost one; set launch.on_loss=continue"
-    if strategy.name.startswith("zero") or {"fsdp", "deepspeed"} & set(strategy.options):
+    if "fsdp" in strategy.options:
         return (
-            f"launch.copy_every: {strategy.name} leaves its engine to DeepSpeed or Accelerate, which lockstep does not "
-            "form anew within a process, so a lost rank starts the job again; leave it out, or use strategy.name=fsdp2"
+            f"launch.copy_every: {strategy.name} leaves FSDP2 to Accelerate, which lockstep does not form anew within "
+            "a process, so a lost rank starts the job again; leave it out, or use strategy.name=fsdp2"
         )
     return None

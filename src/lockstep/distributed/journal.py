@@ -77,9 +77,10 @@ class Journal:
         self.times(step, seconds)
         self.answer()
 
-    def regroup(self) -> None:
-        """Other ranks are left, and another one may write; what was being gathered is left out."""
-        self._asked = None
+    def regroup(self, step: int) -> None:
+        """Other ranks are left after `step` updates, and another one may write; what was being gathered is left
+        out."""
+        self._asked, self._last = None, step
         if self._world is not None and self._given is not None:
             self._folder = self._given if self._world.is_main else None
 

@@ -176,7 +176,7 @@ class GoingOn:
             session.checkpoints.progress = stand.progress
         self._compare()
         session.fingerprints.regroup(world, stand.step, back)
-        session.journal.regroup()
+        session.journal.regroup(stand.step)
         before = max((members for *_, members in found), key=len)
         self._trained = generation
         how = f"; back from step {newest}, by copies in memory" if back else ""
@@ -254,7 +254,7 @@ def refused(session: Session) -> str | None:
     run, strategy = session.run, session.strategy
     if session.world.apart and strategy.rebuilds:
         return None  # those that it comes to have answered
-    if isinstance(strategy, Shared) and strategy.rebuilds and strategy.gives_bits(run):
+    if isinstance(strategy, Shared) and strategy.rebuilds and strategy.outlives(run):
         if not run.launch.copy_every and not strategy.keeps_copies:
             return (
                 f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "

@@ -342,8 +342,8 @@ def concluded(
     journal.event("finish", steps, weights=sha256, best_possible=best)
     try:
         write_report(run.folder)
-    except (OSError, ValueError) as caught:  # the run is done, whatever becomes of a page about it
-        console.note(f"{run.folder}/report.html could not be written: {caught}")
+    except Exception as caught:  # the run is done, whatever becomes of a page about it
+        console.note(f"{run.folder}/report.html could not be written: {type(caught).__name__}: {caught}")
     return sha256
 
 

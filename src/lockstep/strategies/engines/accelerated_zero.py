@@ -49,6 +49,7 @@ class AcceleratedZero(Sharded):
     def start_engine(self) -> Any:
         from accelerate import DeepSpeedPlugin, InitProcessGroupKwargs
         from accelerate.utils import DistributedType
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         backend = "nccl" if self.world.device.type == "cuda" else "gloo"
         # Not `cpu=True`: with it Accelerate silently takes plain DDP.
@@ -58,6 +59,7 @@ class AcceleratedZero(Sharded):
         assert self.accelerator.distributed_type == DistributedType.DEEPSPEED, self.accelerator.distributed_type
         engine, _ = self.accelerator.prepare(self.model, self.optimizer)
         self.optimizer = engine.optimizer.optimizer  # ours still
+        unset_hf_deepspeed_config()  # or transformers would shard models that rank 0 makes alone, for the export
         return engine
 
     def close(self) -> None:

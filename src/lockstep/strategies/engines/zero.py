@@ -7,7 +7,6 @@ reduces by itself, in an order that depends on the number of ranks. What a stage
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -20,19 +19,22 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
-from lockstep.strategies.engines import blocks, layers, zero_config
+from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
+from lockstep.strategies.exact.shared_state import Shared
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.strategy import Strategy, make_model
+from lockstep.strategies.strategy import make_model
 from lockstep.tasks.task import Task
 
 
-class Sharded(Strategy):
-    """A DeepSpeed engine, whoever made it."""
+class Sharded(Shared):
+    """A DeepSpeed engine, whoever made it. Where ranks are lost, another one is made for those that are left, of copies
+    of the state in memory."""
 
     needs = ("deepspeed",)
     flat_parts = True
+    torn = True  # what a rank holds can be read with the others' help only
     stage: int  # of ZeRO
     statistics: Statistics
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
@@ -42,6 +44,10 @@ class Sharded(Strategy):
         if keeps_bf16_weights(run.strategy.options.get("deepspeed", run.strategy.options)):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
+
+    @classmethod
+    def outlives(cls, run: Run) -> bool:
+        return True  # each part is on one rank only
 
     @classmethod
     def stage_of(cls, run: Run) -> int:
@@ -66,8 +72,7 @@ class Sharded(Strategy):
     def build(self, task: Task) -> None:
         self.task = task
         zero_config.prepare_import(self.world.device.type)
-        os.environ.setdefault("LOCAL_RANK", str(self.world.local_rank))  # DeepSpeed insists, in a job of one too
-        self._join()
+        zero_group.join(self.world)
         receives = self.stage == 3 and not self.world.is_main  # gets its shards from rank 0, parameter by parameter
         self.model = make_model(task, empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
@@ -93,16 +98,6 @@ class Sharded(Strategy):
         assert dist.get_world_size() == self.world.size
         self.statistics = Statistics(self.model)
         self.engine.train()
-
-    def _join(self) -> None:
-        """Let DeepSpeed use the process group that is there; a job of one process has none yet."""
-        import deepspeed
-
-        cuda = self.world.device.type == "cuda"
-        if not dist.is_initialized():
-            store = dist.HashStore()
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
-        deepspeed.init_distributed("nccl" if cuda else "gloo")
 
     def _shard(self) -> None:
         """Partition the model module by module: rank 0 gives, the others never hold more than one module whole."""

@@ -33,6 +33,11 @@ class Shared(Strategy):
         """The run with options that suit so many processes, where those of the run file do not."""
         return run
 
+    @classmethod
+    def outlives(cls, run: Run) -> bool:
+        """Whether what those that are left hold fits together."""
+        return cls.gives_bits(run)
+
     @property
     def part_of_state(self) -> tuple[int, int]:
         """Which part of the state this rank holds, and of how many: ranks of the same part hold the same."""

@@ -180,6 +180,7 @@ class History:
     def own_seconds(self, line: dict[str, Any]) -> list[float]:
         """Each rank's own work in one line of ranks.jsonl, in seconds a step."""
         columns = [each for phase, each in line["seconds"].items() if phase in self.own]
+        columns = columns or [[0.0] * line["ranks"]]
         return [sum(each) / max(1, line["steps"]) for each in zip(*columns, strict=True)]
 
     @property
