@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command import LOCKSTEP, ended, start, write
+from command import LOCKSTEP, ended, start_anew, write
 from harness import run_on, tiny
 from marks import long
 from test_planner import simulated
@@ -55,11 +55,31 @@ def test_medians_over_rounds() -> None:
 def test_a_step_of_one_process_is_foretold_as_it_was() -> None:
     ops = [("forward", 10**8, 0, 100.0), ("backward", 0, 10**6, 50.0), ("optimizer", 0, 10**6, 5.0)]
     rounds = [{1: measured(1)}]
-    found = calibrate.device_of(tiny(), rounds, simulated(ops=ops))
+    found = calibrate.device_of(tiny(), rounds, {"single": [simulated(ops=ops)]})
     seconds = computed(tiny(), 1, simulated(ops=ops, micro_batches=4), found)
     assert seconds == pytest.approx({"forward": 0.5, "backward": 0.8, "optimizer": 0.18, "other": 0.02})
     half = simulated(ops=[("overlapped", *ops[1][1:])], micro_batches=2)
     assert computed(tiny(), 1, half, found) == pytest.approx({"overlapped": 0.8, "other": 0.01})
+
+
+def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only() -> None:
+    """FSDP2 took 0.4 s more than its 4 micro-batches come to, a pipeline of two 0.36 more on each of its ranks, which
+    slow each other down by 1.2: 0.1 and 0.075 s a micro-batch. A stage's phase is a mixture of forward and backward."""
+    ops = [("forward", 0, 10**6, 50.0), ("backward", 0, 10**6, 80.0)]
+    half = [("forward+backward", 0, 10**6, 65.0)]
+    rounds = [{1: measured(1, engines={"fsdp2": 1.72}), 2: measured(2, engines={"pipeline": 0.804 + 0.36})}]
+    every = {name: [simulated(ops=each, micro_batches=4)] for name, each in (("single", ops), ("fsdp2", ops))}
+    every["pipeline"] = [simulated(ops=half, micro_batches=4)] * 2
+    found = calibrate.device_of(tiny(), rounds, every)
+    assert found.engine_s == pytest.approx({"fsdp2": 0.1, "pipeline": 0.075})
+    seconds = {}
+    for name, options in (("ddp", {}), ("fsdp2", {"gather": "step"}), ("fsdp2", {"gather": "micro_batch"})):
+        run = tiny(strategy={"name": name, "options": options})
+        seconds[name, *options.values()] = computed(run, 1, every["fsdp2"][0], found)["other"]
+    assert seconds["fsdp2", "step"] == seconds["ddp",] == pytest.approx(0.02)
+    assert seconds["fsdp2", "micro_batch"] == pytest.approx(0.42)
+    staged = computed(tiny(strategy={"name": "pipeline", "options": {}}), 2, every["pipeline"][0], found)
+    assert sum(staged.values()) == pytest.approx(0.804 + 0.36)
 
 
 def test_products_that_are_measured_are_of_all_sizes() -> None:
@@ -186,6 +206,9 @@ def test_ranks_measure_themselves_and_each_other(tmp_path: Path) -> None:
     assert two.latency_s > 0
     assert two.at_once_s > 0
     assert not two.phases  # one process alone says what a step is made of
+    assert (alone.engines.keys(), two.engines.keys()) == ({"fsdp2"}, {"pipeline"})
+    assert alone.engines["fsdp2"] > 0
+    assert two.engines["pipeline"] > 0
     made = calibrate.shape_of([{1: alone, 2: two}])
     assert made.links.shared.keys() == {2}
 
@@ -196,13 +219,13 @@ def test_ranks_measure_themselves_and_each_other(tmp_path: Path) -> None:
 def test_a_plan_by_what_was_measured(processes: int, tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
     words = ["bench", "run.yaml", "--calibrate", "--processes", f"{processes}", "--steps", "2", "--rounds", "1"]
-    status, out, err = ended(start([*LOCKSTEP, *words, "--out", "here"], tmp_path, cache), 900)
+    status, out, err = ended(start_anew([*LOCKSTEP, *words, "--out", "here"], tmp_path, cache), 900)
     assert status == 0, err
     assert "here/device.yaml" in out
     told = yaml.safe_load((tmp_path / "here" / "device.yaml").read_text())
     assert set(told["step_scale"]) >= {"forward", "backward", "optimizer"}
     words = ["plan", "run.yaml", "--simulate", "--processes", f"{processes}", "--device", "here/device.yaml"]
-    status, out, err = ended(start([*LOCKSTEP, *words, "strategy.name=ddp"], tmp_path, cache), 900)
+    status, out, err = ended(start_anew([*LOCKSTEP, *words, "strategy.name=ddp"], tmp_path, cache), 900)
     assert status == 0, err
     assert "core(s) for 2 process(es)" in out
     assert json.loads((tmp_path / "here" / "jobs" / "2" / "rates.json").read_text())["processes"] == 2

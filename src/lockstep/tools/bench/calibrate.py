@@ -3,8 +3,9 @@
 In: a run, and numbers of processes. Out: a YAML file with rates by size, and by how much ranks that share the machine
 slow each other down. Every job runs in processes of its own, through the run's launcher (`rates.py`).
 
-What is in the file was measured on the run's own model with one process, and on messages without it. A step of several
-processes, and of any other strategy than `single`, is what a plan foretells.
+What is in the file was measured on the run's own model with one process under `single`, and on messages without it;
+of FSDP2 with one process, and of a pipeline of two, what a rank computes besides its operations. A step of several
+processes is what a plan foretells.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.processor import available_cores, processor
 from lockstep.launchers import start
 from lockstep.tools.bench.bench import check
-from lockstep.tools.bench.rates import Rates, read
+from lockstep.tools.bench.rates import ENGINES, NOT_THE_ENGINES, Rates, read, with_strategy
 from lockstep.tools.child import Child
 from lockstep.tools.planner import planner
 from lockstep.tools.planner.devices import Device
@@ -70,9 +71,15 @@ def measured(jobs: Mapping[int, Run], steps: int, say: Say) -> dict[int, Rates]:
     return found
 
 
-def simulated(jobs: Mapping[int, Run], found: Sequence[Mapping[int, Rates]], say: Say) -> Simulated:
-    """What a step of one process is made of. Errors: `RunError`."""
-    return planner.simulate(jobs[1], 1, shape_of(found), say)[0]
+def simulated(jobs: Mapping[int, Run], found: Sequence[Mapping[int, Rates]], say: Say) -> dict[str, list[Simulated]]:
+    """What a step of `single` is made of, and of each of the `ENGINES` that was measured, on its ranks. Errors:
+    `RunError`."""
+    device = shape_of(found)
+    of = {"single": planner.simulate(jobs[1], 1, device, say)}
+    for name, (count, way) in ENGINES.items():
+        if count in jobs and found[0][count].engines.get(name):
+            of[name] = planner.simulate(with_strategy(jobs[count], way), count, device, say)
+    return of
 
 
 def job_of(run: Run, count: int, folder: Path) -> Run:
@@ -155,22 +162,42 @@ def shape_of(
                 "crowding": f"{what}: a step of one process on every rank at once, by the clock, beside step_scale's",
                 "step_scale": f"{what}: the phases of a step of one process, beside the sum of their operations",
                 "micro_batch_s": f"{what}: what is left of a step of one process, for each of its micro-batches",
+                "engine_s": f"{what}: the same of `fsdp2` on one process and of `pipeline` on two",
                 "cores": "the machine's, for the run's threads each",
             },
         }
     )
 
 
-def device_of(run: Run, found: Sequence[Mapping[int, Rates]], of: Simulated) -> Device:
+def device_of(run: Run, found: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]]) -> Device:
     """With what the phases of a step of one process took, beside the sum of what they are made of. What belongs to no
-    phase is a micro-batch's, whatever it is made of."""
+    phase is a micro-batch's, whatever it is made of; so is what a step of an engine took beyond that."""
+    of = every["single"][0]
     plain = shape_of(found).model_copy(update={"crowding": {}})
     summed = computed(run, 1, of, plain)
     names = {name for each in found for name in each[1].phases}
     took = {name: median(each[1].phases.get(name, 0.0) for each in found) for name in names}
     besides = max(0.0, took.pop("other", 0.0) - summed.pop("other", 0.0)) / max(1, found[0][1].micro_batches)
+    both = [each.get(name, 0.0) for each in (took, summed) for name in ("forward", "backward")]
+    took["forward+backward"], summed["forward+backward"] = sum(both[:2]), sum(both[2:])  # as stages of a pipeline mix
     scale = {name: took[name] / s for name, s in summed.items() if s and took.get(name, 0.0) > 0}
-    return shape_of(found, scale, besides)
+    device = shape_of(found, scale, besides)
+    return device.model_copy(update={"engine_s": engines(run, found, every, device)})
+
+
+def engines(
+    run: Run, found: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
+) -> dict[str, float]:
+    """Seconds of a micro-batch that each engine took beyond what its ranks' operations come to."""
+    beyond = {}
+    for name, (count, way) in ENGINES.items():
+        if name in every:
+            summed = [computed(with_strategy(run, way), count, each, device) for each in every[name]]
+            planned = [sum(s for phase, s in each.items() if phase not in NOT_THE_ENGINES) for each in summed]
+            took = median(each[count].engines[name] for each in found)
+            micro_batches = device.slower(count) * every[name][0].micro_batches
+            beyond[name] = max(0.0, took - sum(planned) / len(planned)) / micro_batches
+    return beyond
 
 
 def points(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:

@@ -2,7 +2,8 @@
 
 In: a run, in every rank of a job. Out: `OUTPUT/rates.json`, written by rank 0: matrix products of the sizes that the
 run's model has, memory traffic by size, what an operation costs that does nothing; seconds of a step of one process by
-phase; the same step on all ranks at once; messages between all ranks.
+phase; the same step on all ranks at once; messages between all ranks; what a step of engines takes that have much code
+of their own for each layer or stage (`ENGINES`).
 
 Where a process computes with one thread, what is computed is measured by that thread's processor time, in which other
 programs' turns are not. What ranks do at once is measured by the clock.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config import plugins
-from lockstep.config.run import Run
+from lockstep.config.run import Run, RunError
 from lockstep.distributed.phases import NAMES, Phases
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
+from lockstep.strategies.engines import fsdp_config
 from lockstep.strategies.engines.products import Product, Products
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
@@ -40,6 +42,11 @@ PRODUCTS = 16  # sizes of matrix products that are measured: half an octave apar
 SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes that an operation reads and writes
 MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes that all ranks exchange or gather
 LEAST_S = 0.02  # of a sample
+ENGINES: Mapping[str, tuple[int, dict[str, Any]]] = {  # measured in a job of so many processes
+    "fsdp2": (1, {"name": "fsdp2", "options": {"gather": fsdp_config.MICRO_BATCH}}),
+    "pipeline": (2, {"name": "pipeline", "options": {}}),
+}
+NOT_THE_ENGINES = ("reduction", "optimizer")  # phases
 
 Point = tuple[float, float]  # size, rate a second
 
@@ -61,6 +68,7 @@ class Rates:
     at_once_s: float = 0.0  # by the clock: the same step on every rank at once, of the slowest
     latency_s: float = 0.0  # of one message
     messages: list[Point] = field(default_factory=list)  # bytes of one message -> bytes/s
+    engines: dict[str, float] = field(default_factory=dict)  # of `ENGINES` -> seconds of a step, but for the update
 
 
 class Alone(World):
@@ -129,10 +137,38 @@ def measure(run: Run, world: World, steps: str) -> int:
     strategy.close()
     if world.size > 1:
         found.latency_s, found.messages = between_ranks(world, int(steps))
+    for name, (processes, way) in ENGINES.items():
+        if processes == world.size and (took := engine(with_strategy(run, way), task, world, int(steps), now)):
+            found.engines[name] = took
     if world.is_main:
         (run.folder / FILE).write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     world.barrier()
     return 0
+
+
+def with_strategy(run: Run, way: Mapping[str, Any]) -> Run:
+    return run.model_copy(update={"strategy": run.strategy.model_copy(update=dict(way))})
+
+
+def engine(run: Run, task: Task, world: World, steps: int, now: Callable[[], float]) -> float:
+    """Seconds that a rank computes in a step of this strategy, but for reduction and update, the mean over ranks; 0
+    where the model or the run does not allow it. Collective."""
+    kind = strategy_class(run)
+    try:
+        kind.check(run, world.size)
+    except RunError:
+        return 0.0
+    strategy = kind(run, world if world.size > 1 else Alone(run))
+    seed_libraries(run.seed)
+    strategy.build(task)
+    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    batch = feed.make(middle(feed))
+    for _ in range(2):
+        strategy.train_step(batch, 1e-6)
+    phases = phases_of(strategy, batch, steps, now)
+    strategy.close()
+    mine = sum(seconds for name, seconds in phases.items() if name not in NOT_THE_ENGINES)
+    return sum(world.all_gather(mine)) / world.size
 
 
 def phases_of(strategy: Strategy, batch: Any, steps: int, now: Callable[[], float]) -> dict[str, float]:

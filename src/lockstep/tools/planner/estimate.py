@@ -82,11 +82,18 @@ def computed(run: Run, ranks: int, of: Simulated, device: Device) -> dict[str, f
     """Seconds by phase."""
     precision = "bf16" if run.precision == "fp32" and run.model.trained_in_bfloat16 else run.precision
     slower = device.slower(ranks)
-    found = {"other": of.micro_batches * slower * device.micro_batch_s} if device.micro_batch_s else {}
+    besides = device.micro_batch_s + device.engine_s.get(engine_of(run), 0.0)
+    found = {"other": of.micro_batches * slower * besides} if besides else {}
     for phase, flops, size, count in of.ops:
         each = slower * device.scale(phase) * device.seconds(precision, flops, size)
         found[phase] = found.get(phase, 0.0) + count * each
     return found
+
+
+def engine_of(run: Run) -> str:
+    """As device files name what has much code of its own for each layer or stage."""
+    together = run.strategy.name == "fsdp2" and fsdp_config.gather(run) == fsdp_config.MICRO_BATCH
+    return run.strategy.name if together or run.strategy.name == "pipeline" else ""
 
 
 def travelling(of: Simulated, computing: dict[str, float], device: Device, ranks: int) -> tuple[list[Wire], float]:
@@ -135,7 +142,7 @@ def levels(run: Run, ranks: int, feed: Feed) -> tuple[float, dict[int, float]]:
     if run.strategy.name == "pipeline" or ranks == 1:
         return 1.0, dict.fromkeys(range(ranks), 1.0)
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
-    together = run.strategy.name == "fsdp2" and fsdp_config.gather(run) == fsdp_config.MICRO_BATCH
+    together = engine_of(run) == "fsdp2"
     found = []
     for step in steps:
         rows = feed.order.step(int(step))
