@@ -37,6 +37,7 @@ from struck import EXCHANGE
 
 KINDS = ("continue", "restart", "torchrun")  # the last: peers/snapshots.py
 PATIENCE_S = 3600.0  # so that a failure ends
+LIMIT_S = 30.0  # after which a job that has lost a rank counts as one that does not go on
 SNAPSHOTS = Path(__file__).resolve().parent / "peers" / "snapshots.py"
 
 
@@ -98,12 +99,12 @@ def seconds(place: Path, rounds: int, seed: int) -> dict:
         for how in chance.sample(KINDS, len(KINDS)):
             folder = place / f"timed-{number}-{how}"
             found[how].append(killed(folder, place / "cache", how, chance))
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             print(how, found[how][-1], flush=True)
-    medians = {
-        how: {key: statistics.median(each[key] for each in rows) for key in rows[0]} for how, rows in found.items()
-    }
-    return {"medians": medians, "rounds": found, "seed": seed}
+    keys = ("seconds", "steps trained again")
+    medians = {how: {key: statistics.median(each[key] for each in rows) for key in keys} for how, rows in found.items()}
+    hung = {how: sum(each["did not go on"] for each in rows) for how, rows in found.items()}
+    return {"medians": medians, "did not go on": hung, "rounds": found, "seed": seed}
 
 
 def killed(folder: Path, cache: Path, how: str, chance: random.Random) -> dict[str, float]:
@@ -116,13 +117,17 @@ def killed(folder: Path, cache: Path, how: str, chance: random.Random) -> dict[s
     os.kill(chance.choice(ranks()), signal.SIGKILL)
     events, metrics = folder / "out" / "events.jsonl", folder / "out" / "metrics.jsonl"
     sign, before = ('"event": "regroup"', 0) if how == "continue" else ('"event": "start"', 1)
-    until(lambda: events.read_text().count(sign) > before, "the ranks to go on", process, PATIENCE_S)
+    try:
+        until(lambda: events.read_text().count(sign) > before, "the ranks to go on", process, LIMIT_S)
+    except AssertionError:
+        end(process, folder)
+        return {"seconds": LIMIT_S, "steps trained again": 0, "did not go on": 1}
     at = json.loads([line for line in events.read_text().splitlines() if sign in line][before])["step"]
     last = metrics.stat().st_mtime_ns  # lines of steps that are trained again are there until then
     until(lambda: metrics.stat().st_mtime_ns > last and lines(folder)[-1]["step"] > at, "a step", process, PATIENCE_S)
     took = time.monotonic() - began
     end(process, folder)
-    return {"seconds": took, "steps trained again": max(0, trained - at)}
+    return {"seconds": took, "steps trained again": max(0, trained - at), "did not go on": 0}
 
 
 def begun(folder: Path, cache: Path, how: str) -> tuple[Process, Callable[[], list[int]]]:

@@ -3,8 +3,8 @@
 In: a run file, or none for a small GPT-2; strategies and numbers of ranks. Out: a Markdown table and, asked for, a file
 of JSON: seconds of a step, planned from the calibration and measured by the product's own loop (medians over rounds);
 bytes between steps of the rank that holds most. Status 1 where one is further apart than is allowed.
-What a calibration knows of a step is one process's under `single`, and what FSDP2 (of one process) and torch's
-pipelining (of two) compute for a micro-batch besides the model's operations; every line is foretold from that.
+What a calibration knows of a step is one process's under `single`, and what a rank of two computes for a micro-batch
+besides the model's operations under FSDP2 and torch's pipelining; every line is foretold from that.
 Example: python benchmarks/planned.py --ranks 1 2 4 --rounds 5 --out FILE
 """
 

@@ -63,15 +63,17 @@ def test_a_step_of_one_process_is_foretold_as_it_was() -> None:
 
 
 def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only() -> None:
-    """FSDP2 took 0.4 s more than its 4 micro-batches come to, a pipeline of two 0.36 more on each of its ranks, which
-    slow each other down by 1.2: 0.1 and 0.075 s a micro-batch. A stage's phase is a mixture of forward and backward."""
+    """On two ranks that slow each other down by 1.25 FSDP2 took 0.5 s more than its 4 micro-batches come to, and each
+    rank of a pipeline 0.25: 0.1 and 0.05 s a micro-batch alone. A stage's phase is a mixture of forward and
+    backward."""
     ops = [("forward", 0, 10**6, 50.0), ("backward", 0, 10**6, 80.0)]
     half = [("forward+backward", 0, 10**6, 65.0)]
-    rounds = [{1: measured(1, engines={"fsdp2": 1.72}), 2: measured(2, engines={"pipeline": 0.804 + 0.36})}]
+    engines = {"fsdp2": 1.25 * 1.72, "pipeline": 1.25 * (0.67 + 0.2)}
+    rounds = [{1: measured(1), 2: measured(2, engines=engines, busy_s=1.25 * 1.32)}]
     every = {name: [simulated(ops=each, micro_batches=4)] for name, each in (("single", ops), ("fsdp2", ops))}
     every["pipeline"] = [simulated(ops=half, micro_batches=4)] * 2
     found = calibrate.device_of(tiny(), rounds, every)
-    assert found.engine_s == pytest.approx({"fsdp2": 0.1, "pipeline": 0.075})
+    assert found.engine_s == pytest.approx({"fsdp2": 0.1, "pipeline": 0.05})
     seconds = {}
     for name, options in (("ddp", {}), ("fsdp2", {"gather": "step"}), ("fsdp2", {"gather": "micro_batch"})):
         run = tiny(strategy={"name": name, "options": options})
@@ -79,7 +81,7 @@ def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only() -> 
     assert seconds["fsdp2", "step"] == seconds["ddp",] == pytest.approx(0.02)
     assert seconds["fsdp2", "micro_batch"] == pytest.approx(0.42)
     staged = computed(tiny(strategy={"name": "pipeline", "options": {}}), 2, every["pipeline"][0], found)
-    assert sum(staged.values()) == pytest.approx(0.804 + 0.36)
+    assert sum(staged.values()) == pytest.approx(1.2 * (0.67 + 0.2))
 
 
 def test_products_that_are_measured_are_of_all_sizes() -> None:
@@ -206,9 +208,8 @@ def test_ranks_measure_themselves_and_each_other(tmp_path: Path) -> None:
     assert two.latency_s > 0
     assert two.at_once_s > 0
     assert not two.phases  # one process alone says what a step is made of
-    assert (alone.engines.keys(), two.engines.keys()) == ({"fsdp2"}, {"pipeline"})
-    assert alone.engines["fsdp2"] > 0
-    assert two.engines["pipeline"] > 0
+    assert two.engines.keys() == {"fsdp2", "pipeline"}
+    assert min(*two.engines.values(), two.busy_s) > 0
     made = calibrate.shape_of([{1: alone, 2: two}])
     assert made.links.shared.keys() == {2}
 

@@ -133,7 +133,8 @@ def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypa
 
 # Code for a precision takes a minute to make, once for all tests, and two more for layers that FSDP2 gathers, which
 # have code of their own. `.ci/run` asks of bf16 alone, whose code is that of fp32 with `autocast` in it. There `ddp` is
-# asked by the run that is resumed, and `fsdp2` where activations are computed again.
+# asked by the run that is resumed, and `fsdp2` where activations are computed again; a pipeline, whose stages take a
+# minute of the processor to compile, with layers that are compiled into themselves.
 LATER = {"fp32": [pytest.mark.slow, pytest.mark.long], "bf16": [pytest.mark.slow]}
 PRECISIONS = [pytest.param(precision, marks=marks) for precision, marks in LATER.items()]
 LIMIT_S = 1500  # to compile takes minutes on a busy machine
@@ -153,9 +154,8 @@ def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize(
-    "name", [name if name == "pipeline" else pytest.param(name, marks=pytest.mark.long) for name in SEVERAL]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_bits_of_a_single_process(name: str, precision: str) -> None:
     """With dropout, of the compiler's own numbers."""
@@ -163,6 +163,23 @@ def test_the_bits_of_a_single_process(name: str, precision: str) -> None:
     assert two["digest"] == one["digest"]
     assert two["loss"] == one["loss"]
     assert one["digest"] != of("single", 1, f"precision={precision}")["digest"]
+
+
+def steps_in_themselves(world: World, run: Run) -> dict[str, Any]:
+    """`steps_of`, of layers that torch.compile has taken apart and put together as they were."""
+    compiled.BACKEND = "eager"
+    counters.clear()
+    return {**steps_of(world, run), "graphs": counters["stats"]["unique_graphs"]}
+
+
+@pytest.mark.processes
+def test_stages_of_a_pipeline_are_compiled() -> None:
+    """With the bits of one process that compiles nothing."""
+    run, alone = tiny("strategy.name=pipeline", COMPILE), of("single", 1)
+    first, last = run_on(2, steps_in_themselves, run, run=run, timeout_s=LIMIT_S)
+    assert min(first["graphs"], last["graphs"]) > 0
+    assert first["digest"] == alone["digest"]
+    assert first["loss"] == last["loss"] == alone["loss"]
 
 
 @pytest.mark.processes

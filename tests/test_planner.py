@@ -12,7 +12,17 @@ from lockstep.strategies.exact.routes import links
 from lockstep.tools.planner import devices, planner
 from lockstep.tools.planner import rank as ranks_of
 from lockstep.tools.planner.devices import Device, at
-from lockstep.tools.planner.estimate import Estimate, beside_slowest, bubbles, parts, power_of_two, travelling, turns
+from lockstep.tools.planner.estimate import (
+    Estimate,
+    Wire,
+    beside_slowest,
+    bubbles,
+    on_the_way,
+    parts,
+    power_of_two,
+    travelling,
+    turns,
+)
 from lockstep.tools.planner.planner import Plan, candidates, looked_at, ranked
 from lockstep.tools.planner.rank import Simulated
 
@@ -102,6 +112,15 @@ def test_stages_wait_for_the_first_and_the_last_micro_batch() -> None:
     interleaved = {"schedule": "interleaved", "stages_per_rank": 2}
     assert bubbles(tiny(strategy={"name": "pipeline", "options": interleaved}, micro_batches=8), 4) == 3 / 16
     assert bubbles(tiny(), 4) == 0
+
+
+def test_stages_wait_for_what_is_on_its_way() -> None:
+    """Messages of 2 ms: 4 stages and 8 micro-batches, of which 4 are on their way at once, each down and up again."""
+    wire = [Wire("send", True, 16, 16e6, 0.032), Wire("allreduce", True, 2, 1e3, 1.0)]
+    for options, ranks, seconds in (({}, 4, 0.024), ({"schedule": "gpipe"}, 4, 0.012), ({"stages": 2}, 4, 0.008)):
+        run = tiny(strategy={"name": "pipeline", "options": options}, micro_batches=8)
+        assert on_the_way(run, ranks, wire) == pytest.approx(seconds)
+    assert on_the_way(tiny(), 4, wire) == 0
 
 
 def test_the_ranks_that_differ() -> None:

@@ -4,7 +4,7 @@ In: a run, and numbers of processes. Out: a YAML file with rates by size, and by
 slow each other down. Every job runs in processes of its own, through the run's launcher (`rates.py`).
 
 What is in the file was measured on the run's own model with one process under `single`, and on messages without it;
-of FSDP2 with one process, and of a pipeline of two, what a rank computes besides its operations. A step of several
+of FSDP2 and of a pipeline with two processes, what a rank computes besides its operations. A step of several
 processes is what a plan foretells.
 """
 
@@ -25,7 +25,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.processor import available_cores, processor
 from lockstep.launchers import start
 from lockstep.tools.bench.bench import check
-from lockstep.tools.bench.rates import ENGINES, NOT_THE_ENGINES, Rates, read, with_strategy
+from lockstep.tools.bench.rates import ENGINES, ENGINES_ON, NOT_THE_ENGINES, Rates, read, with_strategy
 from lockstep.tools.child import Child
 from lockstep.tools.planner import planner
 from lockstep.tools.planner.devices import Device
@@ -76,9 +76,9 @@ def simulated(jobs: Mapping[int, Run], found: Sequence[Mapping[int, Rates]], say
     `RunError`."""
     device = shape_of(found)
     of = {"single": planner.simulate(jobs[1], 1, device, say)}
-    for name, (count, way) in ENGINES.items():
-        if count in jobs and found[0][count].engines.get(name):
-            of[name] = planner.simulate(with_strategy(jobs[count], way), count, device, say)
+    for name, way in ENGINES.items() if ENGINES_ON in jobs else ():
+        if name in found[0][ENGINES_ON].engines:
+            of[name] = planner.simulate(with_strategy(jobs[ENGINES_ON], way), ENGINES_ON, device, say)
     return of
 
 
@@ -162,7 +162,7 @@ def shape_of(
                 "crowding": f"{what}: a step of one process on every rank at once, by the clock, beside step_scale's",
                 "step_scale": f"{what}: the phases of a step of one process, beside the sum of their operations",
                 "micro_batch_s": f"{what}: what is left of a step of one process, for each of its micro-batches",
-                "engine_s": f"{what}: the same of `fsdp2` on one process and of `pipeline` on two",
+                "engine_s": f"{what}: the same of `fsdp2` and of `pipeline` on two processes",
                 "cores": "the machine's, for the run's threads each",
             },
         }
@@ -188,15 +188,17 @@ def device_of(run: Run, found: Sequence[Mapping[int, Rates]], every: Mapping[str
 def engines(
     run: Run, found: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
 ) -> dict[str, float]:
-    """Seconds of a micro-batch that each engine took beyond what its ranks' operations come to."""
-    beyond = {}
-    for name, (count, way) in ENGINES.items():
-        if name in every:
-            summed = [computed(with_strategy(run, way), count, each, device) for each in every[name]]
-            planned = [sum(s for phase, s in each.items() if phase not in NOT_THE_ENGINES) for each in summed]
-            took = median(each[count].engines[name] for each in found)
-            micro_batches = device.slower(count) * every[name][0].micro_batches
-            beyond[name] = max(0.0, took - sum(planned) / len(planned)) / micro_batches
+    """Seconds of a micro-batch that each engine took beyond what its ranks' operations come to, where ranks slow each
+    other down by so much."""
+    beyond, alone = {}, device.model_copy(update={"crowding": {}})
+    for name in (name for name in ENGINES if name in every):
+        way, count = with_strategy(run, ENGINES[name]), ENGINES_ON
+        summed = [computed(way, count, each, alone) for each in every[name]]
+        planned = [sum(s for phase, s in each.items() if phase not in NOT_THE_ENGINES) for each in summed]
+        busy = [sum(s for phase, s in each[1].phases.items() if phase not in NOT_THE_ENGINES) for each in found]
+        slower = median(each[count].busy_s / one for each, one in zip(found, busy, strict=True))
+        took = median(each[count].engines[name] for each in found) / slower
+        beyond[name] = max(0.0, took - sum(planned) / len(planned)) / every[name][0].micro_batches
     return beyond
 
 

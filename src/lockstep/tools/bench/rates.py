@@ -42,10 +42,11 @@ PRODUCTS = 16  # sizes of matrix products that are measured: half an octave apar
 SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes that an operation reads and writes
 MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes that all ranks exchange or gather
 LEAST_S = 0.02  # of a sample
-ENGINES: Mapping[str, tuple[int, dict[str, Any]]] = {  # measured in a job of so many processes
-    "fsdp2": (1, {"name": "fsdp2", "options": {"gather": fsdp_config.MICRO_BATCH}}),
-    "pipeline": (2, {"name": "pipeline", "options": {}}),
+ENGINES: Mapping[str, dict[str, Any]] = {
+    "fsdp2": {"name": "fsdp2", "options": {"gather": fsdp_config.MICRO_BATCH}},
+    "pipeline": {"name": "pipeline", "options": {}},
 }
+ENGINES_ON = 2  # processes
 NOT_THE_ENGINES = ("reduction", "optimizer")  # phases
 
 Point = tuple[float, float]  # size, rate a second
@@ -69,6 +70,7 @@ class Rates:
     latency_s: float = 0.0  # of one message
     messages: list[Point] = field(default_factory=list)  # bytes of one message -> bytes/s
     engines: dict[str, float] = field(default_factory=dict)  # of `ENGINES` -> seconds of a step, but for the update
+    busy_s: float = 0.0  # the same, not by the clock, of `single` on every rank at once
 
 
 class Alone(World):
@@ -134,11 +136,13 @@ def measure(run: Run, world: World, steps: str) -> int:
         found.micro_batches = len(batch.micro_batches)
         found.phases = phases_of(strategy, batch, int(steps), now)
     found.at_once_s = at_once(world, lambda: strategy.train_step(batch, 1e-6), int(steps))
+    if world.size == ENGINES_ON:
+        found.busy_s = computing(world, strategy, batch, int(steps), now)
     strategy.close()
     if world.size > 1:
         found.latency_s, found.messages = between_ranks(world, int(steps))
-    for name, (processes, way) in ENGINES.items():
-        if processes == world.size and (took := engine(with_strategy(run, way), task, world, int(steps), now)):
+    for name, way in ENGINES.items() if world.size == ENGINES_ON else ():
+        if took := engine(with_strategy(run, way), task, world, int(steps), now):
             found.engines[name] = took
     if world.is_main:
         (run.folder / FILE).write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
@@ -158,15 +162,22 @@ def engine(run: Run, task: Task, world: World, steps: int, now: Callable[[], flo
         kind.check(run, world.size)
     except RunError:
         return 0.0
-    strategy = kind(run, world if world.size > 1 else Alone(run))
+    strategy = kind(run, world)
     seed_libraries(run.seed)
     strategy.build(task)
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     batch = feed.make(middle(feed))
     for _ in range(2):
         strategy.train_step(batch, 1e-6)
-    phases = phases_of(strategy, batch, steps, now)
+    found = computing(world, strategy, batch, steps, now)
     strategy.close()
+    return found
+
+
+def computing(world: World, strategy: Strategy, batch: Any, steps: int, now: Callable[[], float]) -> float:
+    """Seconds of a step, but for reduction and update, the mean over ranks that begin at once. Collective."""
+    world.barrier()
+    phases = phases_of(strategy, batch, steps, now)
     mine = sum(seconds for name, seconds in phases.items() if name not in NOT_THE_ENGINES)
     return sum(world.all_gather(mine)) / world.size
 

@@ -74,7 +74,7 @@ def estimate(run: Run, ranks: int, found: Sequence[Simulated], device: Device, f
     whole = sum(s for phase, s in seconds.items() if phase in HIDDEN)
     seconds = {phase: s * (level if phase in HIDDEN else 1.0) for phase, s in seconds.items()}
     waiting = 0.0 if device.take_turns(ranks) else whole * (1 - level)
-    seconds |= {"messages": added, "waiting": waiting + bubble}
+    seconds |= {"messages": added, "waiting": waiting + bubble + on_the_way(run, ranks, wire)}
     return Estimate(seconds, wire, largest.peak, largest.peak <= device.memory_bytes * (1 - RESERVED), largest)
 
 
@@ -188,6 +188,18 @@ def bubbles(run: Run, ranks: int) -> float:
     stages = int(options.get("stages", ranks))
     each = int(options.get("stages_per_rank", 2)) if options.get("schedule") == "interleaved" else 1
     return (stages - 1) / (max(1, run.micro_batches * stages // ranks) * each)
+
+
+def on_the_way(run: Run, ranks: int, wire: Sequence[Wire]) -> float:
+    """Of a pipeline of S stages: seconds in which a stage waits for hidden states or gradients that travel. S
+    micro-batches are on their way at once, down and up again; under gpipe the first and the last alone are waited
+    for."""
+    if run.strategy.name != "pipeline":
+        return 0.0
+    stages = int(run.strategy.options.get("stages", ranks))
+    one = max((each.seconds / each.messages for each in wire if each.collective == "send"), default=0.0)
+    rounds = 1 if run.strategy.options.get("schedule") == "gpipe" else run.micro_batches * stages // ranks / stages
+    return 2 * (stages - 1) * rounds * one
 
 
 def padding(feed: Feed) -> float:
