@@ -135,7 +135,9 @@ def begun(folder: Path, cache: Path, how: str) -> tuple[Process, Callable[[], li
     if how == "torchrun":
         folder.mkdir()
         words = ["--standalone", "--nproc_per_node=3", "--max-restarts=100", str(SNAPSHOTS), "--every=20"]
-        plain = start_anew([sys.executable, "-m", "torch.distributed.run", *words], folder, cache)
+        # else ranks that are started again may read the addresses of those before (torch issue 135712; seen here, too)
+        apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        plain = start_anew([sys.executable, "-m", "torch.distributed.run", *words], folder, cache, **apart)
         return plain, lambda: sorted(pid for pid, parent in processes_in(folder).items() if parent == plain.pid)
     write(folder, steps=100_000, evaluate={"every": 0}, checkpoint={"every": 20}, optim={"schedule": "constant"})
     options = [f"launch.on_loss={how}", "launch.max_restarts=100", "launch.processes=3", "strategy.name=allreduce"]
