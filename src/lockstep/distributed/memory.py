@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -53,6 +54,9 @@ def _count(tensor: Tensor | None, storages: dict[int, int]) -> None:
             storages[storage.data_ptr()] = storage.nbytes()
 
 
+LET_GO_S = 0.05  # for a group's thread, which needs Python to let go of the last bucket that it has sent
+
+
 @dataclass
 class Held:
     """Bytes of tensors on this rank."""
@@ -74,6 +78,7 @@ def measured(before: int) -> Iterator[Held]:
         yield held
     finally:
         hook.remove()
+    time.sleep(LET_GO_S)
     held.at_rest = tensor_bytes() - before
 
 
