@@ -75,6 +75,7 @@ def test_copies_that_nobody_could_use_are_refused() -> None:
 
     with pytest.raises(RunError, match=r"set launch\.on_loss=continue"):
         run("strategy.name=fsdp2")
-    with pytest.raises(RunError, match="zero2 leaves its engine to DeepSpeed"):
-        run("strategy.name=zero2", "launch.on_loss=continue")
-    assert run("strategy.name=fsdp2", "launch.on_loss=continue").launch.copy_every == 5
+    with pytest.raises(RunError, match="hf_accelerate leaves FSDP2 to Accelerate"):
+        run("strategy.name=hf_accelerate", "strategy.options.fsdp={}", "launch.on_loss=continue")
+    for name in ("fsdp2", "zero2"):
+        assert run(f"strategy.name={name}", "launch.on_loss=continue").launch.copy_every == 5
