@@ -25,6 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.distributed.torch_internals import values_of
 
+LET_GO_S = 0.05  # for a group's thread, which needs Python to let go of the last bucket that it has sent
+
 
 def tensor_bytes() -> int:
     """Bytes of all storages that some tensor of this process refers to; each storage counts once."""
@@ -52,9 +54,6 @@ def _count(tensor: Tensor | None, storages: dict[int, int]) -> None:
     if storage.nbytes():
         with suppress(RuntimeError):  # one without memory, such as torch.compile keeps
             storages[storage.data_ptr()] = storage.nbytes()
-
-
-LET_GO_S = 0.05  # for a group's thread, which needs Python to let go of the last bucket that it has sent
 
 
 @dataclass
