@@ -30,11 +30,6 @@ IMPORTS = (
 )
 
 
-def trained(folder: Path) -> int:
-    """Lines of training steps, those of steps that were trained again counted twice."""
-    return len([line for line in lines(folder) if line["split"] == "train"])
-
-
 def until_next_step(folder: Path, process: subprocess.Popen[str], began: float) -> float:
     """Seconds from `began` to the next `start` event's first step."""
     events = folder / "out" / "events.jsonl"
