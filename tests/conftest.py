@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
     # Every rank and every command would compile what it imports anew, a fifth of what a small job takes.
     for _folder in (Path(__file__).parent, Path(__file__).parents[1] / "src"):
         compileall.compile_dir(_folder, quiet=2)
+
+if hasattr(os, "SCHED_BATCH"):
+    # gloo's thread asks again and again for the lock of a connection that another thread has. Woken where that thread
+    # runs, it took the processor from it, to ask: up to a third of what some of these tests took (docs/log.md).
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # What is imported and collected stays: looking through it for garbage takes a quarter of the time.
 gc.disable()
