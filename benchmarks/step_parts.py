@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config.run import Run, load
 from lockstep.data.batch import StepBatch
+from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.feed import Feed
@@ -44,6 +45,7 @@ def started(run: Run) -> tuple[Strategy, list[StepBatch]]:
     """A strategy that has made two steps, and the steps that are looked at."""
     world = World(run).join()
     task, strategy = build(run, world)
+    keep_freed_memory()  # as `dry_run.try_a_step` does
     feed = Feed(run, task, strategy.own_micro_batches(), world.device)
     for step in range(2):
         strategy.train_step(feed.make(step), 1e-5)
