@@ -25,9 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.distributed.torch_internals import values_of
 
-# Kernels that oneDNN keeps in a process, made for the sizes of a product: every micro-batch without padding has its own,
-# and the 1,024 that are its default take some 350 MiB. A micro-batch of a usual model uses about 20 of them.
-ONEDNN_KERNELS = 256
 LET_GO_S = 0.05  # for a group's thread, which needs Python to let go of the last bucket that it has sent
 
 
@@ -123,9 +120,7 @@ def capacity(device: torch.device, sharing: int) -> int:
 
 def keep_freed_memory() -> None:
     """What this process frees from now on it keeps for what it allocates next. A step makes the same gradients, buckets
-    and activations as the step before; what went back to the kernel comes back zeroed and page by page. glibc only.
-    Of the code that oneDNN made for a size it keeps less; before the first product, or it has no effect."""
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(ONEDNN_KERNELS))
+    and activations as the step before; what went back to the kernel comes back zeroed and page by page. glibc only."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: up to a GiB comes from the heap, not from a mapping of its own

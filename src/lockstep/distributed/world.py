@@ -28,6 +28,9 @@ from lockstep.distributed.rendezvous import Rendezvous
 from lockstep.distributed.stops import StopRequest
 from lockstep.track.console import LOG
 
+# Kernels that oneDNN keeps in a process, made for the sizes of a product: every micro-batch without padding has its
+# own, and the 1,024 that are its default take some 350 MiB. A micro-batch of a usual model uses about 20 of them.
+ONEDNN_KERNELS = "256"
 PLAIN = ("allreduce", "ddp")  # strategies that, as long as they are exact, make no functional collectives
 SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -81,6 +84,7 @@ class World:
     def join(self) -> World:
         """Set threads, connect to the other ranks, and listen for stop signals. Collective. Errors: `Unreached`."""
         torch.set_num_threads(self.threads)
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_KERNELS)  # it is read with the first product
         torch_internals.gloo_threads(self._gloo_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
