@@ -34,8 +34,8 @@ if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
         compileall.compile_dir(_folder, quiet=2)
 
 if hasattr(os, "SCHED_BATCH"):
-    # gloo's thread asks again and again for the lock of a connection that another thread has. Woken where that thread
-    # runs, it took the processor from it, to ask: up to a third of what some of these tests took (docs/log.md).
+    # gloo's thread, once woken, took the processor from the thread it waits for, and asked again and again: a quarter
+    # of what some of these tests took (docs/log.md). A thread of this class takes it from nobody.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
