@@ -61,6 +61,37 @@ def test_a_loss_is_heard_of_and_all_come_to_the_generation_after(store: Any) -> 
     assert roll.settled()
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that listens has read of a generation, and the rank is in it before the thread goes on."""
+    roll = Roll(store, "room", "", ["a", "b"])
+    before = set(threading.enumerate())
+    a = member(store, "a")
+    read, taken = threading.Event(), threading.Event()
+    shut: list[Members] = []
+    plain = members._generation
+
+    def held_up(of: Any, number: int) -> Generation:
+        found = plain(of, number)
+        if threading.current_thread().name == "lockstep-members" and not read.is_set():
+            read.set()
+            assert taken.wait(60)
+        return found
+
+    monkeypatch.setattr(members, "_generation", held_up)
+    monkeypatch.setattr(members.torch_internals, "groups", lambda: shut.append(a) or [])
+    roll.post(["a"], lost=lost)
+    (listener,) = set(threading.enumerate()) - before
+    assert read.wait(60)
+    found = a.awaited(10)
+    assert found == Generation(1, ("a",), lost)
+    a.take(found)
+    taken.set()
+    listener.join(60)
+    assert not listener.is_alive()
+    assert (a.lost, a.offered, shut) == (False, 0, [])
+
+
 def test_one_that_comes_is_offered_and_nothing_is_cut_off(store: Any) -> None:
     roll = Roll(store, "room", "", ["a"])
     a, b = member(store, "a"), member(store, "b", apart=True)

@@ -176,7 +176,8 @@ class Members:
 
     def take(self, generation: Generation) -> None:
         """Belong to this generation, and listen for the next one."""
-        self.generation, self.offered, self.lost = generation, 0, False
+        with self._turn:  # what is heard from here on is of this generation
+            self.generation, self.offered, self.lost = generation, 0, False
         listener = threading.Thread(target=self._listen, args=(generation.number,), name="lockstep-members")
         listener.daemon = True
         listener.start()
@@ -226,15 +227,19 @@ class Members:
         """End every connection of this rank's group: whoever waits in one of its collectives, here or on another rank,
         waits no more. The group can only be destroyed then."""
         with self._turn:
-            now = _sockets()
-            own = self._own if self._before is None else self._own | (set(now) - self._before)
-            for number in (now[each] for each in own & now.keys()):
-                with suppress(OSError), socket.socket(fileno=os.dup(number)) as same:
-                    inside = same.family in (socket.AF_INET, socket.AF_INET6)
-                    if inside and not same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        same.shutdown(socket.SHUT_RDWR)
-        for group in torch_internals.groups():
-            _rouse(group)
+            groups = self._shut()
+        _rouse(groups)
+
+    def _shut(self) -> list[Any]:
+        """End the connections of the groups that there are. Returns the groups. The caller has the turn."""
+        now = _sockets()
+        own = self._own if self._before is None else self._own | (set(now) - self._before)
+        for number in (now[each] for each in own & now.keys()):
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as same:
+                inside = same.family in (socket.AF_INET, socket.AF_INET6)
+                if inside and not same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    same.shutdown(socket.SHUT_RDWR)
+        return torch_internals.groups()
 
     def _listen(self, number: int) -> None:
         """In a thread, as long as this rank is in the generation of that number: look for newer ones."""
@@ -245,12 +250,19 @@ class Members:
                     continue
                 newer += 1
                 found = self.generation_of(newer)
-                if found.lost or self.me not in found.members:
-                    self.lost = True
-                    self.cut()
+                lost = found.lost or self.me not in found.members
+                groups: list[Any] = []
+                with self._turn:
+                    if self.generation.number != number:  # this rank has found it by itself, and gone on
+                        return
+                    if lost:
+                        self.lost, groups = True, self._shut()
+                    else:
+                        self.offered = newer
+                if lost:
+                    _rouse(groups)
                     self._see_out(number)
                     return
-                self.offered = newer
 
     def _see_out(self, number: int) -> None:
         """See that this rank comes out of the collectives of a group that was cut off, and out of the group. One that
@@ -276,13 +288,14 @@ def _generation(store: Sealed, number: int) -> Generation:
         raise RendezvousStateError(f"generation {number} of the ranks cannot be read: {caught!r:.200}") from None
 
 
-def _rouse(group: Any) -> None:
+def _rouse(groups: list[Any]) -> None:
     """Whoever waits for a connection of gloo's that is cut off hears of it: once a message was begun for somebody who
     waits no more, gloo reads nothing from that connection, not even its end. It does notice that it cannot write."""
-    for rank in range(group.size()):
-        if rank != group.rank():
-            with suppress(RuntimeError):  # which is what is wanted
-                group.send([torch.zeros(1)], rank, NOBODYS)
+    for group in groups:
+        for rank in range(group.size()):
+            if rank != group.rank():
+                with suppress(RuntimeError):  # which is what is wanted
+                    group.send([torch.zeros(1)], rank, NOBODYS)
 
 
 def _main_thread() -> tuple[str, int]:
