@@ -300,6 +300,20 @@ def test_what_is_ours_is_taken(tmp_path: Path) -> None:
         check_ours(run)
 
 
+def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, listed = run_in(tmp_path), os.listdir
+
+    def meanwhile(folder: Path) -> list[str]:
+        keep(run)
+        launched.write(tmp_path, launched.here("local", 1))
+        return listed(folder)
+
+    monkeypatch.setattr(os, "listdir", meanwhile)
+    check_ours(run)
+
+
 @pytest.mark.parametrize("kind", ["link", "dangling", "file"])
 def test_an_export_that_cannot_be_replaced_is_told_before_training(kind: str, tmp_path: Path) -> None:
     run = run_in(tmp_path / "out")

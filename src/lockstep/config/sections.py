@@ -286,7 +286,8 @@ class LaunchSection(PluginSection):
         "its other keys are the launcher's",
     )
     processes: Positive | Literal["auto"] = Field(
-        "auto", description="processes a machine; auto: one a GPU, else one a core, at most micro_batches"
+        "auto",
+        description="processes a machine; auto: processes_per_gpu a GPU, else one a core, at most micro_batches",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     processes_per_gpu: Positive = Field(

@@ -28,13 +28,13 @@ def check_ours(run: Run) -> None:
             f"output: {export} is {what}, and the model would be written there as a folder: remove it, or give another "
             "output=FOLDER"
         )
-    own = launched.read(folder) is not None or _written_for(folder)
-    if own or any(folder.glob("checkpoints/step-*/manifest.json")):
-        return
-    try:
+    try:  # before looking whose they are: another start of this run may be writing its first ones
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as caught:
         raise RunError(f"output: cannot read {folder}: {caught.strerror}") from None
+    own = launched.read(folder) is not None or _written_for(folder)
+    if own or any(folder.glob("checkpoints/step-*/manifest.json")):
+        return
     strange = [name for name in names if name not in _HARMLESS and not name.startswith("slurm-")]
     if strange:
         more = f" and {len(strange) - 5} more" if len(strange) > 5 else ""
