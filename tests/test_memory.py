@@ -1,6 +1,7 @@
 """What every rank holds, measured on live tensors against the formulas of the ZeRO paper (arXiv:1910.02054)."""
 
 import ctypes
+import os
 import resource
 import threading
 import time
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
+from lockstep.distributed import torch_internals
 from lockstep.distributed.memory import keep_freed_memory, measured, tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.training.feed import Feed
@@ -193,3 +195,17 @@ def test_waiting_hides_only_what_is_let_go() -> None:
     assert settled(before, 3999, patience_s=0.1) == 4000
     thread.join()
     del kept
+
+
+@pytest.mark.parametrize(("theirs", "kept"), [(None, "256"), ("64", "64")])
+def test_onednn_keeps_fewer_kernels_unless_told(theirs: str | None, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    monkeypatch.setenv(name, theirs or "")  # so that it is as before afterwards
+    if theirs is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch_internals, "gloo_threads", lambda count: None)
+    world = World(tiny())
+    monkeypatch.setattr(world.stop, "listen", lambda: None)
+    world.join()
+    assert os.environ[name] == kept

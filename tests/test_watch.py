@@ -25,7 +25,6 @@ pytestmark = [
 ]
 HERE = str(Path(__file__).parent)
 HANG_S = 12  # a job is held for some seconds here, and a busy machine takes its time to start ranks again
-BEAT_S = min(1.0, HANG_S / 10)  # as `Watch` has it
 
 
 class Dawdling(AllReduce):
@@ -49,7 +48,9 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, c
     until(
         lambda: saved(tmp_path) >= 20 and len(list(tmp_path.glob("held-*"))) == 2, "both in a step that waits", process
     )
-    time.sleep(3 * BEAT_S)  # each beats, the other one reads it, and one more for a busy machine
+    time.sleep(
+        3 * Watch(World(tiny()), HANG_S).interval_s
+    )  # each beats, the other one reads it, and one more for a busy machine
     main = json.loads((tmp_path / "out" / "launch.json").read_text())["main"]["pid"]
     (frozen,) = (pid for pid in ranks_of(process, tmp_path) if (pid == main) is (rank == 0))
     os.kill(frozen, signal.SIGSTOP)

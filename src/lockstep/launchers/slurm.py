@@ -254,8 +254,8 @@ def processes_of(run: Run, asked: Any) -> int:
         return 1
     if not asked.gpus:
         raise RunError(
-            "launch.processes: say how many processes each node runs; auto means one a GPU (launch.gpus), and the "
-            "cores of the nodes are not known here"
+            "launch.processes: say how many processes each node runs; auto means launch.processes_per_gpu "
+            "for each of launch.gpus, and the cores of the nodes are not known here"
         )
     return int(places)
 

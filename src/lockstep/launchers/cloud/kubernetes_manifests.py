@@ -202,7 +202,7 @@ def train_job(run: Run, options: Any) -> dict[str, Any]:
 
 
 def processes_of(run: Run, options: Any) -> int:
-    """Processes in a pod: `launch.processes`; auto: one a GPU. Errors: `RunError`."""
+    """Processes in a pod: `launch.processes`; auto: `launch.processes_per_gpu` a GPU. Errors: `RunError`."""
     if run.launch.processes != "auto":
         return int(run.launch.processes)
     if options.gpus:
