@@ -1,7 +1,9 @@
 """Which families of models go without padding: what `data.padding: none` comes to for each that transformers has.
 
 In: heads and families to try (all by default). Out: a line of JSON a pair in --out; a Markdown table with --table.
-Each is tried as a run tries it, from a tiny config. Example: python benchmarks/padding_families.py --out padding.jsonl
+Each is tried as a run tries it, from a tiny config: batches of several shapes, with the family's own window and with a
+narrow and a wide one; and whether its causal language model reads ahead by itself.
+Example: python benchmarks/padding_families.py --out padding.jsonl
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ from lockstep.tasks.models import models, padding
 
 def tried(head: str, family: str, folder: Path) -> dict[str, Any]:
     """One line of the table; `padded`: why, or None."""
+    instead = None
     try:
         run = run_of(head, family, folder, "single")
         config = models.load_config(run)
-        why = None
+        instead = padding.tried_ahead(run, head, config) if head == "causal" else None
         if (entry := models.leaves_out_layers(config)) is not None:
             setattr(config, entry, 0.0)  # the usual config of some; a run may set it to 0, too
         why = padding.tried(run, head, config)
     except (RunError, Exception) as error:
         why = f"a small model of this family could not be tried ({' '.join(str(error).split())[:120]})"
-    return {"head": head, "family": family, "padded": why}
+    return {"head": head, "family": family, "padded": why} | ({"reads_ahead": instead} if instead else {})
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -53,6 +56,8 @@ def table(lines: list[dict[str, Any]]) -> str:
         said.append("| padded, because | families |\n|---|---|")
         said += [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(reasons.items())]
         said.append("")
+        if ahead := [x["family"] for x in ours if x.get("reads_ahead")]:
+            said.append(f"Refused for `language_modeling`, because they read ahead: {', '.join(ahead)}.\n")
     return "\n".join(said)
 
 

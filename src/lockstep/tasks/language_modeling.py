@@ -339,6 +339,9 @@ def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     from lockstep.tasks.models import models, padding
 
     models.check(run, "causal", options.block_size, "task.block_size", **_entries(run))
+    if (instead := padding.foresight(run)) is not None:
+        family = models.load_config(run).model_type
+        raise RunError(f"model: {family} reads the tokens that it is to predict, as this config has it; {instead}")
     if not options.cross_documents and (why := padding.crosses(run)) is not None:
         raise RunError(f"task.cross_documents: false is not for this family of models: {why}; leave it out")
 

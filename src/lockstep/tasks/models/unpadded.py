@@ -39,9 +39,10 @@ class Cannot(Exception):
 class Layout:
     """Where the real tokens of a padded batch are: what a block is given for its attention mask."""
 
-    def __init__(self, real: Tensor, mask: Tensor | None, kind: Callable[..., Any] | None) -> None:
+    def __init__(self, real: Tensor, mask: Tensor | None, causal: bool, both_ways: bool) -> None:
         """`real`: bool [B, T]. `mask`: what transformers' own attention would be given, bool [B, 1, T or other, T].
-        `kind`: the function that says which of the real tokens see each other."""
+        `causal`, `both_ways`: a real token sees the real tokens up to itself, or all of its text; where neither holds,
+        `mask` alone says what it sees."""
         self.rows, self.width = real.shape
         here = real.cpu()  # on CUDA the host waits here, and not below
         lengths = here.sum(1)
@@ -49,11 +50,12 @@ class Layout:
         self.index = to_device(here.flatten().nonzero().flatten(), real.device)  # [N], into B x T
         self.ends = to_device(pad(lengths.cumsum(0), (1, 0)).to(torch.int32), real.device)  # [B + 1], into N
         self.padded_mask = mask
-        full, both_ways = self.shortest == self.width, kind is bidirectional_mask_function
+        full = self.shortest == self.width
         on_the_right = bool((here[:, :-1] >= here[:, 1:]).all())
-        self.causal = kind is causal_mask_function and on_the_right  # then no real token sees padding
+        self.causal = causal and on_the_right  # then no real token sees padding
         self.plain = self.causal or both_ways  # each text sees all of itself, or all that is before
         self.mask = None if self.causal or (both_ways and full) else mask  # beside `causal`
+        self.complete = self.mask is not None or self.causal or (both_ways and full)  # else nothing says who sees whom
         seen = real[:, None, None] if both_ways and not full else self.mask  # the same, small
         self.bias = self._biased(seen) if self.width <= max(SHORT.values()) else None
         self._laid: dict[int, tuple[Tensor, Tensor]] = {}  # what all blocks are given alike, such as rotary positions
@@ -207,10 +209,28 @@ def masked(
     )
     if batch_size == 1 or (attention_mask is not None and attention_mask.shape != (batch_size, kv_length)):
         return mask
-    if attention_mask is None:
-        attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-    layout = Layout(attention_mask.bool(), mask, mask_function)
-    return layout if layout.shortest else mask  # an example of no tokens has no place of its own
+    real = attention_mask
+    if real is None:
+        real = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    causal, both_ways = mask_function is causal_mask_function, mask_function is bidirectional_mask_function
+    if mask is None and not (causal or both_ways):  # such as a window that is wider than the texts
+        # transformers left the mask out for one of two reasons: it asks its attention for causality, or for nothing
+        causal = (
+            sdpa_mask(
+                batch_size,
+                q_length,
+                kv_length,
+                q_offset,
+                mask_function=mask_function,
+                attention_mask=attention_mask,
+                device=device,
+                **more | {"allow_is_bidirectional_skip": False},
+            )
+            is None
+        )
+        both_ways = not causal
+    layout = Layout(real.bool(), mask, causal, both_ways)
+    return layout if layout.shortest and layout.complete else mask  # an example of no tokens has no place of its own
 
 
 def attention(
