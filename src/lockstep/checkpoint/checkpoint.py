@@ -72,9 +72,8 @@ class Checkpoints:
         every: int = 0,  # steps between checkpoints; `steps` are those of the whole run
     ) -> None:
         self.run, self.world, self.prepared, self.say = run, world, prepared, say
-        self.steps, self.every = steps, every
-        self.folder = folder_of(run)
-        self.code = manifests.code_of(run)  # as it was when this process started
+        self.steps, self.every, self.folder = steps, every, folder_of(run)
+        self.code, self.revisions = manifests.code_of(run), manifests.revisions_of(run)  # when this process started
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
         self.meter: dict[str, Any] = {}  # of the log line that is being gathered; travels too
         self.newest: int | None = None  # step of the last one that was written or resumed from
@@ -116,6 +115,7 @@ class Checkpoints:
             meter=self.meter,
             progress=self.progress.dump(),
             every=self.every if self.run.average.last is not None else 0,
+            revisions=self.revisions,
             **manifests.facts_of(self.world),
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"

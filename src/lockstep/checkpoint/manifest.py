@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.progress import Progress, best_first
-from lockstep.config import user_code
+from lockstep.config import plugins, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.track.report import history
@@ -62,10 +62,19 @@ class Manifest:
     code: dict[str, str] = field(default_factory=dict)  # of the user's own files that decide the weights, their hashes
     progress: dict[str, Any] = field(default_factory=dict)  # what evaluations came to so far: progress.py
     every: int = 0  # steps between checkpoints, of a run whose export is the mean of some of them
+    revisions: dict[str, int] = field(default_factory=dict)  # keys -> how often their arithmetic was corrected, and 1
 
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
-        newer = ("hosts", "launch", "meter", "code", "progress", "every")  # older manifests have none of them
+        newer = (
+            "hosts",
+            "launch",
+            "meter",
+            "code",
+            "progress",
+            "every",
+            "revisions",
+        )  # older manifests have none of them
         values = {k: v for k, v in asdict(self).items() if v or k not in newer}
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
@@ -212,6 +221,12 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     """Why a run must not go on from a checkpoint whose files are as they should be, or None. `mirror`: where it is, if
     not in OUTPUT."""
     where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
+    if any(manifest.revisions.get(key, 1) < number for key, number in revisions_of(run).items()):
+        return (
+            f"{where} holds a checkpoint (step {manifest.step}) that was trained while data.padding=none let windowed "
+            "attention see later tokens in batches of texts of one length; that was corrected. Its weights are of "
+            f"little use: train anew with {other}"
+        )
     differing = differing_keys(run, prepared.key, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
     if not differing.keys() <= _READ_FROM:
@@ -233,6 +248,17 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
             f"the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
         )
     return None
+
+
+def revisions_of(run: Run) -> dict[str, int]:
+    """Keys of a run whose arithmetic was corrected, with the number of the correction: runs that no correction concerns
+    have none."""
+    head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
+    if run.data.padding != "none" or not head:
+        return {}
+    from lockstep.tasks.models import padding
+
+    return {"data.padding": 2} if padding.windowed(run, head) else {}
 
 
 def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[Any, Any]]:

@@ -71,6 +71,17 @@ def foresight(run: Run) -> str | None:
     return _kept(run, "causal", models.load_config(run), tried_ahead)
 
 
+def windowed(run: Run, head: str) -> bool:
+    """Whether texts go end to end through attention that looks back no further than a window. Errors: `RunError`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    config = models.load_config(run)
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and head != "causal":  # to both sides
+        return False
+    inside = [models.entry(part, name) for part in models.texts(config) for name in WINDOWS]
+    return any(isinstance(size, int) for size in inside) and refused(run, head) is None
+
+
 def _kept(run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None]) -> str | None:
     asked = [trial.__name__, run.model.attention, run.data.padding, config.to_dict(), head, run.model.adapter]
     asked += [torch.__version__, _transformers(), _code()]
