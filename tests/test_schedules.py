@@ -38,7 +38,10 @@ def named_there(steps: int, warmup: int, minimum: float) -> Iterator[tuple[dict,
     """Ours, and transformers' name and options for the same, where it has one."""
     ends, least = {"minimum": minimum}, minimum * 3e-4
     yield {"schedule": "linear"} | ends, *(("polynomial", {"lr_end": least}) if minimum else ("linear", {}))
-    yield {"schedule": "cosine"} | ends, *(("cosine_with_min_lr", {"min_lr_rate": minimum}) if minimum else ("cosine", {}))
+    yield (
+        {"schedule": "cosine"} | ends,
+        *(("cosine_with_min_lr", {"min_lr_rate": minimum}) if minimum else ("cosine", {})),
+    )
     for power in (0.5, 1.0, 2.0):
         yield {"schedule": "polynomial", "power": power} | ends, "polynomial", {"power": power, "lr_end": least}
     for decay in {1, 5, steps // 2, steps - warmup} & set(range(1, steps - warmup + 1)):
@@ -65,8 +68,8 @@ def test_rates_are_those_of_transformers(steps: int, minimum: float) -> None:
 @pytest.mark.parametrize("minimum", [0.0, 1e-3, 0.3])
 @pytest.mark.parametrize("steps", [2, 3, 4, 10, 50, 64, 99, 187])
 def test_one_cycle_is_torch_s(steps: int, minimum: float) -> None:
-    """Its `pct_start` is 0.3, `warmup_fraction`, or the share of `warmup_steps`; its `final_div_factor` divides the rate
-    that it begins at, a 25th."""
+    """Its `pct_start` is 0.3, `warmup_fraction`, or the share of `warmup_steps`; its `final_div_factor` divides the
+    rate that it begins at, a 25th."""
     given: list[tuple[dict, float]] = [({}, 0.3), ({"warmup_fraction": 0.05}, 0.05), ({"warmup_fraction": 0.77}, 0.77)]
     given += [({"warmup_steps": warmup}, warmup / steps) for warmup in (2, 7, steps) if 1 < warmup <= steps]
     for keys, share in given:
