@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finished, newest_first
 from lockstep.checkpoint.manifest import Manifest, changed, read_manifest
 from lockstep.config.run import Run, RunError
+from lockstep.config.schedules import REVISION
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.world import World
@@ -228,6 +229,19 @@ def test_a_checkpoint_older_than_a_key_had_its_default(trained: tuple, key: str,
     told = changed(run_in(trained[0], f"{key}={json.dumps(now)}"), prepared, older)
     assert told is not None
     assert f"{key}: {then!r} in the checkpoint, {now!r} now" in told
+
+
+def test_a_schedule_that_was_corrected_is_not_changed_in_the_middle(trained: tuple) -> None:
+    run = run_in(trained[0], "optim={schedule: one_cycle, learning_rate: 0.005}")
+    prepared = prepare(run, Classification)
+    manifest = manifest_of(trained[0] / "checkpoints" / "step-000004")
+    now = dataclasses.replace(manifest, arithmetic=run.arithmetic())
+    older = dataclasses.replace(now, arithmetic={k: v for k, v in now.arithmetic.items() if k != REVISION})
+    assert changed(run, prepared, now) is None
+    told = changed(run, prepared, older)  # 0.3 of 6 steps are not whole
+    assert told is not None
+    assert "optim.schedule=one_cycle was corrected" in told
+    assert changed(run, prepared, dataclasses.replace(older, steps=10)) is None  # and of 10 steps they are
 
 
 def test_the_same_data_under_another_name_is_the_same_data(trained: tuple, tmp_path: Path) -> None:

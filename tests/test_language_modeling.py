@@ -123,11 +123,49 @@ def test_perplexities_are_those_of_a_plain_loop(tmp_path: Path) -> None:
         total -= float(torch.log_softmax(logits.double(), -1)[range(len(wanted)), wanted].sum())
     assert found["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(total / (len(ids) - 1)), rel=1e-6)
-    first = len(task.tokenizer.decode(ids[:1]).strip().encode())  # the first token is not predicted
-    size = sum(len(text.encode()) for text in texts) - first
+    total += first_alone(model, task.tokenizer.bos_token_id or task.tokenizer.eos_token_id, ids[0])
+    size = sum(len(text.encode()) for text in texts)
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-6)
-    words = sum(len(text.split()) for text in texts) - 1
+    words = sum(len(text.split()) for text in texts)
     assert found["word_perplexity"] == pytest.approx(math.exp(total / words), rel=1e-6)
+
+
+def first_alone(model: Any, before: int, first: int) -> float:
+    """The loss of a text's first token, after the token that texts begin with."""
+    with torch.no_grad():
+        return -float(torch.log_softmax(model(torch.tensor([[before]])).logits[0, -1].double(), -1)[first])
+
+
+@pytest.mark.parametrize("options", [["task.packing=false"], ["task.cross_documents=false"], ["task.loss_chunk=16"]])
+@pytest.mark.parametrize("vocabulary", [120, 400])
+def test_bits_per_byte_are_of_the_whole_text(options: list[str], vocabulary: int, tmp_path: Path) -> None:
+    """Whatever a tokenizer leaves without a context: short texts, each of which is read by itself."""
+    run = make(tmp_path, "packed", "strategy.name=single", f"tokenizer.vocab_size={vocabulary}", *options)
+    world = World(run)
+    task, strategy = build(run, world)
+    found = evaluate(run, world, task, strategy, task.splits["validation"])
+    model = task.model().eval()
+    texts = [json.loads(line)["text"] for line in (tmp_path / "packed" / "validation.jsonl").read_text().splitlines()]
+    end, total = task.tokenizer.eos_token_id, 0.0
+    documents = [task.tokenizer(text)["input_ids"] for text in texts]
+    documents = [ids if ids[-1] == end else [*ids, end] for ids in documents]
+    stream = [t for ids in documents for t in ids]
+    starts = {0} if "chunk" in options[0] else {sum(map(len, documents[:n])) for n in range(len(documents))}
+    block = {at: at // 24 for at in range(len(stream))}  # in which a token is read
+    if "packing" in options[0]:
+        block = {at: (begin, (at - begin) // 24) for at in block for begin in [max(s for s in starts if s <= at)]}
+    for at, token in enumerate(stream):
+        if at in starts:
+            total += first_alone(model, task.tokenizer.bos_token_id or end, token)
+            continue
+        begin = min(b for b in range(at) if block[b] == block[at - 1] and not starts & set(range(b + 1, at)))
+        with torch.no_grad():
+            logits = model(torch.tensor([stream[begin:at]])).logits[0, -1]
+        total -= float(torch.log_softmax(logits.double(), -1)[token])
+    size, words = (sum(map(len, each)) for each in ([t.encode() for t in texts], [t.split() for t in texts]))
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-6)
+    assert math.log(found["byte_perplexity"]) == pytest.approx(total / size, rel=1e-6)
+    assert math.log(found["word_perplexity"]) == pytest.approx(total / words, rel=1e-6)
 
 
 def text_run(folder: Path, *overrides: str, **task: Any) -> Run:

@@ -210,6 +210,21 @@ def test_a_threshold_decides_between_two_labels() -> None:
     assert [each["label"] for each in answers] == ["yes" if each >= 0.9 else "no" for each in p]
 
 
+@pytest.mark.parametrize("kind", ["one", "several"])
+def test_a_chosen_threshold_decides_the_same_of_answers_and_of_scores(kind: str) -> None:
+    """Where probabilities in float32 would all be 1."""
+    objective = made(["no", "yes"], [30, 10], multi_label=kind == "several", threshold="validation")
+    high = torch.linspace(18.0, 24.0, 12)
+    logits = torch.stack([torch.zeros(12), high], 1) if kind == "one" else torch.stack([high, high], 1)
+    wanted = (high > 21).long()
+    sums = objective.score(logits, wanted if kind == "one" else torch.stack([wanted, wanted], 1))
+    found = objective.metrics(sums, None)
+    assert found["f1" if kind == "one" else "micro_f1"] == 1.0
+    answers = objective.answers(logits, found["threshold"])
+    given = [each["label"] == "yes" if kind == "one" else "yes" in each["labels"] for each in answers]
+    assert given == wanted.bool().tolist()
+
+
 @pytest.mark.parametrize("kind", ["one", "several", "numbers"])
 def test_logits_that_are_no_numbers_make_scores_that_are_none(kind: str) -> None:
     objective = made(multi_label=kind == "several", regression=kind == "numbers")

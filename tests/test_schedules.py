@@ -1,6 +1,7 @@
 """Every schedule against transformers' or torch's own, and how it is drawn."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import get_scheduler
 
 from lockstep.config.optim import NAMES, OptimSection
 from lockstep.config.run import RunError, load
-from lockstep.config.schedules import BLOCKS, drawn, learning_rate, planned
+from lockstep.config.schedules import BLOCKS, REVISION, as_before, drawn, learning_rate, planned, revised
 
 STEPS = 50
 
@@ -20,12 +21,12 @@ def rates(steps: int = STEPS, **keys: Any) -> list[float]:
     return [learning_rate(section, step, steps) for step in range(steps)]
 
 
-def theirs(scheduler: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-    found = []
-    for _ in range(STEPS):
-        found.append(scheduler.get_last_lr()[0])
+def theirs(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    found = [scheduler.get_last_lr()[0]]
+    for _ in range(steps - 1):
         optimizer.step()
         scheduler.step()
+        found.append(scheduler.get_last_lr()[0])
     return found
 
 
@@ -33,46 +34,73 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
 
 
-@pytest.mark.parametrize(
-    ("ours", "name", "options"),
-    [
-        ({"schedule": "constant"}, "constant_with_warmup", {}),
-        ({"schedule": "linear"}, "linear", {}),
-        ({"schedule": "cosine"}, "cosine", {}),
-        ({"schedule": "cosine", "minimum": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
-        ({"schedule": "inverse_sqrt"}, "inverse_sqrt", {}),
-        ({"schedule": "polynomial", "power": 2.0, "minimum": 0.1}, "polynomial", {"power": 2.0, "lr_end": 3e-5}),
-        ({"schedule": "polynomial", "minimum": 0.1}, "polynomial", {"lr_end": 3e-5}),
-        *(
-            (
-                {"schedule": "wsd", "decay_steps": 20, "decay_shape": shape},
-                "warmup_stable_decay",
-                {"num_decay_steps": 20, "decay_type": {"sqrt": "1-sqrt"}.get(shape, shape)},
-            )
-            for shape in ("linear", "cosine", "sqrt")
-        ),
-    ],
-)
-@pytest.mark.parametrize("warmup", [0, 7])
-def test_rates_are_those_of_transformers(ours: dict, name: str, options: dict, warmup: int) -> None:
-    known = optimizer()
-    scheduler = get_scheduler(name, known, warmup, STEPS, options)
-    assert rates(**ours, warmup_steps=warmup) == pytest.approx(theirs(scheduler, known), abs=1e-12)
-
-
-@pytest.mark.parametrize(("warmup", "share"), [(0, 0.3), (10, 0.2)])
-def test_one_cycle_is_torch_s(warmup: int, share: float) -> None:
-    known = optimizer()
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        known, 3e-4, total_steps=STEPS, pct_start=share, cycle_momentum=False, final_div_factor=40
+def named_there(steps: int, warmup: int, minimum: float) -> Iterator[tuple[dict, str, dict]]:
+    """Ours, and transformers' name and options for the same, where it has one."""
+    ends, least = {"minimum": minimum}, minimum * 3e-4
+    yield {"schedule": "linear"} | ends, *(("polynomial", {"lr_end": least}) if minimum else ("linear", {}))
+    yield (
+        {"schedule": "cosine"} | ends,
+        *(("cosine_with_min_lr", {"min_lr_rate": minimum}) if minimum else ("cosine", {})),
     )
-    found = []
-    for step in range(STEPS):
-        found.append(scheduler.get_last_lr()[0])
-        known.step()
-        if step < STEPS - 1:
-            scheduler.step()
-    assert rates(schedule="one_cycle", warmup_steps=warmup, minimum=1e-3) == pytest.approx(found, abs=1e-12)
+    for power in (0.5, 1.0, 2.0):
+        yield {"schedule": "polynomial", "power": power} | ends, "polynomial", {"power": power, "lr_end": least}
+    for decay in {1, 5, steps // 2, steps - warmup} & set(range(1, steps - warmup + 1)):
+        for shape in ("linear", "cosine", "sqrt"):
+            keys = {"schedule": "wsd", "decay_steps": decay, "decay_shape": shape} | ends
+            how = {"num_decay_steps": decay, "decay_type": {"sqrt": "1-sqrt"}.get(shape, shape)}
+            yield keys, "warmup_stable_decay", how | {"min_lr_ratio": minimum}
+    if not minimum:
+        yield {"schedule": "constant"}, "constant_with_warmup", {}
+        yield {"schedule": "inverse_sqrt"}, "inverse_sqrt", {}
+
+
+@pytest.mark.parametrize("minimum", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("steps", [2, 3, 10, 33, 64, 100, 187])
+def test_rates_are_those_of_transformers(steps: int, minimum: float) -> None:
+    for warmup in {0, 1, 7, int(0.3 * steps), steps - 1} & set(range(steps)):
+        for ours, name, options in named_there(steps, warmup, minimum):
+            known = optimizer()
+            scheduler = get_scheduler(name, known, warmup, steps, options)
+            found = rates(steps, **ours, warmup_steps=warmup)
+            assert found == pytest.approx(theirs(scheduler, known, steps), abs=1e-12), (ours, warmup)
+
+
+@pytest.mark.parametrize("minimum", [0.0, 1e-3, 0.3])
+@pytest.mark.parametrize("steps", [2, 3, 4, 10, 50, 64, 99, 187])
+def test_one_cycle_is_torch_s(steps: int, minimum: float) -> None:
+    """Its `pct_start` is 0.3, `warmup_fraction`, or the share of `warmup_steps`; its `final_div_factor` divides the
+    rate that it begins at, a 25th."""
+    given: list[tuple[dict, float]] = [({}, 0.3), ({"warmup_fraction": 0.05}, 0.05), ({"warmup_fraction": 0.77}, 0.77)]
+    given += [({"warmup_steps": warmup}, warmup / steps) for warmup in (2, 7, steps) if 1 < warmup <= steps]
+    for keys, share in given:
+        known = optimizer()
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            known,
+            3e-4,
+            total_steps=steps,
+            pct_start=share,
+            cycle_momentum=False,
+            final_div_factor=1 / 25 / (minimum or 1e-30),
+        )
+        found = rates(steps, schedule="one_cycle", minimum=minimum, **keys)
+        assert found == pytest.approx(theirs(scheduler, known, steps), abs=1e-12), keys
+
+
+def test_rates_that_were_corrected_are_named_in_a_run_s_arithmetic() -> None:
+    """So that no run changes them in the middle; where they are what they were, none is named."""
+    for keys, steps, other in (
+        ({"schedule": "one_cycle"}, 64, True),
+        ({"schedule": "one_cycle"}, 190, False),  # 0.3 of them are whole
+        ({"schedule": "one_cycle", "warmup_steps": 5}, 64, False),
+        ({"schedule": "wsd", "warmup_steps": 5, "minimum": 0.1}, 64, True),
+        ({"schedule": "wsd", "warmup_steps": 5}, 64, False),
+        ({"schedule": "wsd", "minimum": 0.1}, 64, False),
+        ({"schedule": "cosine", "warmup_steps": 5, "minimum": 0.1}, 64, False),
+    ):
+        section = OptimSection(**keys)
+        assert (revised(section) and not as_before(section, steps)) == other, keys
+        named = load(None, [], TINY | {"optim": keys}).arithmetic()
+        assert named.get(REVISION) == (2 if revised(section) else None), keys
 
 
 def test_points_have_straight_lines_between_them() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from lockstep.tasks.models import retrieval
 from lockstep.tasks.objectives import scores
 
 
@@ -63,6 +64,14 @@ def test_what_is_not_defined_is_nan() -> None:
     assert np.isnan(scores.pearson(np.array([1.0, 1.0]), some))
     assert np.isnan(scores.spearman(some, np.array([2.0, 2.0])))
     assert np.isnan(scores.r2(np.array([1.0, 1.0]), some))
+    for constant in (0.1, 1 / 3, 1e8 + 0.1, -7e-5):  # whose mean is not always the number itself
+        same, random = np.full(7, constant), np.random.default_rng(0).normal(size=7)
+        assert np.isnan(scores.r2(same, random))
+        for correlation in (scores.pearson, scores.spearman, retrieval.correlation):
+            assert np.isnan(correlation(same, random))
+            assert np.isnan(correlation(random, same))
+    assert np.isnan(scores.r2(some[:1], some[:1]))
+    assert np.isnan(retrieval.correlation(some[:1], some[:1]))
     assert scores.mean_of_defined([1.0, scores.NAN]) == 1.0
     assert np.isnan(scores.mean_of_defined([scores.NAN]))
 
@@ -111,6 +120,7 @@ def test_they_are_scipy_s(seed: int) -> None:
     true = np.round(random.normal(size=50), seed % 3)  # with ties, and without
     predicted = true * 0.3 + random.normal(size=50)
     assert scores.pearson(true, predicted) == pytest.approx(theirs.pearsonr(true, predicted).statistic, abs=1e-12)
+    assert retrieval.correlation(true, predicted) == pytest.approx(scores.pearson(true, predicted), abs=1e-12)
     assert scores.spearman(true, predicted) == pytest.approx(theirs.spearmanr(true, predicted).statistic, abs=1e-12)
     assert scores.r2(true, predicted) == pytest.approx(metrics.r2_score(true, predicted), abs=1e-12)
     assert scores.average_ranks(true) == pytest.approx(theirs.rankdata(true), abs=1e-12)

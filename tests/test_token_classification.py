@@ -14,7 +14,8 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
-from lockstep.tasks.token_classification import TokenClassification, entities
+from lockstep.tasks.models.tags import entities, parts
+from lockstep.tasks.token_classification import TokenClassification
 
 # tags -> the entities that conlleval finds (worked out by hand)
 MARKED = {
@@ -22,6 +23,14 @@ MARKED = {
     "B-P B-P I-P": {(0, 1, "P"), (1, 3, "P")},
     "I-P I-P B-L I-P": {(0, 2, "P"), (2, 3, "L"), (3, 4, "P")},
     "S-P B-L I-L E-L O": {(0, 1, "P"), (1, 4, "L")},
+    "B-P L-P U-P U-P B-L I-L L-L": {(0, 2, "P"), (2, 3, "P"), (3, 4, "P"), (4, 7, "L")},
+    "b-P i-P b-P O": {(0, 2, "P"), (2, 3, "P")},
+    "B_P M_P E_P W_P S_P": {(0, 3, "P"), (3, 4, "P"), (4, 5, "P")},
+    "P-B P-I P-B O": {(0, 2, "P"), (2, 3, "P")},
+    "B M E S S": {(0, 3, "_"), (3, 4, "_"), (4, 5, "_")},
+    "I-P E-P I-P E-P E-P O": {(0, 2, "P"), (2, 4, "P"), (4, 5, "P")},
+    "NN-TL NN-HL V_S NN-TL": {(0, 1, "NN-TL"), (1, 2, "NN-HL"), (2, 3, "V_S"), (3, 4, "NN-TL")},
+    "B-P I-P MISC MISC": {(0, 2, "P"), (2, 3, "MISC"), (3, 4, "MISC")},
     "NOUN VERB NOUN": {(0, 1, "NOUN"), (1, 2, "VERB"), (2, 3, "NOUN")},
     "O O": set(),
 }
@@ -29,16 +38,50 @@ MARKED = {
 
 @pytest.mark.parametrize("tags", MARKED)
 def test_entities_are_what_the_tags_mark(tags: str) -> None:
-    assert entities(tags.split()) == MARKED[tags]
+    assert marked(tags.split()) == MARKED[tags]
+
+
+def marked(tags: list[str]) -> set[tuple[int, int, str]]:
+    read = parts(tags)
+    return entities([read[tag] for tag in tags])
 
 
 @pytest.mark.extras
 def test_entities_are_seqeval_s() -> None:
     metrics = pytest.importorskip("seqeval.metrics.sequence_labeling")
     draw = np.random.default_rng(0)
-    for _ in range(200):
-        tags = draw.choice(["O", "B-P", "I-P", "B-L", "I-L"], 8).tolist()
-        assert entities(tags) == {(a, b + 1, kind) for kind, a, b in metrics.get_entities(tags)}
+    schemes = {"BIES": "BIES", "BILU": "BIES", "BMES": "BIES", "BMEW": "BIES", "BI": "BI", "IE": "IE"}
+    for letters, theirs in schemes.items():
+        known = [f"{letter}-{kind}" for letter in letters for kind in "PL"]
+        read = parts(["O", *known])
+        for _ in range(200):
+            tags = draw.choice(["O", *known], 8).tolist()
+            same = [f"{dict(zip(letters, theirs, strict=True)).get(tag[0], 'O')}{tag[1:]}" for tag in tags]
+            wanted = {(a, b + 1, kind) for kind, a, b in metrics.get_entities(same)}
+            assert entities([read[tag] for tag in tags]) == wanted, tags
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("name", ["IOB2", "IOE2", "IOBES", "BILOU"])
+def test_whole_entities_are_those_of_seqeval_s_schemes(name: str) -> None:
+    """Written from entities that are drawn, so that every row is one that the scheme allows."""
+    schemes = pytest.importorskip("seqeval.scheme")
+    letters = {"IOB2": "BIIB", "IOE2": "IIEE", "IOBES": "BIES", "BILOU": "BILU"}[name]  # first, inside, last, only
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        tags: list[str] = []
+        for size, kind in zip(draw.integers(0, 4, 6), draw.choice(["P", "KIND"], 6), strict=True):
+            first, inside, last, only = letters
+            places = {0: "O", 1: only, 2: first + last, 3: first + inside + last}[int(size)]
+            tags += [place if place == "O" else f"{place}-{kind}" for place in places]
+        found = schemes.Entities([tags], getattr(schemes, name)).entities[0]
+        read = parts([*tags, *(f"{letter}-{kind}" for letter in letters for kind in ("P", "KIND"))])
+        assert entities([read[tag] for tag in tags]) == {(e.start, e.end, e.tag) for e in found}
+
+
+def test_a_letter_of_no_scheme_is_refused_beside_those_of_one() -> None:
+    with pytest.raises(RunError, match=r"task.tags: 'X-P' begins with a letter of no scheme of tags"):
+        parts(["B-P", "I-P", "X-P", "O"])
 
 
 def task_of(run: Run) -> TokenClassification:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.progress import Progress, best_first
-from lockstep.config import plugins, user_code
+from lockstep.config import plugins, schedules, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.track.report import history
@@ -229,6 +229,12 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
         )
     differing = differing_keys(run, prepared.key, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
+    if differing.keys() == {schedules.REVISION}:
+        return (
+            f"{where} holds a checkpoint (step {manifest.step}) that was trained with other learning rates: "
+            f"optim.schedule={run.optim.schedule} was corrected ({schedules.REVISION} 2), so the run would change "
+            f"its rates in the middle. Train it anew with {other}, or go on with the version of lockstep that began it"
+        )
     if not differing.keys() <= _READ_FROM:
         return (
             f"{where} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
@@ -270,6 +276,8 @@ def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[A
     # once every optimizer's keys stood there, whichever was used
     then = {key: value for key, value in then.items() if key in now or not key.startswith("optim.")}
     keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
+    if schedules.REVISION in keys and schedules.as_before(run.optim, manifest.steps):
+        keys.remove(schedules.REVISION)
     if manifest.data == data:
         same = {"data.sources"} if _drawn(now) == _drawn(then) else set()
         keys = [key for key in keys if key not in _READ_FROM | same]

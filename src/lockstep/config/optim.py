@@ -19,7 +19,8 @@ NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "o
 SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 _SAID = {
     "cosine_with_min_lr": "it is cosine here, with optim.minimum (a share of learning_rate) for its min_lr_rate",
-    "cosine_warmup_with_min_lr": "it is cosine here, with optim.minimum (a share of learning_rate) for its min_lr_rate",
+    "cosine_warmup_with_min_lr": "it is cosine here, with optim.minimum (a share of learning_rate) for its "
+    "min_lr_rate, and its rates come a step earlier than these",
     "cosine_with_restarts": "restarts can be written as points: [[step, rate], ...]",
     "reduce_lr_on_plateau": "a rate that follows the scores would differ between a run and its resume",
 }
@@ -89,7 +90,7 @@ class OptimSection(PluginSection):
         description="constant | linear | cosine | inverse_sqrt | polynomial | wsd | one_cycle, after the warm-up, or "
         "points [[step, rate], ...] with straight lines between them; of schedule_free constant by default",
     )
-    warmup_steps: Steps = Field(0, description="steps of linear warm-up from 0")
+    warmup_steps: Steps = Field(0, description="steps of linear warm-up from 0 (wsd: from minimum)")
     warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
     minimum: float = Field(
         0.0, ge=0, le=1, description="what linear, cosine, polynomial, wsd and one_cycle end at: share of learning_rate"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import choosing, copies, disclosure, foreign_names, hand_over, origins, places, plugins
+from lockstep.config import choosing, copies, disclosure, foreign_names, hand_over, origins, places, plugins, schedules
 from lockstep.config import errors as messages
 from lockstep.config.addresses import Mirror, is_address
 from lockstep.config.bad_usage import RunError as RunError
@@ -190,7 +190,7 @@ class Run(Section):
             values["task"].pop(key, None)
         if self.strategy.exact:
             values["strategy"] = {"exact": True}
-        return messages.flat(values)
+        return messages.flat(values) | ({schedules.REVISION: 2} if schedules.revised(self.optim) else {})
 
     def check_shared(self, processes: int, told: str) -> None:
         """Errors: `RunError` when a process would have no micro-batch. `told`: the key, and how many it makes."""

@@ -14,6 +14,7 @@ from lockstep.config.optim import OptimSection
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LOOKED_AT = 10_000  # steps whose rates are looked at to draw them
+REVISION = "optim.schedule_revision"  # in a run's arithmetic, of schedules that are `revised`; no key of the run file
 _ONE_CYCLE = (0.3, 1 / 25)  # torch's OneCycleLR: share of the steps in which it rises, and the share that it begins at
 
 
@@ -23,13 +24,16 @@ def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
     Linear warm-up reaches the full rate with the update after the last warm-up step; then the schedules of transformers
     of the same names: linear and half a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017) to `minimum`, polynomial, the
     inverse square root of Vaswani et al., "Attention is all you need", 2017, and wsd (Hu et al., "MiniCPM", 2024; its
-    `sqrt` is of Hägele et al., 2024). `one_cycle` is torch's OneCycleLR (Smith and Topin, 2018), without its momentum.
+    `sqrt` is of Hägele et al., 2024), which warms up from `minimum`, too. `one_cycle` is torch's OneCycleLR (Smith and
+    Topin, 2018), without its momentum; the top of its two curves may lie between two steps.
     """
     if isinstance(optim.schedule, list):
         return _on_lines(optim.schedule, step)
     warmup = optim.warmup_steps or math.ceil(optim.warmup_fraction * steps)
     if optim.schedule == "one_cycle":
-        return optim.learning_rate * _one_cycle(step, steps, warmup, optim.minimum)
+        return optim.learning_rate * _one_cycle(optim, step, steps)
+    if step < warmup and optim.schedule == "wsd" and optim.minimum:
+        return optim.learning_rate * (step / warmup * (1.0 - optim.minimum) + optim.minimum)
     if step < warmup:
         return optim.learning_rate * step / warmup
     return optim.learning_rate * _share(optim, step, steps, warmup)
@@ -64,13 +68,30 @@ def _falling(shape: str, progress: float, power: float, minimum: float) -> float
     return max(0.0, left) * (1.0 - minimum) + minimum
 
 
-def _one_cycle(step: int, steps: int, warmup: int, minimum: float) -> float:
-    """Up along half a cosine, and down along another."""
+def _one_cycle(optim: OptimSection, step: int, steps: int) -> float:
+    """Up along half a cosine, and down along another. The only step of a run has the full rate."""
     share, begin = _ONE_CYCLE
-    top = (warmup or math.ceil(share * steps)) - 1
+    if steps == 1:
+        return 1.0
+    top = (optim.warmup_steps or (optim.warmup_fraction or share) * steps) - 1
     if step < top:
         return 1.0 - _falling("cosine", step / top, 1.0, 0.0) * (1.0 - begin)
-    return _falling("cosine", min(1.0, (step - top) / max(1, steps - 1 - top)), 1.0, minimum)
+    down = steps - 1 - top
+    return _falling("cosine", min(1.0, (step - top) / down) if down > 0 else 0.0, 1.0, optim.minimum)
+
+
+def revised(optim: OptimSection) -> bool:
+    """Whether the rates of some runs of this kind are others since revision 2, which is written down with theirs: until
+    then the top of `one_cycle` was rounded up to a step, and `wsd` warmed up from 0 whatever its `minimum`."""
+    if optim.schedule == "one_cycle":
+        return not optim.warmup_steps
+    return optim.schedule == "wsd" and bool(optim.minimum and (optim.warmup_steps or optim.warmup_fraction))
+
+
+def as_before(optim: OptimSection, steps: int) -> bool:
+    """Whether a `revised` run of so many steps has the rates of before all the same."""
+    top = (optim.warmup_fraction or _ONE_CYCLE[0]) * steps
+    return optim.schedule == "one_cycle" and (steps == 1 or top == math.ceil(top))
 
 
 def _on_lines(points: Sequence[tuple[int, float]], step: int) -> float:

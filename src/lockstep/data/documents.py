@@ -92,6 +92,12 @@ def end_of(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
 
+def before(tokenizer: Any) -> int | None:
+    """The token after which a text begins, where nothing else is before it (as in lm-evaluation-harness), if there is
+    one."""
+    return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else end_of(tokenizer)
+
+
 def closed(documents: Documents, tokenizer: Any, scored: np.ndarray | None = None) -> Documents:
     """Documents, each with its end token. `scored`: whether that is predicted, bool [documents]; None: all of them."""
     end = end_of(tokenizer)

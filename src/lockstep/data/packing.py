@@ -27,6 +27,7 @@ SCHEMA = pa.schema(
 )
 WITH_STARTS = SCHEMA.append(pa.field("starts", _NUMBERS))
 WITH_LEFT = SCHEMA.append(pa.field("left", pa.int64()))  # tokens that were cut off its text
+OPENINGS = pa.field("openings", _NUMBERS)  # tokens of its text that nothing comes before: not among its targets
 _STREAM = pa.schema(
     [("ids", pa.int32()), ("scored", pa.bool_()), ("bytes", pa.int32()), ("words", pa.int32()), ("starts", pa.bool_())]
 )
@@ -124,9 +125,11 @@ def interleaved(first: Documents, second: Documents) -> Documents:
 
 def apart(documents: Documents) -> Documents:
     """Texts that are not seen from one another: each says where it starts, and its first token, which nothing comes
-    before, is not predicted."""
+    before, is not predicted. What would not be anyway stands for no text."""
     first = documents.within == 0
-    return replace(documents, scored=documents.scored & ~first, starts=first)
+    never = first & ~documents.scored
+    texts = {name: np.where(never, 0, getattr(documents, name)).astype(np.int32) for name in ("bytes", "words")}
+    return replace(documents, scored=documents.scored & ~first, starts=first, **texts)
 
 
 def joined(parts: Sequence[Documents], as_one: bool) -> Documents:
@@ -139,10 +142,19 @@ def joined(parts: Sequence[Documents], as_one: bool) -> Documents:
     return replace(whole, lengths=np.array([len(whole)])) if as_one else whole
 
 
-def examples(documents: Documents, size: int) -> pa.RecordBatch:
+def _openings(documents: Documents, begin: bool) -> np.ndarray:
+    """Tokens that stand for text and that nothing comes before: bool [N]."""
+    first = documents.within == 0
+    if len(documents.starts):  # as `apart` has them
+        return documents.starts & ~documents.scored & (documents.bytes > 0) & (begin | ~first)
+    return first & documents.scored & (documents.bytes > 0) & begin
+
+
+def examples(documents: Documents, size: int, begin: bool | None = None) -> pa.RecordBatch:
     """Every text cut into parts of `size` + 1 tokens at most, which overlap by one: the last token of a part is the
     first of the next. What is stored of a part: inputs and the targets that follow them; nothing of one in which there
-    is nothing to predict."""
+    is nothing to predict. `begin`: store the tokens, too, that nothing comes before, and count what text they stand
+    for; false where the first token is the last of another part."""
     some = documents.lengths > 0
     ends = documents.ends[some]
     read, told = np.ones((2, len(documents)), dtype=bool)
@@ -167,6 +179,18 @@ def examples(documents: Documents, size: int) -> pa.RecordBatch:
     if len(documents.left):
         columns.append(pa.array(np.repeat(documents.left[some], parts), pa.int64()))
         schema = WITH_LEFT
+    if begin is not None:
+        at = np.flatnonzero(_openings(documents, begin))
+        text = np.searchsorted(ends, at, side="right")
+        part = (np.cumsum(parts) - parts)[text] + np.maximum(documents.within[at] - 1, 0) // size
+        at, part = at[parts[text] > 0], part[parts[text] > 0]
+        for place, numbers in ((3, documents.bytes), (4, documents.words)):
+            more = np.zeros(len(sizes), np.int64)
+            np.add.at(more, part, numbers[at])
+            columns[place] = pa.array(counts[place - 2] + more, pa.int64())
+        until = np.searchsorted(part, np.arange(len(sizes) + 1)).astype(np.int32)
+        columns.append(pa.ListArray.from_arrays(until, documents.ids[at]))
+        schema = schema.append(OPENINGS)
     found = pa.record_batch(columns, schema=schema)
     return found if (counts[0] > 0).all() else found.filter(pa.array(counts[0] > 0))
 
@@ -177,16 +201,24 @@ Tokens = Callable[[range], Iterable[tuple[Documents, int]]]  # of some rows: doc
 
 
 def write(
-    parts: list[range], make: Tokens, size: int, packed: bool, key: str, starts: bool = False, cut: bool = False
+    parts: list[range],
+    make: Tokens,
+    size: int,
+    packed: bool,
+    key: str,
+    starts: bool = False,
+    cut: bool = False,
+    openings: bool = False,
 ) -> str:
     """The examples of a split, made if not yet cached, or not as they were. `parts`: the rows that make a shard each.
     `packed`: texts follow each other without regard to where they end, so that every example but the last is full.
-    `starts`: they say where documents do, see `apart`; `cut`: what was left out of texts, see `beginnings`. The caller
-    holds the lock. `key` stands for what they are made of. Errors: `RunError` when the cache cannot be written."""
-    schema = WITH_STARTS if starts else SCHEMA
+    `starts`: they say where documents do, see `apart`; `cut`: what was left out of texts, see `beginnings`;
+    `openings`: which tokens nothing comes before. The caller holds the lock. `key` stands for what they are made of.
+    Errors: `RunError` when the cache cannot be written."""
+    schema = WITH_STARTS if starts else WITH_LEFT if cut and not packed else SCHEMA
+    schema = schema.append(OPENINGS) if openings else schema
     if not packed:
-        kept = WITH_LEFT if cut else SCHEMA
-        return shards.written(key, kept, parts, lambda rows: _examples(make(rows), size), "tokenising")
+        return shards.written(key, schema, parts, lambda rows: _examples(make(rows), size, openings), "tokenising")
     path = folder_of("tokens") / f"{key}.arrow"
     if damage(path) is None:
         return str(path)
@@ -196,21 +228,26 @@ def write(
         stream = Stream(files, starts)
         count = max(0, -(-(len(stream) - 1) // size))
         blocks = shards.spans(count, max(1, _SHARD // size))
-        written = shards.written(key, schema, blocks, lambda rows: _blocks(stream, rows, size), "packing", "blocks")
+        written = shards.written(
+            key, schema, blocks, lambda rows: _blocks(stream, rows, size, openings), "packing", "blocks"
+        )
         discard(folder)
     return written
 
 
-def _examples(found: Iterable[tuple[Documents, int]], size: int) -> Iterator[tuple[pa.RecordBatch, int]]:
-    return ((examples(documents, size), rows) for documents, rows in found)
+def _examples(
+    found: Iterable[tuple[Documents, int]], size: int, openings: bool
+) -> Iterator[tuple[pa.RecordBatch, int]]:
+    return ((examples(documents, size, True if openings else None), rows) for documents, rows in found)
 
 
-def _blocks(stream: Stream, numbers: range, size: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+def _blocks(stream: Stream, numbers: range, size: int, openings: bool) -> Iterator[tuple[pa.RecordBatch, int]]:
     """The examples of these numbers, of the texts as one."""
     each = max(1, _TOKENS // size)
     for start in range(numbers.start, numbers.stop, each):
         stop = min(start + each, numbers.stop)
-        yield examples(stream[start * size : stop * size + 1], size), stop - start
+        begin = start == 0 if openings else None
+        yield examples(stream[start * size : stop * size + 1], size, begin), stop - start
 
 
 def _keep(found: Iterable[tuple[Documents, int]], path: Path, done: Callable[[int], None]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import Manifest, ended, newest_first
 from lockstep.config.run import Run, load
+from lockstep.config.schedules import REVISION
 
 
 def further(run: Run, say: Callable[[str], object]) -> Run:
@@ -44,6 +45,7 @@ def _added(run: Run, manifest: Manifest) -> tuple[str, float] | None:
     """`epochs` or `steps`, and by how much it was raised, if that is all that differs."""
     now, then = run.arithmetic(), manifest.arithmetic
     differing = [key for key in now if now[key] != (then[key] if key in then else run.default(key))]
+    differing = [key for key in differing if key != REVISION]  # a run of its own has the schedule as it is now
     if differing not in (["epochs"], ["steps"]):
         return None
     (key,) = differing

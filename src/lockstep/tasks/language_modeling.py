@@ -85,7 +85,7 @@ class LanguageModeling(PerToken):
         for split, dataset in splits.items():
             values = options.values(dataset)
             key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed)
-            own = digest("with what was cut", key) if options.cut else key
+            own = digest("with what was cut", "and openings", key) if options.cut else digest("with openings", key)
             files[split], counts = mixed.each_alone(dataset, own, partial(_encode, tok=tok, options=options))
             names.append((split, f"{digest(key, counts) if counts else key}.arrow"))
             if counts:
@@ -170,19 +170,43 @@ class LanguageModeling(PerToken):
         measured = {name: int(columns.flat(name)[rows].sum()) for name in ("bytes", "words")}
         return {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in measured.items()}
 
+    def score_split(
+        self, forward: Callable[[Mapping[str, Tensor]], Tensor], columns: Columns, rows: np.ndarray, device: Any
+    ) -> Sums:
+        """`openings`: the loss of tokens that nothing comes before, after the token that begins or ends a text. Not
+        there where the tokenizer has neither."""
+        import torch
+
+        begin = documents.before(self.tokenizer)
+        if begin is None:
+            return {}
+        told = columns.ragged("openings")
+        found = [told.row(int(row)) for row in rows[told.lengths[rows] > 0]]
+        if not found:
+            return {"openings": torch.zeros((), dtype=torch.float64)}
+        inputs = {"input_ids": torch.tensor([[begin]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
+        if not self.options.cross_documents:
+            inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.zeros(1, 1, dtype=torch.long)}
+        logits = forward({name: values.to(device) for name, values in inputs.items()})[0, -1].double().cpu()
+        return {"openings": -logits.log_softmax(-1)[torch.from_numpy(np.concatenate(found)).long()].sum()}
+
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Perplexity per byte or word is exp of the whole loss over their number, which does not depend on the
-        tokenizer (as in lm-evaluation-harness)."""
+        """Per byte or word it is the loss of the whole text over their number, as in lm-evaluation-harness, which does
+        not depend on how the tokenizer cuts it: also the loss of tokens that are no targets, as nothing is before
+        them."""
         total, targets = float(sums["loss"]), float(sums["targets"])
         found = {
             "loss": total / targets,
             "perplexity": _exp(total / targets),
             "accuracy": float(sums["right"]) / targets,
         }
-        if (size := float(sums.get("bytes", 0.0))) > 0:
-            found |= {"bits_per_byte": total / math.log(2) / size, "byte_perplexity": _exp(total / size)}
-        if (count := float(sums.get("words", 0.0))) > 0:
-            found["word_perplexity"] = _exp(total / count)
+        if "openings" not in sums:
+            return found
+        whole, size, count = (float(value) for value in (sums["loss"] + sums["openings"], sums["bytes"], sums["words"]))
+        if size > 0:
+            found |= {"bits_per_byte": whole / math.log(2) / size, "byte_perplexity": _exp(whole / size)}
+        if count > 0:
+            found["word_perplexity"] = _exp(whole / count)
         return found
 
     def samples(
@@ -320,7 +344,7 @@ def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptio
     read = list((options.columns or options.writing.columns).values())
     parts = shards.cuts(dataset.select_columns(list(dict.fromkeys(read))))
     apart = not options.cross_documents
-    return packing.write(parts, tokens, options.block_size, options.packed, key, apart, options.cut)
+    return packing.write(parts, tokens, options.block_size, options.packed, key, apart, options.cut, True)
 
 
 def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[str, Any]:

@@ -261,6 +261,13 @@ class Task(ABC):
         a blank batch, the same sums with nothing in them. `generate` is collective: call it as often on every rank."""
         return {}
 
+    def score_split(
+        self, forward: Callable[[Mapping[str, Tensor]], Tensor], columns: Columns, rows: np.ndarray, device: Any
+    ) -> Sums:
+        """More sums, over all the examples at `rows` at once, beside those of `score_texts`: the same on every rank.
+        `forward` is collective: call it as often on every rank."""
+        return {}
+
     @classmethod
     def writes_greedily(cls, run: Run) -> bool:
         """Whether all that evaluations write is the likeliest token each time: nothing is searched, nothing drawn."""

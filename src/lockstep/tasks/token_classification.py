@@ -21,6 +21,7 @@ from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks.given import listed
+from lockstep.tasks.models.tags import entities, parts
 from lockstep.tasks.per_token import PerToken
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class TokenClassification(PerToken):
             names = sorted({tag for each in told for tag in each})
         else:
             names = sorted(_tags(splits["train"]))
+        parts(names)  # refuses tags of no scheme
         splits, left_out = apart.kept(data, splits, run, ["words"], ["tags"], documents.cut)
         for split, dataset in splits.items():
             if unknown := _tags(dataset) - set(names):
@@ -114,6 +116,7 @@ class TokenClassification(PerToken):
         super().__init__(run, prepared)
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.labels: list[str] = prepared.facts["labels"]
+        self.parts = parts(self.labels)
         self.options = TokenClassificationOptions.model_validate(run.task.options)
 
     def model(self, empty: bool = False) -> nn.Module:
@@ -129,18 +132,19 @@ class TokenClassification(PerToken):
         kinds = self.kinds
         counts = np.zeros((len(kinds), 3))  # entities of each kind that are there, that are predicted, that are both
         for row in range(len(real)):
-            there, found = (
-                entities([self.labels[tag] for tag in tags[row][real[row]].tolist()]) for tags in (targets, predicted)
-            )
+            there, found = (self._entities(tags[row][real[row]].tolist()) for tags in (targets, predicted))
             for place, some in enumerate((there, found, there & found)):
                 for _, _, kind in some:
                     counts[kinds.index(kind), place] += 1
         return super().sums(logits, targets) | {"entities": torch.from_numpy(counts).to(logits.device)}  # [kinds, 3]
 
+    def _entities(self, places: list[int]) -> set[tuple[int, int, str]]:
+        return entities([self.parts[self.labels[place]] for place in places])
+
     @property
     def kinds(self) -> list[str]:
         """Of entities."""
-        return sorted({kind for tag in self.labels if (kind := _parts(tag)[1])})
+        return sorted({kind for _, kind in self.parts.values() if kind})
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """The scores of each kind of entity."""
@@ -195,7 +199,7 @@ class TokenClassification(PerToken):
         words = [str(self.tokenizer.decode(ids[a:b], skip_special_tokens=True)).strip() for a, b in parts]
 
         def told(tags: list[int]) -> str:
-            found = sorted(entities([self.labels[tags[place]] for place in first]))
+            found = sorted(self._entities([tags[place] for place in first]))
             return ", ".join(f"{' '.join(words[a:b])} ({kind})" for a, b, kind in found) or "none"
 
         return {"text": " ".join(words), "found": told(best), "right": told(targets)}
@@ -237,30 +241,6 @@ class TokenClassification(PerToken):
         from lockstep.tasks.models import models
 
         models.save(self.model(), weights, self.tokenizer, folder, self.run)
-
-
-def entities(tags: list[str]) -> set[tuple[int, int, str]]:
-    """(first word, word after the last, kind) of the entities that B-, I-, E-, S- and O tags mark; a tag without such a
-    letter is an entity of one word. An I- that follows nothing of its kind begins one (conlleval's rule)."""
-    found = set()
-    start, kind = 0, ""
-    for place, tag in enumerate([*tags, "O"]):
-        letter, name = _parts(tag)
-        if kind and (letter in "OBS" or name != kind):
-            found.add((start, place, kind))
-            kind = ""
-        if letter != "O" and not kind:
-            start, kind = place, name
-        if kind and letter in "SE":
-            found.add((start, place + 1, kind))
-            kind = ""
-    return found
-
-
-def _parts(tag: str) -> tuple[str, str]:
-    """The letter of a tag and its kind of entity, none of O."""
-    letter, dash, name = tag.partition("-")
-    return (letter, name if letter != "O" else "") if dash else ("O", "") if tag == "O" else ("S", tag)
 
 
 def first_tokens(word_ids: list[int | None]) -> dict[int, int]:

@@ -305,4 +305,7 @@ def _summed(
         if texts:
             found |= task.score_texts(generate or strategy.generate, batch, columns, chosen)
         gathering.add(task, sums, found, places[mine * size : (mine + 1) * size], len(rows))
-    return {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}
+    summed = {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}
+    if texts and len(rows):
+        gathering.add(task, summed, task.score_split(strategy.forward, columns, rows, world.device), rows, len(rows))
+    return summed

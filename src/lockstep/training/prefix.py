@@ -15,7 +15,7 @@ import torch
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
-from lockstep.config.schedules import learning_rate
+from lockstep.config.schedules import REVISION, learning_rate
 from lockstep.config.user_code import is_own
 from lockstep.data.order import Order
 from lockstep.data.tokens import Prepared
@@ -24,7 +24,7 @@ from lockstep.training.feed import Feed
 # Keys of which a step knows its learning rate only.
 _OF_RATES: tuple[str, ...] = ("learning_rate", "schedule", "warmup_steps", "warmup_fraction", "minimum", "power")
 _OF_RATES += ("decay_fraction", "decay_steps", "decay_shape")
-OF_RATES = {"epochs", "steps", *(f"optim.{key}" for key in _OF_RATES)}
+OF_RATES = {"epochs", "steps", REVISION, *(f"optim.{key}" for key in _OF_RATES)}
 OF_STEPS = OF_RATES | {"optim.groups", "data.sources"}  # and its examples: keys that are answered by comparing steps
 
 

@@ -25,8 +25,8 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether there are negative 
 
 
 class AdamW8bit(Optimizer):
-    """The fused AdamW on moments that are unpacked for the update, tensor by tensor. bitsandbytes' own update runs on
-    GPUs only, and adds in an order of its own."""
+    """The fused AdamW on moments that are unpacked for the update, tensor by tensor. bitsandbytes' own update adds in
+    an order of its own."""
 
     packages = ("bitsandbytes",)
     extra = "quantization"

@@ -78,7 +78,9 @@ def scores(query: np.ndarray, at: np.ndarray) -> dict[str, float]:
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Pearson's; NaN where one of them is the same everywhere."""
+    """Pearson's; NaN where one of them is the same everywhere, or no number."""
+    if len(one) < 2 or np.ptp(one) == 0 or np.ptp(other) == 0:  # the mean of equal numbers is not always that number
+        return math.nan
     one, other = one - one.mean(), other - other.mean()
     size = math.sqrt(float(one @ one) * float(other @ other))
     return float(one @ other) / size if size > 0 else math.nan

@@ -214,8 +214,8 @@ class OneLabel(Objective):
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`label`, its `score`, and the `scores` of all labels, which add up to 1."""
         found = []
-        for row in logits.softmax(-1).tolist():
-            best = max(range(len(row)), key=row.__getitem__)
+        probabilities = scores.softmax(logits.double().cpu().numpy())  # as `given`: a threshold decides the same
+        for row, best in zip(probabilities.tolist(), logits.argmax(-1).tolist(), strict=True):
             if threshold is not None:
                 best = int(row[1] >= threshold)
             scored = dict(zip(self.names, row, strict=True))

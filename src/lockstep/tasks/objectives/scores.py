@@ -131,6 +131,9 @@ def spearman(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def r2(true: np.ndarray, predicted: np.ndarray) -> float:
-    """The share of the variance that is explained; below 0 for what is worse than the mean."""
+    """The share of the variance that is explained; below 0 for what is worse than the mean; nan where there is none to
+    explain."""
+    if len(true) < 2 or np.ptp(true) == 0:  # the mean of equal numbers is not always that number
+        return NAN
     total = float(((true - true.mean()) ** 2).sum())
     return 1 - float(((true - predicted) ** 2).sum()) / total if total else NAN

@@ -141,7 +141,7 @@ class SeveralLabels(Objective):
     def answers(self, logits: Tensor, threshold: float | None) -> list[dict[str, Any]]:
         """`labels`, the likeliest first, and the `scores` of all."""
         found = []
-        for row in logits.sigmoid().tolist():
+        for row in scores.sigmoid(logits.double().cpu().numpy()).tolist():  # as `given`: a threshold decides the same
             scored = dict(zip(self.names, row, strict=True))
             given = [name for name, chance in scored.items() if chance >= (0.5 if threshold is None else threshold)]
             found.append({"labels": sorted(given, key=lambda name: -scored[name]), "scores": scored})
