@@ -158,6 +158,87 @@ def loss(outputs, batch):
 """
 
 
+KEPT = """
+import torch
+from torch import nn
+
+PAD = 0
+
+
+def build():
+    return BUILD
+
+
+def data():
+    sizes = [int(n) for n in torch.randint(1, 9, (60,))]
+    return DATA
+
+
+def collate(items):
+    return nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+
+def loss(outputs, batch):
+    return LOSS
+
+
+def metrics(outputs, batch):
+    return {"surprise": nn.functional.cross_entropy(outputs.transpose(1, 2), batch, ignore_index=PAD)}
+"""
+TAGGER = "nn.Sequential(nn.Embedding(20, 16), nn.Tanh(), nn.Linear(16, 20))"
+SMALL = "nn.Sequential(nn.Embedding(20, 16), nn.LayerNorm(16), Small(16, 20))"  # whose first outputs are all alike
+SMALL_CLASS = """
+
+class Small(nn.Linear):
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=1e-4)
+        nn.init.zeros_(self.bias)
+"""
+RECURRENT = "nn.Sequential(nn.Embedding(20, 4), nn.LSTM(4, 5, batch_first=True), First())"
+RAGGED_ITEMS = "[torch.randint(1, 20, (n,)) for n in sizes]"
+FILLED_ITEMS = "[torch.cat([torch.randint(1, 20, (n,)), torch.zeros(9 - n, dtype=torch.int64)]) for n in sizes]"
+SMOOTH = "nn.functional.cross_entropy(outputs.transpose(1, 2), batch, ignore_index=PAD, label_smoothing=0.1)"
+BY_WEIGHT = "nn.functional.cross_entropy(outputs[:, 0], batch[:, 0] % 2, weight=torch.tensor([5.0, 1.0] + [0.0] * 18))"
+
+
+@pytest.mark.parametrize("build", [TAGGER, SMALL], ids=["tagger", "small"])
+@pytest.mark.parametrize(
+    ("loss", "items"),
+    [(SMOOTH, RAGGED_ITEMS), (SMOOTH, FILLED_ITEMS), (BY_WEIGHT, FILLED_ITEMS)],
+    ids=["ragged", "filled", "class weights"],
+)
+def test_a_mean_over_kept_targets_is_no_mean_over_examples(build: str, loss: str, items: str, here: Path) -> None:
+    """Also of a model whose losses of all targets are alike before training."""
+    code = (KEPT + SMALL_CLASS).replace("BUILD", build).replace("DATA", items).replace("LOSS", loss)
+    with pytest.raises(RunError, match=r"task\.loss: it is a mean, but not over examples: .*task\.targets"):
+        found_of(job(here, code, functions=("collate",)))
+    kept = code + "\n\ndef targets(item):\n    return int((item != PAD).sum())\n"
+    if loss == SMOOTH:
+        assert found_of(job(here, kept, functions=("collate", "targets")))["loss"] == "mean"
+        with pytest.raises(RunError, match=r"task\.metrics: surprise is (a mean, but not|neither a sum) over examples"):
+            found_of(job(here, kept, functions=("collate", "targets", "metrics")))
+
+
+@pytest.mark.parametrize(
+    ("loss", "build"),
+    [
+        ("nn.functional.cross_entropy(outputs[:, 0], batch[:, 0])", TAGGER),
+        (
+            "((outputs.flatten(1) - 1) ** 2).mean()",
+            "nn.Sequential(nn.Embedding(20, 4), nn.LSTM(4, 5, batch_first=True), First())",
+        ),
+        ("-outputs.log().flatten(1).mean(1).mean()", "nn.Sequential(nn.Embedding(20, 8), nn.Sigmoid())"),
+        ("outputs.exp().flatten(1).mean(1).mean()", "nn.Sequential(nn.Embedding(20, 8), Cube())"),
+    ],
+    ids=["classes", "recurrent", "probabilities", "overflows"],
+)
+def test_a_mean_over_examples_stays_one(loss: str, build: str, here: Path) -> None:
+    more = "\n\nclass First(nn.Module):\n    def forward(self, both):\n        return both[0]\n"
+    more += "\n\nclass Cube(nn.Module):\n    def forward(self, x):\n        return x**3 / 2\n"
+    code = (KEPT + more).replace("BUILD", build).replace("DATA", FILLED_ITEMS).replace("LOSS", loss)
+    assert found_of(job(here, code, functions=("collate",)))["loss"] == "mean"
+
+
 @pytest.mark.parametrize("state", ["self.dice.random()", "next(self.count)"])
 def test_items_that_are_others_the_second_time_are_told(state: str, here: Path) -> None:
     code = TOY.replace("LOSS", "outputs.sum()").partition("def data")[0] + UNSTEADY.replace("STATE", state)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from own_modules import MEAN, NET, NET_FUNCTIONS, found_of, job
 
 import lockstep
 from lockstep.checkpoint.manifest import code_of
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
 from lockstep.tasks.modules.items import INPUT
@@ -128,6 +129,97 @@ def test_a_batch_of_targets_that_differ_from_the_first_count_is_refused(here: Pa
     task = task_of(job(here, code, functions=("targets",)))
     with pytest.raises(RunError, match=r"task\.targets: item \d+ of the train split holds \d targets, and held \d"):
         [task.collate_at(task.splits["train"], np.arange(18), 0, step) for step in range(9)]
+
+
+MEASURED = (
+    of_data("[(torch.full((3,), i % 7 + 1.0), torch.randn(2)) for i in range(200)]")
+    + """
+
+STEP = 1
+
+
+def helper(item):
+    return int(item[0][0]) * STEP
+
+
+def length(item):
+    return helper(item)
+
+
+def longer(item):
+    return helper(item) + 1
+
+
+def targets(item):
+    return 2 * helper(item)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["task.length", "task.length=longer", "task.targets", "STEP = 2", "data.limit=50", "seed=1", "drawn", "factor"],
+)
+def test_a_cache_that_other_runs_filled_gives_the_same_lengths(
+    change: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever what is measured hangs on: the functions, what they call, the items that are asked about, and what these
+    draw."""
+    code = MEASURED.replace("answers)\n\n", "answers, reduction='sum')\n\n")
+    code = code.replace("def data():", "def data(factor=1):").replace("torch.full((3,), ", "torch.full((3,), factor * ")
+    if change == "drawn":
+        code = code.replace("int(item[0][0])", "1 + int(9 * torch.rand(()))")
+    first = job(here, code)
+    module = str(first.task.options["model"]).partition(".")[0]
+    measured = [] if change.startswith("task.") else [f"task.length={module}.length"]
+    prepare(job(here, code, *measured), Module)
+    key, _, value = change.partition("=")
+    name = f"{module}.{value or key.removeprefix('task.')}"
+    keys = (
+        [f"{key}={name}"] if key.startswith("task.") else measured + ([change] if key in ("data.limit", "seed") else [])
+    )
+    if change == "drawn":
+        keys.append("seed=2")
+    if change == "factor":
+        keys.append("task.data_arguments.factor=3")
+    if change == "STEP = 2":
+        code = code.replace("STEP = 1", change)
+        (here / f"{module}.py").write_text(code)
+        del sys.modules[module]
+    run = load(None, keys, job(here, code).model_dump() | {"task": first.task.model_dump()})
+    kept = task_of(run)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(here / "another"))
+    fresh = task_of(run)
+    for split in fresh.splits:
+        for column in ("lengths", "targets"):
+            found, wanted = (getattr(task.splits[split], column).tolist() for task in (kept, fresh))
+            assert found == wanted
+    assert kept.prepared.key == fresh.prepared.key
+
+
+def test_an_item_that_has_changed_is_measured_again(here: Path) -> None:
+    """One of those that are not looked at when a run starts: the first batch that holds it says so."""
+    code = of_data("[(torch.full((3,), n), torch.randn(2)) for n in eval(open(PLACE).read())]")
+    code += "\n\ndef length(item):\n    return int(item[0][0]) + int(SPREAD * torch.rand(()))\n"
+    (place := here / "numbers").write_text(repr([1.0] * 300))
+    for spread, said in ((0, "had 1 when the data was prepared"), (5, r"had \d when")):
+        place.write_text(repr([1.0] * 300))
+        run = job(here, code.replace("PLACE", repr(str(place))).replace("SPREAD", str(spread)), functions=("length",))
+        before = task_of(run)
+        everything = np.arange(len(before.splits["train"]))
+        before.collate_at(before.splits["train"], everything, 0, 3)  # drawn anew, which is as it should be
+        numbers = [1.0] * 300
+        numbers[int(before.sets["train"][1][1])] = 9.0
+        place.write_text(repr(numbers))
+        assert prepare(run, Module).key == before.prepared.key
+        with pytest.raises(
+            RunError, match=rf"task\.length: item \d+ of the train split has the length .*{said}.*start"
+        ):
+            changed = task_of(run)
+            changed.collate_at(changed.splits["train"], everything, 0, 3)
+        after = task_of(run)
+        assert after.prepared.key != before.prepared.key
+        after.collate_at(after.splits["train"], everything, 0, 3)
 
 
 def test_other_data_have_another_key(here: Path) -> None:

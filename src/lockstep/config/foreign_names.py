@@ -49,6 +49,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "accumulate_grad_batches": ("micro_batches", _PIECES),
     "eval_batch_size": ("evaluate.batch_size", "examples of an evaluation batch on each process"),
     "per_device_eval_batch_size": ("evaluate.batch_size", "examples of an evaluation batch on each process"),
+    "precompute_ref_batch_size": ("task.reference_batch_size", "pairs whose reference is computed together, over all"),
     # the optimizer
     "lr": ("optim.learning_rate", "the highest rate of the schedule"),
     "optimizer": (

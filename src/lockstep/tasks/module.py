@@ -7,6 +7,7 @@ sums over examples, and an export that `lockstep.load` reads. What the functions
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -101,9 +102,13 @@ class Module(Task):
 
         sets, cut = own.data_sets(run)
         found = probe(run, *sets["train"])
-        files, key = {}, digest(cls.fingerprint(run))
+        files, key, asked = {}, digest(cls.fingerprint(run)), measuring.asked(run)
         for split, (data, places) in sets.items():
-            files[split] = measuring.measured(run, data, places, found.each, digest(key, split, asdict(found)))
+            further = [asked, hashlib.sha256(places.tobytes()).hexdigest()] if asked else []
+            of = digest(key, split, asdict(found), *further)
+            files[split] = measuring.measured(run, data, places, found.each, of)
+        if asked:  # of all items, where the rest of the key looks at some
+            key = digest(key, {split: measuring.content(file) for split, file in files.items()})
         facts = {"source": run.task.options["data"], "cut": cut} | asdict(found)
         return Prepared(key, files, "", facts)
 

@@ -36,12 +36,20 @@ class PreferenceOptions(AnswerPairOptions):
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="of dpo: share of pairs that are taken to be labelled the wrong way round"
     )
+    reference_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="pairs whose reference is computed together before training, which decides bits; default: "
+        "4 micro-batches, at least 32",
+    )
     sample_tokens: int = Field(64, ge=1, description="tokens that lockstep predict writes, at most")
 
     @model_validator(mode="after")
     def _fit(self) -> PreferenceOptions:
         if self.label_smoothing and self.loss != "dpo":
             raise ValueError(f"label_smoothing is of the loss dpo, not of {self.loss}; leave it out")
+        if self.reference_batch_size and self.loss == "simpo":
+            raise ValueError("reference_batch_size is of a reference, and simpo asks for none; leave it out")
         return self
 
 
@@ -82,6 +90,10 @@ class Preference(AnswerPairs):
     def asks_first(self) -> int:
         """The log-probabilities of the two answers by the model as it is before training."""
         return 0 if self.options.loss == "simpo" else 2
+
+    @property
+    def first_at_once(self) -> int | None:
+        return self.options.reference_batch_size
 
     def first(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
         return _summed(forward(batch.inputs), batch.targets)[0].double().view(-1, 2)

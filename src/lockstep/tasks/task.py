@@ -192,6 +192,12 @@ class Task(ABC):
         """How many numbers of each example the model is asked for before it is trained; `first` gives them."""
         return 0
 
+    @property
+    def first_at_once(self) -> int | None:
+        """Examples that the model is asked about together then. Their number decides bits, so it comes from the keys of
+        the task; None: as many as an evaluation takes unless `evaluate` says otherwise."""
+        return None
+
     def first(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
         """What the model says of the examples of a batch before it is trained: float64 [B, `asks_first`]."""
         raise NotImplementedError

@@ -25,7 +25,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.training.sizes import evaluated_at_once
+from lockstep.training.sizes import usual_batch
 
 FILE = "reference.safetensors"
 
@@ -66,9 +66,9 @@ def _read(path: Path, key: str) -> dict[str, np.ndarray] | None:
 def _asked(run: Run, world: World, task: Task, strategy: Strategy, split: str) -> np.ndarray:
     """Of each example of a split: float64 [N, `asks_first`]. Collective.
 
-    Batches are cut as those of an evaluation are; ranks take turns, and each row is filled in by one of them, so that
-    the sum over ranks is what that one said."""
-    columns, size = task.splits[split], evaluated_at_once(run)
+    The weights depend on how batches are cut, through the last bits of these numbers: `evaluate` has no part in it.
+    Ranks take turns, and each row is filled in by one of them, so that the sum over ranks is what that one said."""
+    columns, size = task.splits[split], task.first_at_once or usual_batch(run)
     order = np.argsort(-np.asarray(columns.lengths), kind="stable")
     found = torch.zeros(len(columns), task.asks_first, dtype=torch.float64, device=world.device)
     batches = [order[i : i + size] for i in range(0, len(order), size)]
@@ -77,6 +77,10 @@ def _asked(run: Run, world: World, task: Task, strategy: Strategy, split: str) -
         mine = turn + strategy.data_parallel.rank
         rows = batches[mine] if mine < len(batches) else order[:0]
         seed_everything(run.seed, -1, mine)
-        said = task.first(strategy.forward, task.collate(columns, rows, 0).to(world.device))
+        try:
+            said = task.first(strategy.forward, task.collate(columns, rows, 0).to(world.device))
+        except torch.OutOfMemoryError as caught:
+            caught.add_note(f"({PLACE.name}, of {size} examples; task.reference_batch_size takes fewer)")
+            raise
         found[torch.from_numpy(rows).to(world.device)] = said[: len(rows)]
     return strategy.data_parallel.sum(found).cpu().numpy()

@@ -182,4 +182,9 @@ def size(count: float) -> str:
 
 def evaluated_at_once(run: Run) -> int:
     """Examples of an evaluation batch on a rank."""
-    return run.evaluate.batch_size or max(32, 4 * run.batch_size // run.micro_batches)
+    return run.evaluate.batch_size or usual_batch(run)
+
+
+def usual_batch(run: Run) -> int:
+    """Examples of a batch without backward, by keys that decide the weights alone."""
+    return max(32, 4 * run.batch_size // run.micro_batches)

@@ -10,6 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import IGNORED, MicroBatch
+from lockstep.data.cache import discard
 from lockstep.data.tokens import Columns
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.modules import own
@@ -68,7 +70,7 @@ class Items(Columns):
 
     def __init__(self, data: Any, places: np.ndarray, path: str, name: str) -> None:
         super().__init__(path)
-        self.data, self.places, self.name = data, places, name
+        self.data, self.places, self.name, self.path = data, places, name, Path(path)
         self.lengths = self.flat("length").astype(np.int32)  # [examples]
         self.targets = self.flat("targets").astype(np.int64)  # [examples]
         if len(places) != len(self):
@@ -94,7 +96,8 @@ class Batches(Dataset):
     def __init__(self, run: Run, columns: Items) -> None:
         self.run, self.columns = run, columns
         self.collate = own.function(run, "collate") or default_collate
-        self.count = own.function(run, "targets")
+        self.functions = {name: own.function(run, name) for name in ("length", "targets")}
+        self.compared = np.zeros(len(columns), dtype=bool)
 
     def __getitem__(self, job: tuple[int, int, np.ndarray]) -> Bundle:
         """For no rows two examples, which BatchNorm needs. Errors: `RunError`."""
@@ -108,16 +111,49 @@ class Batches(Dataset):
         return Bundle(batch, len(rows), int(self.columns.targets[rows].sum()), blank)
 
     def _compare(self, rows: np.ndarray, found: list[Any]) -> None:
-        """Errors: `RunError` when an item holds another number of targets than before: they divide the loss."""
-        for row, each in zip(rows, found, strict=True) if self.count is not None else ():
-            with own.asked(self.run, "targets"):
-                count = int(self.count(each))
-            if count != self.columns.targets[row]:
+        """Errors: `RunError` when an item holds another number of targets than before, which divide the loss, or has
+        another length, by which steps are cut."""
+        for row, each in zip(rows, found, strict=True):
+            if (count := self._measured("targets", each)) not in (None, self.columns.targets[row]):
+                told = "it must not depend on what is drawn at random"
+                if self._again("targets", int(row)) != self.columns.targets[row]:
+                    told = self._changed()
                 raise RunError(
-                    f"task.targets: item {self.columns.places[row]} of the {self.columns.name} split holds {count} "
-                    f"targets, and held {self.columns.targets[row]} when the data was prepared; it must not depend on "
-                    "what is drawn at random"
+                    f"task.targets: {self._called(row)} holds {count} targets, and held {self.columns.targets[row]} "
+                    f"when the data was prepared; {told}"
                 )
+            if not self.compared[row]:  # once: it may be drawn at random, and differ whenever it is read
+                self.compared[row] = True
+                first = self._measured("length", each)
+                if first not in (None, self.columns.lengths[row]):
+                    length = self._again("length", int(row))
+                    if length != self.columns.lengths[row]:
+                        raise RunError(
+                            f"task.length: {self._called(row)} has the length {length}, and had "
+                            f"{self.columns.lengths[row]} when the data was prepared; {self._changed()}"
+                        )
+
+    def _called(self, row: int) -> str:
+        return f"item {self.columns.places[row]} of the {self.columns.name} split"
+
+    def _measured(self, name: str, each: Any) -> int | None:
+        """What `task.length` or `task.targets` says of an item; None: nothing. Errors: `RunError`."""
+        if self.functions[name] is None:
+            return None
+        with own.asked(self.run, name):
+            return int(self.functions[name](each))
+
+    def _again(self, name: str, row: int) -> int | None:
+        """The same of an item that draws what it drew when the data was prepared. Errors: `RunError`."""
+        return self._measured(name, item(self.run, self.columns.data, int(self.columns.places[row]), -1))
+
+    def _changed(self) -> str:
+        """Have all items measured again at the next start, and say why."""
+        discard(self.columns.path)
+        return (
+            "the data has changed since, in items that are not looked at when a run starts. All are measured again "
+            "when you start it again"
+        )
 
 
 def collated(run: Run, collate: Callable[[list[Any]], Any], found: list[Any]) -> Any:

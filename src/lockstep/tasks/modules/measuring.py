@@ -5,6 +5,7 @@ In: a split and the user's functions of an item. Out: an Arrow file with `length
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
     """The file. `each`: targets of an item where nobody says more. Errors: `RunError`."""
     functions = {name: own.function(run, name) for name in ("length", "targets")}
     columns = {"length": np.ones(len(places), np.int32), "targets": np.full(len(places), each, np.int32)}
-    asked = {name: function for name, function in functions.items() if function is not None}
-    for row, place in enumerate(places if asked else ()):
+    some = {name: function for name, function in functions.items() if function is not None}
+    for row, place in enumerate(places if some else ()):
         found = items.item(run, data, int(place), -1)
-        for name, function in asked.items():
+        for name, function in some.items():
             columns[name][row] = _number(run, name, function, found, int(place))
     if not columns["targets"].any():
         raise RunError("task.targets: no item of a split holds a target")
@@ -34,6 +35,25 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
             stream.write_table(table)
 
     return str(kept(folder_of("tokens") / f"{key}.arrow", make))
+
+
+def asked(run: Run) -> dict[str, Any]:
+    """What decides the numbers beside the items and the user's files, which the cache knows: nothing where no function
+    is asked, and all are the same."""
+    options = run.task.options
+    functions = {key: options[key] for key in ("length", "targets") if options.get(key) is not None}
+    made = {key: options[key] for key in ("data", "data_arguments")}
+    return functions | made | {"seed": run.seed} if functions else {}
+
+
+def content(path: str) -> str:
+    """A hash of what was measured."""
+    with pa.memory_map(path) as mapped:
+        table = pa.ipc.open_stream(mapped).read_all()
+    seen = hashlib.sha256()
+    for name in ("length", "targets"):
+        seen.update(table.column(name).to_numpy().astype(np.int32).tobytes())
+    return seen.hexdigest()
 
 
 def _number(run: Run, name: str, function: Any, found: Any, place: int) -> int:

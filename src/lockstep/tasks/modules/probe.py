@@ -4,12 +4,13 @@ In: the user's functions. Out: `Found`, which the prepared data keep; or a `RunE
 
 A loss is a mean when a batch and the same batch twice over have the same loss, and a sum when the second is twice the
 first. A mean is taken only if it adds up: weighted by targets, the means of two batches must give that of both
-together.
+together, also where the model's weights are random and items hold much and little (`contrast.py`).
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.randomness import seed_everything
-from lockstep.tasks.modules import items, own, running
+from lockstep.tasks.modules import contrast, items, own, running
 from lockstep.tasks.modules.running import Calling
 
 FIRST, SECOND = 8, 5  # items of the two batches
@@ -50,12 +51,12 @@ class _Trial:
     batches: Mapping[str, Any]
     sizes: Mapping[str, int]
     weights: Mapping[str, int]  # targets of each batch; examples where nobody says more
-    fresh: bool = False  # a new model for every batch: this one keeps state between them
+    fresh: Callable[[], nn.Module] | None = None  # a new model for every batch: this one keeps state between them
 
     def forward(self, name: str) -> tuple[Any, Any]:
         """The model's outputs for a batch, and what the loss sees of it. Errors: `RunError`."""
         (arguments, named), seen = self.calling.arguments(self.batches[name])
-        model = own.model(self.run).train(self.model.training) if self.fresh else self.model
+        model = self.fresh() if self.fresh else self.model
         seed_everything(self.run.seed, -3)
         with own.asked(self.run, "model", ": forward"):
             return model(*arguments, **named), seen
@@ -73,14 +74,7 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
     read = [items.item(run, data, int(place), -1) for place in chosen]
     doubts = _unsteady(run, data, chosen, read)
     parts = {"A": read[:FIRST], "B": read[FIRST:], "AA": read[:FIRST] * 2, "AB": read}
-    targets = own.function(run, "targets")
-    collate = own.function(run, "collate") or items.default_collate
-    batches, weights = {}, {}
-    for name, part in parts.items():
-        seed_everything(run.seed, -3)
-        batches[name] = items.collated(run, collate, list(part))
-        with own.asked(run, "targets"):
-            weights[name] = sum(int(targets(each)) for each in part) if targets else len(part)
+    batches, weights = _batches(run, parts)
     model = own.model(run)
     calling = Calling(
         run, own.function(run, "loss"), "", own.function(run, "metrics"), {}, None, running.names_of(model)
@@ -90,9 +84,12 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
     with torch.no_grad():
         with _Calls(model) as calls:
             first, again = trial.loss("AB"), trial.loss("AB")
-        tried = replace(trial, fresh=not items.same(first, again))
+        steady = items.same(first, again)
+        tried = trial if steady else replace(trial, fresh=lambda: own.model(run).eval())
         kind, each, doubt = _kind_of_loss(tried)
         metrics = _kinds_of_metrics(tried)
+        if kind == "mean" or "mean" in metrics.values():
+            _check_means(tried, kind, metrics, contrast.groups(run, data, places))
     found = Found(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
     new = own.model(run).train()  # has seen nothing yet
     with torch.no_grad(), _Calls(new) as training_calls:
@@ -134,17 +131,87 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
     if _adds_up(kind, numbers, trial.weights):
         return kind, 1, []
     if kind == "mean":
-        raise RunError(
-            f"task.loss: it is a mean, but not over {'targets' if named else 'examples'}: batches of "
-            f"{trial.weights['A']} and {trial.weights['B']} with {numbers['A']:.6g} and {numbers['B']:.6g} have "
-            f"{numbers['AB']:.6g} together. Return a sum (reduction='sum'), or one number a target; {running.COUNT}. "
-            "(Or an example's loss depends on the others: padding without a mask, a normalisation over the batch)"
+        raise _no_mean(
+            trial,
+            f"batches of {trial.weights['A']} and {trial.weights['B']} with {numbers['A']:.6g} and "
+            f"{numbers['B']:.6g} have {numbers['AB']:.6g} together",
         )
     return kind, 1, [
         f"task.loss: the loss of two batches together ({numbers['AB']:.6g}) is not the sum of both "
         f"({numbers['A'] + numbers['B']:.6g}): what an example counts depends on the others in its micro-batch, and so "
         "on micro_batches (not on the number of processes)"
     ]  # fmt: skip
+
+
+def _no_mean(trial: _Trial, seen: str) -> RunError:
+    over = "targets" if trial.run.task.options.get("targets") is not None else "examples"
+    return RunError(
+        f"task.loss: it is a mean, but not over {over}: {seen}. Return a sum (reduction='sum'), or one number a "
+        f"target; {running.COUNT}. (Or an example's loss depends on the others: padding without a mask, a "
+        "normalisation over the batch)"
+    )
+
+
+def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: list[contrast.Group]) -> None:
+    """Refuse a mean that is over something else than examples (or targets), which shows once these differ. Errors:
+    `RunError`."""
+    for strength in (1.0, 0.1, 0.0):  # less where a loss is no finite number any more; at last the model as it is
+        model = own.model(trial.run).eval()
+        measured = []
+        for group, moved in zip(groups, contrast.shaken(model, strength), strict=False):
+            batches, weights = _batches(trial.run, dict(zip("012", group.batches, strict=True)))
+            fresh = None if trial.fresh is None else lambda of=moved: copy.deepcopy(of)
+            sizes = {name: len(part) for name, part in zip("012", group.batches, strict=True)}
+            one = replace(trial, model=moved, batches=batches, sizes=sizes, weights=weights, fresh=fresh)
+            try:
+                losses = {name: float(one.loss(name)) for name in batches} if kind == "mean" else {}
+                measured.append((group, one, losses, _means(one, metrics)))
+            except (RunError, ValueError, TypeError):  # what these weights put out is not for this loss
+                break
+        told = [losses | {f"metric {k} {b}": n for k, v in means.items() for b, n in v.items()}
+                for _, _, losses, means in measured]  # fmt: skip
+        if len(measured) == len(groups) and all(math.isfinite(n) for each in told for n in each.values()):
+            break
+    for group, one, losses, means in measured:
+        if losses and not _sums_up(group, losses, one.weights):
+            raise _no_mean(
+                trial,
+                f"with random weights {one.weights['0']} have {losses['0']:.6g}, and with some of them "
+                f"{contrast.TIMES} times {losses['1']:.6g}, with the others {losses['2']:.6g}",
+            )
+        for name, numbers in means.items():
+            if not _sums_up(group, numbers, one.sizes):
+                raise RunError(f"task.metrics: {name} is a mean, but not over examples; {METRICS}")
+
+
+def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Metrics that are means, of each batch."""
+    found: dict[str, dict[str, float]] = {name: {} for name, kind in metrics.items() if kind == "mean"}
+    for batch in trial.batches if found else ():
+        outputs, seen = trial.forward(batch)
+        with own.asked(trial.run, "metrics"):
+            values = trial.calling.metrics(outputs, seen) if trial.calling.metrics else {}
+        for name in found:
+            found[name][batch] = float(values[name])
+    return found
+
+
+def _sums_up(group: contrast.Group, numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
+    totals = whole, one, other = tuple(numbers[name] * weights[name] for name in "012")
+    return not all(map(math.isfinite, totals)) or group.adds_up((whole, one, other), NEAR)
+
+
+def _batches(run: Run, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Items as batches, and the targets of each; its examples where nobody says more. Errors: `RunError`."""
+    targets = own.function(run, "targets")
+    collate = own.function(run, "collate") or items.default_collate
+    batches, weights = {}, {}
+    for name, part in parts.items():
+        seed_everything(run.seed, -3)
+        batches[name] = items.collated(run, collate, list(part))
+        with own.asked(run, "targets"):
+            weights[name] = sum(int(targets(each)) for each in part) if targets else len(part)
+    return batches, weights
 
 
 def _kind(numbers: Mapping[str, float]) -> str | None:
