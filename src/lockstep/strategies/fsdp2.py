@@ -7,7 +7,7 @@ scattered at once. In exact runs the scatter hands every rank its slice of each 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from lockstep.config.run import Run
+from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
@@ -37,10 +37,11 @@ from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import ReductionTree, most_held, share
 from lockstep.strategies.exact.shared_state import Shared
+from lockstep.strategies.exact.side_effects import SideEffects, first_few, refuse_hooks
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.treatment import Treated
+from lockstep.strategies.exact.treatment import Treated, make_model
 from lockstep.strategies.fsdp2_step import FSDP2Step
-from lockstep.strategies.strategy import DataParallel, Strategy, make_model, summing
+from lockstep.strategies.strategy import DataParallel, Strategy, summing
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
@@ -145,6 +146,7 @@ class FSDP2(Shared):
             make_model(task) if self.world.is_main and not self.blank else None
         )  # the only whole copy of the model, gone when build ends
         self.model = make_model(task, empty=True)
+        refuse_hooks(self.model, "strategy.options.gather: FSDP", fsdp_config.INSTEAD)
         if self.run.model.trained_in_bfloat16:  # what is cut up are the masters; gathered they are bfloat16
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.float()
@@ -262,6 +264,7 @@ class FSDP2(Shared):
             seed_everything(self.run.seed, batch.step, micro.index)
             with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
                 loss = self.sources.loss_sum(self.task, self.model(**micro.inputs), micro)
+            self.switched += self.uses.switched()  # not later: FSDP puts that back before backward
             with self.phases("backward"):
                 self.scaled(loss / batch.targets).backward()
                 self.uses.check_reduced()
@@ -277,6 +280,25 @@ class FSDP2(Shared):
             norm, used = self.update(batch.step, self.whole_gradient(), learning_rate, losses, uses)
         self.statistics.finish(self.data_parallel.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+
+    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
+        def call() -> None:
+            with torch.no_grad():  # no backward comes that would let go of what is gathered
+                first()
+            reshard(self.model)
+
+        first = super().forwards(batch)[0]
+        return [call]
+
+    def take_effects(self, effects: SideEffects) -> SideEffects:
+        found = effects.together(self.world.all_gather)
+        names = sorted(found.moved | (found.written & self.parts.keys()))
+        if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
+            raise RunError(
+                f"strategy.options.gather: FSDP would lose what the model's forward writes to {first_few(names)}, "
+                f"since it puts other tensors in the place of weights. Use {fsdp_config.INSTEAD}"
+            )
+        return super().take_effects(found)
 
     @property
     def root(self) -> FSDPModule:

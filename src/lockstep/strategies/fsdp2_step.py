@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.config.run import Run
+from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import fsdp_config
@@ -27,9 +27,10 @@ from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets,
 from lockstep.strategies.exact.routes import links
 from lockstep.strategies.exact.row_slots import RowSlots
 from lockstep.strategies.exact.shared_state import Shared
+from lockstep.strategies.exact.side_effects import SideEffects, first_few
 from lockstep.strategies.exact.sparse_rows import rows_between
+from lockstep.strategies.exact.treatment import make_model
 from lockstep.strategies.native import Native
-from lockstep.strategies.strategy import make_model
 from lockstep.tasks.task import Task
 
 BUCKET_BYTES = 25 * 2**20
@@ -95,6 +96,17 @@ class FSDP2Step(Shared, Native):
         )
 
     # -- one step ----------------------------------------------------------------------------------------------------
+
+    def take_effects(self, effects: SideEffects) -> SideEffects:
+        found = super().take_effects(effects)
+        if found.moved and not self.alone:
+            names = first_few(sorted(found.moved))
+            raise RunError(
+                f"strategy.name: the model's forward gives {names} other memory (by `.data =`, or a new parameter), "
+                "and fsdp2 updates the memory that it had. Write into the weight in place "
+                "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp"
+            )
+        return found
 
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         leaves = batch.count if self.run.strategy.exact else self.world.size

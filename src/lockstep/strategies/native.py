@@ -25,7 +25,8 @@ from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, mos
 from lockstep.strategies.exact.source_sums import SourceSums
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.strategy import DataParallel, Strategy, make_model
+from lockstep.strategies.exact.treatment import make_model
+from lockstep.strategies.strategy import DataParallel, Strategy
 from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
@@ -105,6 +106,7 @@ class Native(Strategy):
                 seed_everything(self.run.seed, batch.step, micro.index)
                 losses[micro.index] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
                 self.statistics.take(micro)
+                self.switched += not all(p.requires_grad for p in self.parameters)
         with self.phases("reduction"):
             gradients = self.reduce()
             losses, uses = self.agree(losses, self.uses)

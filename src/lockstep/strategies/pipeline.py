@@ -10,7 +10,7 @@ How a model is cut is in `cuts.py`, what one stage does with a micro-batch in `s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,9 @@ from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
 from lockstep.strategies.exact.routes import links
 from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.strategy import DataParallel, make_model, summing
+from lockstep.strategies.exact.side_effects import refuse_hooks
+from lockstep.strategies.exact.treatment import make_model
+from lockstep.strategies.strategy import DataParallel, summing
 from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
 
@@ -133,6 +135,7 @@ class Pipeline(Shared):
         with self.world.forming():
             self.make_groups()
         model = make_model(task, empty=self.blank or not self.world.is_main)
+        refuse_hooks(model, "strategy.name: pipeline", "strategy.name=ddp")
         self.cut = (sequential.SequentialCut if own_model(self.run) else Cut)(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)
@@ -208,6 +211,9 @@ class Pipeline(Shared):
         with self.phases("optimizer"):
             norm, used = self.update(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+
+    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
+        return []  # each rank calls a part of the model
 
     def begin(self, micro: MicroBatch) -> None:
         """Starts the micro-batch's random numbers, as a single process does; later stages then go on with torch's."""

@@ -12,6 +12,8 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,21 +21,22 @@ from torch import Tensor, nn
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.data.batch import StepBatch, StepResult
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.phases import Phases
+from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Given, Saved, gather
 from lockstep.distributed.transfers import ToHost
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import averaging, held_state, masters, optim
+from lockstep.strategies.exact import averaging, held_state, masters, optim, side_effects
 from lockstep.strategies.exact.data_parallel import DataParallel as DataParallel
 from lockstep.strategies.exact.data_parallel import summing as summing
 from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.gradient import NotFinite as NotFinite
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
+from lockstep.strategies.exact.side_effects import SideEffects
 from lockstep.strategies.exact.source_sums import SourceSums
-from lockstep.strategies.exact.statistics import Statistics, buffers_kept
-from lockstep.strategies.exact.treatment import freeze
+from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
@@ -63,6 +66,8 @@ class Strategy(ABC):
     stepper: optim.Stepper
     data_parallel: DataParallel
     statistics: Statistics | None = None  # the model's running statistics, where the strategy brings them together
+    effects: SideEffects = SideEffects()  # what forward changes by itself, once `dry_run` has looked
+    switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted where there is a whole model
     observe: Callable[[dict[str, Tensor]], None] | None = None
     """`lockstep verify` listens here: called in every `train_step`, on every rank, with the whole gradient before
     clipping, by parameter name. Empty on ranks that the strategy does not gather to."""
@@ -266,8 +271,10 @@ class Strategy(ABC):
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Sums over ranks: the losses of the step's micro-batches [M], and how many of them gave each trainable
         parameter a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every rank."""
-        losses, found = self.sums_of_step(losses, [*uses, self.sources.noted])
+        losses, found = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
         self.sources.agree(found.pop(), losses, self.sum_of_step)
+        if found.pop():
+            self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
         if not any(found):
             raise RunError(
                 "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
@@ -291,22 +298,36 @@ class Strategy(ABC):
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         """Forward, backward and update of a step before all others, leaving no trace: memory that does not suffice is
         found here. `then`: what is tried while there is a state of the optimizer. Collective. Errors: `RunError` when
-        buffers change that each rank would keep for itself."""
-        with buffers_kept(self.model) as changed, self.scaling.aside() if self.scaling else nullcontext():
+        forward changes what each rank would keep for itself."""
+        names = () if self.statistics is None else self.statistics.names
+        self.effects = self.take_effects(side_effects.effects_of(self.model, self.forwards(batch), names))
+        scaling = self.scaling.aside() if self.scaling else nullcontext()
+        with side_effects.preserved(self.model, self.effects.written) as changed, scaling:
             self.train_step(batch, 0.0)  # at this rate weights stay what they are
             self.settle()
             then()
             self.optimizer.state.clear()
-        if self.world.size > 1:
-            own = set().union(*self.world.all_gather(changed)) - set(self.statistics.names if self.statistics else ())
-            if own:
-                raise RunError(
-                    f"strategy.name: training changes {first_few(sorted(own))} of the model, which are no weights: "
-                    f"every process would make something else of them, and {self.run.strategy.name} can bring together "
-                    "nothing but the running statistics of BatchNorm and its like"
-                    f"{'' if self.statistics else ' (this strategy not even those)'}. "
-                    "Use one process (launch.processes=1 strategy.name=single), or a model without them"
-                )
+        changed -= {*self.effects.written, *names}
+        self.effects = self.take_effects(replace(self.effects, written=self.effects.written | changed))
+
+    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
+        """Calls of forward with this rank's first and last micro-batch, to see what else it does; none where no rank
+        calls the model as a whole."""
+
+        def call(micro: MicroBatch) -> None:
+            seed_everything(self.run.seed, batch.step, micro.index)
+            eager = torch.compiler.set_stance("force_eager") if self.run.model.compile else nullcontext()
+            with self.autocast(), eager:
+                self.model(**micro.inputs)
+
+        return [partial(call, micro) for micro in (batch.micro_batches[0], batch.micro_batches[-1])]
+
+    def take_effects(self, effects: SideEffects) -> SideEffects:
+        """Those of all ranks. Collective. Errors: `RunError`, on every rank, for what this strategy cannot keep."""
+        found = effects.together(self.world.all_gather)
+        if found.per_process and self.world.size > 1:
+            raise RunError(side_effects.refusal(self.run.strategy.name, found, self.model, self.statistics is not None))
+        return found
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -346,29 +367,6 @@ class Strategy(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give everything back."""
-
-
-def make_model(task: Task, empty: bool = False) -> nn.Module:
-    """The task's model, its tensors laid out in memory as their shapes say; `empty`: on the meta device.
-
-    Sums, slices and fused updates walk through memory: the gradient of a transposed weight would be taken in another
-    order than the weight. Errors: `RunError` for trainable weights that are not float32, unless the run asks for
-    others.
-    """
-    wanted = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
-    model = freeze(task.run, task.model(empty=True) if empty else task.model())
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != wanted:
-            raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be {wanted}")
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if not tensor.is_contiguous():
-            tensor.data = tensor.data.contiguous()
-    return model
-
-
-def first_few(names: list[str]) -> str:
-    """The first few of many."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def strategy_class(run: Run) -> type[Strategy]:

@@ -43,6 +43,7 @@ from lockstep.distributed.stops import end_by_signal
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
+from lockstep.strategies.exact import side_effects
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.best import Best
@@ -59,7 +60,7 @@ from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.going_on import GoingOn
 from lockstep.training.loop import Counts, TrainingFailed, samples
 from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
-from lockstep.training.summary import closing, digest_of, facts
+from lockstep.training.summary import Promised, closing, digest_of, facts, promised
 
 
 def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -198,8 +199,10 @@ def work(run: Run, world: World) -> int:
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = found.strategy.exported()
+    doubts = session.task.doubts + own_generators(session.task, found.strategy.model)
     found.strategy.close()
-    return DONE if weights is None else deliver(session, console, found, weights)
+    known = promised(found.strategy, doubts)
+    return DONE if weights is None else deliver(session, console, found, weights, known)
 
 
 def resumed(session: Session, console: Console) -> int:
@@ -214,6 +217,8 @@ def resumed(session: Session, console: Console) -> int:
         console.note(text)
     PLACE.at("trying a step with the longest examples")
     try_a_step(session, lambda: try_the_end(session))
+    if own := strategy.effects.per_process:  # several processes were refused
+        console.note(side_effects.one_process(own))
     PLACE.at("looking for a checkpoint")
     if world.is_main:
         launched.arrived(run.folder, world.size, session.feed.total)
@@ -302,7 +307,9 @@ def stopped_at(session: Session, step: int) -> str:
     return f"stopped on request after step {step} of {session.feed.total}; {then}"
 
 
-def deliver(session: Session, console: Console, found: Trained, weights: Mapping[str, torch.Tensor]) -> int:
+def deliver(
+    session: Session, console: Console, found: Trained, weights: Mapping[str, torch.Tensor], known: Promised
+) -> int:
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
     collective. Rank 0 only. Returns the exit status."""
     run, task, steps = session.run, session.task, found.step
@@ -323,7 +330,7 @@ def deliver(session: Session, console: Console, found: Trained, weights: Mapping
             "the newest checkpoint"
         ) from caught
     sha256 = concluded(run, task, session.journal, console, steps, weights)
-    closing(console, run, task, found.scores, found.counts, session.world, sha256)
+    closing(console, run, task, found.scores, found.counts, session.world, sha256, known)
     return delivered(run, session.world, console, session.checkpoints.mirror)
 
 

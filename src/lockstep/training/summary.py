@@ -10,6 +10,7 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ def closing(
     counts: Counts,
     world: World,
     weights: str | None,
+    promised: Promised,
 ) -> None:
     """The closing table, where the results are, and what to try next."""
     best = {split: task.best_possible(split) for split in scores}
@@ -109,7 +111,7 @@ def closing(
         one = task.unit.removesuffix("s")
         said = f"{padding:.2f} {task.unit} computed per real {one}; cut at random it would have been {by_chance:.2f}"
         console.facts({"padding": said})
-    command, does = the_same_elsewhere(run, world)
+    command, does = the_same_elsewhere(run, world, promised)
     console.facts({"weights": f"sha256 {weights}", "model": f"{run.folder}/export ({task.loader} loads it)"})
     console.facts({"report": (run.folder / "report.html").resolve().as_uri()}, whole=True)  # a browser opens it
     console.facts({"repeat": command, "": does, "next": what_next(task, console.samples)}, whole=True)
@@ -126,14 +128,29 @@ def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
     return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or "some text"])
 
 
-def the_same_elsewhere(run: Run, world: World) -> tuple[str, str]:
+class Promised(StrEnum):
+    """Whether another number of processes gives the same weights."""
+
+    YES = "yes"
+    NOT_CHECKED = "not checked"  # there was a doubt about the user's code
+    ONE_PROCESS = "one process"  # the model keeps something that no strategy brings together
+
+
+def promised(strategy: Strategy, doubts: Sequence[str]) -> Promised:
+    """What is known of a run that was trained by a strategy. `doubts`: about the user's code."""
+    if strategy.effects.per_process or strategy.effects.moved:
+        return Promised.ONE_PROCESS
+    return Promised.NOT_CHECKED if doubts else Promised.YES
+
+
+def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES) -> tuple[str, str]:
     """A command for the shell and the folder that this run was started in, and what it does."""
     file = str(run.folder / "run.yaml")
-    if run.launch.name != "local":  # whose ranks this shell may not be able to start
+    if run.launch.name != "local" or promised == Promised.ONE_PROCESS:  # this shell may not be able to start its ranks
         return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
-    if not strategies.strategy_class(run).gives_bits(run):
+    if not strategies.strategy_class(run).gives_bits(run) or (promised == Promised.NOT_CHECKED and world.size > 1):
         return shlex.join(["lockstep", "verify", file]), "whether this is the same training as on one process"
-    words = ["lockstep", "train", file]
+    words = ["lockstep", "train" if promised == Promised.YES else "verify", file]
     most = run.micro_batches if world.device.type == "cpu" else torch.cuda.device_count()
     if run.strategy.name == "single" and most > 1:
         run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "ddp"})})
@@ -143,7 +160,10 @@ def the_same_elsewhere(run: Run, world: World) -> tuple[str, str]:
             if processes == world.size:
                 continue
             strategies.checked_strategy(run, processes)
-            words += [f"launch.processes={processes}", override_of("output", f"{run.folder}-{processes}")]
+            words += [f"launch.processes={processes}"]
+            if promised != Promised.YES:
+                return shlex.join(words), f"whether this is the same training on {processes} process(es)"
+            words += [override_of("output", f"{run.folder}-{processes}")]
             # what belongs to this run, and not to one that is compared with it
             words += ["stop_after=null"] if run.stop_after else []
             words += ["hub.push_to=null"] if run.hub.push_to else []

@@ -138,6 +138,11 @@ class Uses:
                         "mapping of them, or use strategy.name=ddp"
                     )
 
+    def switched(self) -> bool:
+        """Whether the model has changed `requires_grad` of a weight that was gathered."""
+        parts = (part for group in self._groups for part in group.fsdp_params if hasattr(part, "_unsharded_param"))
+        return any(part._unsharded_param.requires_grad != part.sharded_param.requires_grad for part in parts)
+
     def signature(self) -> list[int]:
         """Two numbers that say in which order this rank reduced its blocks."""
         return [self._order, self._order**2]

@@ -17,6 +17,7 @@ from lockstep.strategies.engines import layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEP, MICRO_BATCH = "step", "micro_batch"
+INSTEAD = f"strategy.options.gather={STEP}, under which every rank has the whole weights, or strategy.name=ddp"
 _GATHER = {STEP: STEP, MICRO_BATCH: MICRO_BATCH, "piece": MICRO_BATCH}
 _FSDP = {  # options that FSDP itself is asked for
     "replicate",

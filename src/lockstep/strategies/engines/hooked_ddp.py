@@ -29,7 +29,7 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact.reduction import Exchange, buckets, layout_of
 from lockstep.strategies.exact.routes import links
-from lockstep.strategies.exact.statistics import buffers_kept
+from lockstep.strategies.exact.side_effects import preserved
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
 
@@ -163,7 +163,7 @@ class Hooked(Native):
     def prime(self, micro: MicroBatch) -> None:
         """One backward without a gradient: `static_graph` learns its graph from a first backward outside `no_sync`."""
         blank = micro.blank()
-        with buffers_kept(self.model):
+        with preserved(self.model, self.effects.written):
             self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
         self.take_gradients()
         self.primed = True

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.strategies.exact.statistics import buffers_kept
+from lockstep.strategies.exact.side_effects import preserved, watching
 from lockstep.tasks.models.models import leaves_out_layers, load_config
 
 # Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
@@ -27,7 +27,7 @@ _RUN_AGAIN = {"albert", "hrm_text"}
 
 def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
     """How often one forward uses each weight (more than once: tied weights, layers that are shared, embeddings that are
-    looked up again), by the weight's id. Buffers are afterwards what they were."""
+    looked up again), by the weight's id. Nothing of it is left in the model."""
     found: dict[int, int] = {}
 
     def count(module: nn.Module, _: Any) -> None:
@@ -38,7 +38,7 @@ def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
     training = model.training
     model.eval()  # none of the layers is left out at random
     try:
-        with buffers_kept(model), torch.no_grad():
+        with preserved(model), watching(model), torch.no_grad():
             model(**inputs)
     finally:
         model.train(training)

@@ -23,8 +23,9 @@ from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.shared_state import Shared
+from lockstep.strategies.exact.side_effects import refuse_hooks
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.strategy import make_model
+from lockstep.strategies.exact.treatment import make_model
 from lockstep.tasks.task import Task
 
 
@@ -103,6 +104,7 @@ class Sharded(Shared):
         """Partition the model module by module: rank 0 gives, the others never hold more than one module whole."""
         from deepspeed import zero
 
+        refuse_hooks(self.model, "strategy.name: zero3", "zero2 or ddp")
         made: dict[int, nn.Parameter] = {}  # tied weights stay tied
         device = self.world.device
         dtype = torch.bfloat16 if self.low_precision else torch.float32
@@ -184,6 +186,9 @@ class Sharded(Shared):
                 f"{micro_batches} used {name}; nothing was updated. Use strategy.name=ddp or fsdp2"
             )
         return [parameter for name, parameter in self._trained() if not counts[name]]
+
+    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
+        return [] if self.stage == 3 or self.low_precision else super().forwards(batch)
 
     def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
         super().dry_run(batch, then)

@@ -9,8 +9,7 @@ is cut into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -79,28 +78,3 @@ class Statistics:
         with torch.no_grad():
             for buffer, part in zip(buffers, values.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[set[str]]:
-    """Whatever happens in here, the model's buffers are afterwards what they were; yields the names of those that had
-    changed, complete when it is over."""
-    before = {name: b.detach().clone() for name, b in model.named_buffers()}
-    changed: set[str] = set()
-    yield changed
-    now = dict(model.named_buffers())
-    for name, kept in before.items():
-        buffer = now[name]
-        if buffer.shape == kept.shape and torch.equal(_bytes(buffer), _bytes(kept)):
-            continue
-        changed.add(name)
-        holder, _, last = name.rpartition(".")
-        if buffer.shape == kept.shape:
-            with torch.no_grad():
-                buffer.copy_(kept)
-        else:
-            setattr(model.get_submodule(holder), last, kept)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

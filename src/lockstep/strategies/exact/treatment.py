@@ -12,11 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from lockstep.config.optim import OptimSection
 from lockstep.config.run import Run, RunError
+from lockstep.strategies.exact import side_effects
 from lockstep.strategies.optimizers.optimizer import Weight, rule
+from lockstep.tasks.task import Task
 
 _LAYER = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # the list that a layer is in, and its place there
 
@@ -116,3 +119,29 @@ def _unmatched(pattern: str, named: Mapping[str, object]) -> str:
     near = [name for name in named if core in name] or difflib.get_close_matches(core, list(named), cutoff=0.4)
     told = ", ".join((near or list(named))[:2])
     return f"no weight that is trained is called {pattern!r}; there are {told}, ... (* stands for any part of a name)"
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def make_model(task: Task, empty: bool = False) -> nn.Module:
+    """The task's model, its tensors laid out in memory as their shapes say; `empty`: on the meta device.
+
+    Sums, slices and fused updates walk through memory: the gradient of a transposed weight would be taken in another
+    order than the weight. Errors: `RunError` for trainable weights that are not float32, unless the run asks for
+    others, and for hooks that see sums of micro-batches.
+    """
+    wanted = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
+    model = freeze(task.run, task.model(empty=True) if empty else task.model())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != wanted:
+            raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be {wanted}")
+    if names := side_effects.hooks(model, after=True):
+        raise RunError(
+            f"model(): {side_effects.first_few(names)} has a hook for after its gradient was added up "
+            "(register_post_accumulate_grad_hook): it would see the sum of several micro-batches. Use register_hook"
+        )
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+    return model

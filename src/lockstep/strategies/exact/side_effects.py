@@ -1,0 +1,352 @@
+"""What a model's forward changes by itself: weights, buffers, which weights are trained, plain attributes.
+
+In: a model, and ways to call its forward. Out: `SideEffects`, by name; and everything as it was, so that a forward
+before training leaves no trace.
+
+A write is seen when it happens, not by its result: a teacher that equals its student stays the same until the student
+learns, and a limit on weights does nothing until a weight exceeds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.config.run import RunError
+
+_LIBRARIES = {"accelerate", "builtins", "deepspeed", "lockstep", "peft", "torch", "transformers"}
+_PLAIN = (bool, int, float, str, type(None))  # attributes of these types are put back
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+SWITCHED = (
+    "strategy.name: the model's forward changes requires_grad of weights, and how often it did depends on how many "
+    "micro-batches a process has run. Use one process (launch.processes=1 strategy.name=single), or decide before "
+    "training what is trained (model.freeze)"
+)
+
+Forward = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class SideEffects:
+    """What forward changes by itself, by the names of parameters and buffers."""
+
+    written: frozenset[str] = frozenset()  # their numbers
+    moved: frozenset[str] = frozenset()  # those of them that got other memory, or another tensor
+    switched: frozenset[str] = frozenset()  # their `requires_grad`
+    alike: Mapping[str, str] = field(default_factory=dict)
+    """Those that forward makes the same whatever the batch and however often, such as a limit on weights: a hash."""
+
+    @property
+    def per_process(self) -> frozenset[str]:
+        """What each process would make something else of."""
+        return self.switched | (self.written - self.alike.keys())
+
+    def together(self, all_gather: Callable[[SideEffects], list[SideEffects]]) -> SideEffects:
+        """Those of all ranks. Collective."""
+        effects = all_gather(self)
+        same = set.intersection(*(set(each.alike.items()) for each in effects))
+        return SideEffects(
+            frozenset[str]().union(*(each.written for each in effects)),
+            frozenset[str]().union(*(each.moved for each in effects)),
+            frozenset[str]().union(*(each.switched for each in effects)),
+            dict(same),
+        )
+
+
+def one_process(names: Collection[str]) -> str:
+    """What is said of them on one process, which trains such a model."""
+    return (
+        f"training changes {first_few(sorted(names))} beside the optimizer, which several processes cannot bring "
+        "together: this model trains on one process only"
+    )
+
+
+def refusal(strategy: str, effects: SideEffects, model: nn.Module, averages: bool) -> str:
+    """Why several processes cannot train a model with these side effects. `averages`: whether the strategy brings
+    running statistics together."""
+    weights = dict(model.named_parameters())
+    shown = first_few(names := sorted(effects.per_process))
+    where = "Use one process (launch.processes=1 strategy.name=single), or a model"
+    if effects.switched:
+        return f"{SWITCHED} (here of {first_few(sorted(effects.switched))})"
+    if any(name in weights for name in names):
+        return (
+            f"strategy.name: training changes {shown} of the model beside the optimizer: every process would make "
+            f"something else of them from its own micro-batches, and {strategy} can bring together gradients and the "
+            f"running statistics of BatchNorm. {where} whose forward leaves weights alone"
+        )
+    return (
+        f"strategy.name: training changes {shown} of the model, which are no weights: every process would make "
+        f"something else of them, and {strategy} can bring together nothing but the running statistics of BatchNorm "
+        f"and its like{'' if averages else ' (this strategy not even those)'}. {where} without them"
+    )
+
+
+def hooks(model: nn.Module, after: bool = False) -> list[str]:
+    """The weights with hooks of the user's on their gradients, by name; `after`: on what gradients are added up to."""
+    kind = "_post_accumulate_grad_hooks" if after else "_backward_hooks"
+    return [name for name, p in model.named_parameters() if getattr(p, kind, None)]
+
+
+def refuse_hooks(model: nn.Module, engine: str, instead: str) -> None:
+    """For an engine that puts other tensors in the place of weights. Errors: `RunError`."""
+    if names := hooks(model):
+        raise RunError(
+            f"{engine} would lose the hook on the gradient of {first_few(names)} (register_hook), since it puts other "
+            f"tensors in the place of the model's weights. Use {instead}"
+        )
+
+
+def first_few(names: Collection[str]) -> str:
+    """The first few of many."""
+    return ", ".join([*names][:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# -- writes ----------------------------------------------------------------------------------------------------------
+
+
+class Writes(TorchDispatchMode):
+    """Notes which known tensors operations write to, and keeps a copy of each from before."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, str] = {}  # storage -> name
+        self.tensors: dict[str, tuple[Tensor, Tensor, bool]] = {}  # name -> the tensor; memory and requires_grad then
+        self.before: dict[str, tuple[Tensor, Tensor]] = {}  # name -> its memory, and a copy of what was there
+        self.moved: set[str] = set()
+        self.switched: set[str] = set()
+
+    def know(self, name: str, tensor: Tensor) -> None:
+        """Watch a tensor's memory."""
+        if self.names.setdefault(_storage(tensor), name) == name:
+            self.tensors.setdefault(name, (tensor, tensor.detach(), tensor.requires_grad))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+        ):  # FSDP gathers by operations of its own
+            for place, name in _written(func):
+                for tensor in _pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
+                    if isinstance(tensor, Tensor):
+                        self._note(tensor)
+        return func(*args, **kwargs)
+
+    def _note(self, tensor: Tensor) -> None:
+        name = self.names.get(_storage(tensor))
+        if name is not None and name not in self.before:
+            held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            memory = torch.empty(0, dtype=held.dtype, device=held.device).set_(held.untyped_storage())
+            self.before[name] = memory, memory.clone()
+
+    def look(self) -> None:
+        """Which tensors have other memory, or another `requires_grad`, than when they became known."""
+        for name, (tensor, old, trained) in self.tensors.items():
+            self.moved |= {name} if _storage(tensor) != _storage(old) else set()
+            self.switched |= {name} if tensor.requires_grad != trained else set()
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for memory, copy in self.before.values():
+            if memory.untyped_storage().nbytes() == copy.untyped_storage().nbytes():  # FSDP frees what it has gathered
+                memory.copy_(copy)
+        for name in self.moved:
+            tensor, old, _ = self.tensors[name]
+            if not isinstance(tensor, DTensor):
+                tensor.data = old
+
+
+def _storage(tensor: Tensor) -> int:
+    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return 0 if held.is_sparse else held.untyped_storage()._cdata
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[Writes]:
+    """Writes of the model's own forward and nothing else. They are undone at the end. A module may gather its weights
+    when it is called: they are looked for then."""
+    writes, paths = Writes(), {module: name for name, module in model.named_modules()}
+    weights = dict(model.named_parameters())
+
+    def know(module: nn.Module, _: Any) -> None:
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            writes.know(f"{paths[module]}.{name}" if paths[module] else name, tensor)
+
+    def begin(*_: Any) -> None:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            writes.know(name, tensor)
+        writes.__enter__()
+
+    def end(*_: Any) -> None:
+        writes.__exit__(None, None, None)
+        writes.look()
+
+    hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end, always_call=True)]
+    hooks += [module.register_forward_pre_hook(know) for module in paths]
+    try:
+        yield writes
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, own in weights.items():
+            holder, _, last = name.rpartition(".")
+            if (module := model.get_submodule(holder))._parameters[last] is not own:
+                writes.moved.add(name)
+                module._parameters[last] = own
+        with torch.no_grad():
+            writes.restore()
+
+
+def effects_of(model: nn.Module, forwards: Sequence[Forward], statistics: Collection[str]) -> SideEffects:
+    """The side effects of the first of some forwards, and which of them a second one shares. `statistics`: buffers that
+    ranks bring together. Nothing of it is left."""
+    if not forwards:
+        return SideEffects()
+    with preserved(model), watching(model) as writes:
+        forwards[0]()
+    written = ({*writes.before} | writes.moved) - set(statistics)
+    alike = _alike(model, written, *forwards) if written and len(forwards) > 1 else {}
+    return SideEffects(frozenset(written), frozenset(writes.moved), frozenset(writes.switched), alike)
+
+
+def _alike(model: nn.Module, names: Collection[str], first: Forward, second: Forward) -> dict[str, str]:
+    """Those tensors of which either forward, and one after the other, makes the same numbers, begun from large ones,
+    with a hash of these numbers. None where forward fails on large numbers."""
+    made: dict[str, set[str]] = {name: set() for name in names}
+    try:
+        for turns in ((first,), (second,), (first, second)):
+            with preserved(model, names):
+                for name in names:
+                    _enlarge(_tensor(model, name))
+                for forward in turns:
+                    forward()
+                for name in names:
+                    numbers = bits_of(_tensor(model, name)).cpu().numpy().tobytes()
+                    made[name].add(hashlib.sha256(numbers).hexdigest())
+    except Exception:
+        return {}
+    return {name: hashes.pop() for name, hashes in made.items() if len(hashes) == 1}
+
+
+@torch.no_grad()
+def _enlarge(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        spread = torch.linspace(-1000, 1000, tensor.numel(), device=tensor.device).view(tensor.shape)
+        tensor.copy_(tensor.float() * 1000 + spread)
+
+
+# -- everything as it was --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def preserved(model: nn.Module, written: Collection[str] = ()) -> Iterator[set[str]]:
+    """At the end buffers, the weights that are `written`, which weights are trained, and plain attributes and hooks of
+    the user's modules are what they were. Yields the names of the tensors that had changed, complete at the end: also
+    of frozen weights that are not `written`, which are not put back."""
+    weights = dict(model.named_parameters())
+    tensors = [_Before(model, name) for name in [*dict(model.named_buffers()), *(n for n in written if n in weights)]]
+    frozen = {name: p._version for name, p in weights.items() if not p.requires_grad and name not in written}
+    flags = {name: p.requires_grad for name, p in weights.items()}
+    keys = {name: set(p._backward_hooks or ()) for name, p in weights.items()}
+    modules = [_Attributes(module) for module in model.modules() if _of_user(module)]
+    changed: set[str] = set()
+    try:
+        yield changed
+    finally:
+        changed |= {each.name for each in tensors if each.restore()}
+        changed |= {name for name, version in frozen.items() if weights[name]._version != version}
+        for name, parameter in weights.items():
+            if parameter.requires_grad != flags[name]:
+                parameter.requires_grad_(flags[name])
+            added = parameter._backward_hooks or {}
+            for key in set(added) - keys[name]:
+                del added[key]
+        for module in modules:
+            module.restore()
+
+
+class _Before:
+    """A parameter or buffer as it is now."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        holder, _, self.last = name.rpartition(".")
+        self.name, self.module, self.tensor = name, model.get_submodule(holder), _tensor(model, name)
+        self.memory, self.copy = self.tensor.detach(), self.tensor.detach().clone()
+
+    def restore(self) -> bool:
+        """Put it back. Returns whether it had changed."""
+        parameter = self.last in self.module._parameters
+        now = getattr(self.module, self.last)
+        if now is not None and same_bits(now, self.copy) and (not parameter or now is self.tensor):
+            return False
+        if parameter:
+            self.module._parameters[self.last] = self.tensor  # type: ignore[assignment]
+            self.tensor.data = self.memory
+        elif now is not None and now.shape == self.copy.shape:
+            self.memory = now.detach()  # an engine may have put another tensor there
+        else:
+            setattr(self.module, self.last, self.copy)
+            return True
+        self.memory.copy_(self.copy)
+        return True
+
+
+class _Attributes:
+    """Plain attributes of a module, such as a count of calls, and its hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        own = vars(module)
+        self.module = module
+        self.plain = {n: v for n, v in own.items() if n not in _OF_EVERY_MODULE and type(v) in _PLAIN}
+        self.hooks = {n: set(own[n]) for n in _OF_EVERY_MODULE if n.endswith("_hooks") and own.get(n) is not None}
+
+    def restore(self) -> None:
+        own = vars(self.module)
+        for name in [
+            n for n, v in own.items() if type(v) in _PLAIN and n not in self.plain and hasattr(type(self.module), n)
+        ]:
+            del own[name]  # the class has what it was
+        own.update(self.plain)
+        for name, keys in self.hooks.items():
+            for key in set(hooks := vars(self.module)[name]) - keys:
+                del hooks[key]
+
+
+def _of_user(module: nn.Module) -> bool:
+    return any(kind.__module__.split(".")[0] not in _LIBRARIES for kind in type(module).__mro__)
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    holder, _, last = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(holder), last)
+    return tensor
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor. Numbers that are not finite do not mislead a comparison of bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same bytes in the same shape."""
+    return first.shape == second.shape and torch.equal(bits_of(first), bits_of(second))
