@@ -203,9 +203,10 @@ def test_what_no_task_learns_is_refused(case: str, here: Path, capfd: pytest.Cap
 
 
 def test_a_table_with_another_separator(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (here / "a.csv").write_text("text;label\n" + "words;1\n" * 9)
-    assert main(["init", "--yes", "--data", "a.csv"]) == 2
-    assert "separated by semicolons" in capfd.readouterr().err
+    (here / "a.csv").write_text("text;label\n" + "".join(f"words, {i};{i % 2}\n" for i in range(60)))
+    assert written("--data", "a.csv", "--model", "scratch").data.separator == ";"
+    assert "a.csv is separated by semicolons: data.separator=';'" in capfd.readouterr().out
+    check_arithmetic(here / "run.yaml")
 
 
 def test_what_training_refuses_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

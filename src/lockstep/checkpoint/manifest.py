@@ -32,7 +32,18 @@ FILE = "manifest.json"
 _READ_FROM = {
     *(
         f"data.{key}"
-        for key in ("source", "config", "revision", "train", "validation", "test", "encoding", "drop_missing")
+        for key in (
+            "source",
+            "config",
+            "revision",
+            "train",
+            "validation",
+            "test",
+            "encoding",
+            "separator",
+            "quote",
+            "drop_missing",
+        )
     ),
     "tokenizer.source",
 }

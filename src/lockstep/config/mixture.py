@@ -16,10 +16,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lockstep.config.conditions import Filter
+from lockstep.config.table_keys import Quote, Separator
 
 Weight = float | list[tuple[int, float]]
 # Keys that each source has for itself; of `data` they are given where there is one source only.
-_READING = ("layout", "columns", "encoding", "filter", "split_column")
+_READING = ("layout", "columns", "separator", "quote", "encoding", "filter", "split_column")
 OWN = ("source", "config", "revision", "train", "validation", "test", *_READING)
 
 
@@ -44,6 +45,8 @@ class OneSource(BaseModel):
     test: str | list[str] | None = Field(None, description="as data.test")
     layout: Literal["rows", "class_folders", "parallel"] = Field("rows", description="as data.layout")
     columns: list[str] | None = Field(None, min_length=1, description="as data.columns")
+    separator: Separator | None = Field(None, description="as data.separator")
+    quote: Quote | None = Field(None, description="as data.quote")
     encoding: str = Field("utf-8", description="as data.encoding")
     filter: Filter = Field(default_factory=dict, description="as data.filter")
     split_column: str | None = Field(None, description="as data.split_column")

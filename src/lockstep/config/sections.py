@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from lockstep.config.conditions import Filter
 from lockstep.config.mixture import OWN, Mixture
 from lockstep.config.streaming import Streaming
+from lockstep.config.table_keys import QUOTE, SEPARATOR, Quote, Separator
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -110,6 +111,8 @@ class DataSection(Streaming, Section):
     columns: list[str] | None = Field(
         None, min_length=1, description="names of the columns, in order, of .csv and .tsv files without a header"
     )
+    separator: Separator | None = Field(None, description=SEPARATOR)
+    quote: Quote | None = Field(None, description=QUOTE)
     validation_fraction: float = Field(
         0.1,
         gt=0,

@@ -21,6 +21,8 @@ _ALL_ROWS = "needs all rows of train at once"
 _REFUSED = {
     "layout": "a stream reads rows, and no class folders or parallel files",
     "columns": "a stream reads no .csv or .tsv files, whose rows may reach over lines; write .jsonl or .parquet",
+    "separator": "a stream reads no .csv or .tsv files; write .jsonl or .parquet",
+    "quote": "a stream reads no .csv or .tsv files; write .jsonl or .parquet",
     "encoding": "a stream reads UTF-8 only",
     "split_column": f"it {_ALL_ROWS}; write validation and test to files of their own",
     "test_fraction": f"to cut it off {_ALL_ROWS}; name files in data.test",

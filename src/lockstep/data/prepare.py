@@ -15,12 +15,14 @@ from typing import Protocol
 from lockstep import __version__
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
-from lockstep.data import copies, remote, source
+from lockstep.data import copies, remote, row_files, source, tables
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.origin import model_folder
 from lockstep.data.tokenizer import TARGET
 from lockstep.data.tokens import VERSION, Prepared, content, digest
 from lockstep.distributed.place import PLACE
+
+_YOUNGER = ("separator", "quote")  # keys of `data`
 
 
 class Prepares(Protocol):
@@ -109,15 +111,22 @@ def _content_of(prepared: Prepared) -> str:
 
 
 def _dump(run: Run, part: str) -> object:
-    return getattr(run, part).model_dump(mode="json")
+    """Without keys that are younger than what the cache holds, where they are not given."""
+    values = getattr(run, part).model_dump(mode="json")
+    for each in (values, *(values.get("sources") or ())) if part == "data" else ():
+        for key in _YOUNGER:
+            if each[key] is None:
+                del each[key]
+    return values
 
 
 def _files(run: Run) -> list[tuple[str, int, int]]:
-    """Name, size and time of every local file the preparation reads."""
+    """Name, size and time of every local file the preparation reads, and how tables among them are read."""
     files = source.files_of(run.data)
     for named in (run.model.source, run.tokenizer.source):
         root = Path(model_folder(named) if named is not None else "").expanduser()
         for folder in (root, root / TARGET) if named is not None else ():
             if folder.is_dir():
                 files += sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in (".json", ".txt", ".model"))
-    return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return facts + [("tables", tables.VERSION, 0)] * any(row_files.format_of(f) in tables.SEPARATORS for f in files)

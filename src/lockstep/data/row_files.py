@@ -7,18 +7,16 @@ file and the line, or in what two files differ. Imports `datasets` only when cal
 from __future__ import annotations
 
 import codecs
-import csv
 import hashlib
-import io
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import compressed, readable
+from lockstep.data import compressed, readable, tables
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,12 +25,13 @@ if TYPE_CHECKING:
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".json": ("json", {}),
-    ".csv": ("csv", {"keep_default_na": False}),  # a text that says "null" or "NA" is a text
-    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t", "quoting": 3}),
+    ".csv": ("csv", {}),  # with the options of its dialect
+    ".tsv": ("csv", {}),
     ".parquet": ("parquet", {}),
     ".txt": ("lines", {}),
     ".tar": ("archive", {}),
 }
+_INDEX = "__index_level_0__"  # what pandas calls an index without a name, which it writes as a column
 READ = (
     f"{', '.join(FORMATS)} (all but .parquet also with {', '.join(compressed.ENDINGS)} after it; .tar with "
     "data.stream=true)"
@@ -45,14 +44,14 @@ def format_of(file: Path) -> str | None:
     return found if found in FORMATS and not (found == ".parquet" and compressed.is_compressed(file)) else None
 
 
-def check_columns(local: dict[str, list[Path]], names: list[str]) -> None:
-    """Errors: `RunError` where `data.columns` does not name what is in a file, column by column."""
-    if len(set(names)) < len(names):
-        raise RunError(f"data.columns: {', '.join(names)}: a name is there twice")
-    for files in local.values():
-        for file in files:
-            if format_of(file) not in (".csv", ".tsv"):
-                raise RunError(f"data.columns: for .csv and .tsv files without a header, and {file} is none")
+def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
+    """Errors: `RunError` where keys about tables are given, and files are none."""
+    if data.columns is not None and len(set(data.columns)) < len(data.columns):
+        raise RunError(f"data.columns: {', '.join(data.columns)}: a name is there twice")
+    for key, of in (("columns", " without a header"), ("separator", ""), ("quote", "")):
+        for file in [file for files in local.values() for file in files] if getattr(data, key) is not None else ():
+            if format_of(file) not in tables.SEPARATORS:
+                raise RunError(f"data.{key}: for .csv and .tsv files{of}, and {file} is none")
 
 
 def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
@@ -67,10 +66,12 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
     parts: list[tuple[Path, Dataset]] = []
     with compressed.unpacked(files, key) as there:
         given = dict(zip(there, files, strict=True))
-        for ending, some in itertools.groupby(there, format_of):
+        found = {file: tables.table(file, key, data) for file in there if format_of(file) in tables.SEPARATORS}
+        for (ending, _), some in itertools.groupby(there, lambda f: (format_of(f), f in found and found[f].dialect)):
             assert ending is not None
             alike = list(some)
-            parts.append((given[alike[0]], _read(alike, ending, key, plain, data)))
+            rows = _table(alike, key, data, found) if alike[0] in found else _read(alike, ending, key, plain, data)
+            parts.append((given[alike[0]], rows.remove_columns([c for c in rows.column_names if c == _INDEX])))
     if len(parts) == 1:
         return parts[0][1]
     return datasets.concatenate_datasets(agreeing(parts, key))
@@ -87,13 +88,32 @@ def _read(files: list[Path], ending: str, key: str, plain: str | None, data: Dat
     utf8 = codecs.lookup(encoding).name == "utf-8"
     if builder == "json" and not utf8:  # its reader knows UTF-8 only
         return datasets.Dataset.from_list([row for file in files for row in _rows_of(file, key, encoding)])
-    if builder == "csv" and not utf8:
-        options = options | {"encoding": encoding}
+    return _loaded(builder, files, key, encoding, options)
+
+
+def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, tables.Table]) -> Dataset:
+    """Tables of one dialect. Errors: `RunError`."""
+    found = [known[file] for file in files]
+    options = found[0].dialect.options
+    if codecs.lookup(data.encoding).name != "utf-8":
+        options |= {"encoding": data.encoding}
     if data.columns is not None:
-        for file in files:
-            if (there := len(first_row(file, encoding))) not in (0, len(data.columns)):
-                raise RunError(f"{key}: {file} has {there} column(s), and data.columns names {len(data.columns)}")
-        options = options | {"column_names": data.columns}
+        options |= {"column_names": data.columns}
+    if converters := tables.converters(found):
+        options |= {"converters": converters}
+    rows = _loaded("csv", files, key, data.encoding, options)
+    if len(rows) != (wanted := sum(each.rows for each in found)):
+        raise RunError(
+            f"{key}: {', '.join(map(str, files))}: {len(rows):,} rows were read, and there are {wanted:,}; write them "
+            "as .jsonl"
+        )
+    return rows
+
+
+def _loaded(builder: str, files: list[Path], key: str, encoding: str, options: dict[str, Any]) -> Dataset:
+    """What a reader of `datasets` makes of files. Errors: `RunError`."""
+    import datasets
+
     found = [(f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     name = hashlib.sha256(repr(found).encode()).hexdigest()[:16]  # its own cache tells files by their times alone
     try:
@@ -104,11 +124,6 @@ def _read(files: list[Path], ending: str, key: str, plain: str | None, data: Dat
         for file in files if builder == "json" else ():
             _rows_of(file, key, encoding)  # says on which line it goes wrong
         cause = " ".join(str(error.__cause__ or error).split())
-        if uneven := re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", cause):
-            cause = (
-                f"line {uneven[2]} has {uneven[3]} columns, those before {uneven[1]}; a text that holds what parts the "
-                "columns stands between double quotes"
-            )
         raise RunError(f"{key}: cannot read {', '.join(str(f) for f in files)} as {builder}: {cause}") from error
 
 
@@ -176,24 +191,6 @@ def _named(dataset: Dataset) -> str:
 
 def _differ(what: str, first: Any, file: Any, how: str, start: Dataset) -> str:
     return f"{what} must have the same columns: {first} has {_named(start)}, and {file} {how}"
-
-
-# -- tables ----------------------------------------------------------------------------------------------------------
-
-
-def first_row(file: Path, encoding: str) -> list[str]:
-    """The cells of the first line of a .csv or .tsv file; none where it is empty."""
-    return next(rows_of_table(file, encoding), [])
-
-
-def rows_of_table(file: Path, encoding: str) -> Iterator[list[str]]:
-    """The rows of a .csv or .tsv file, as they are."""
-    options = FORMATS[compressed.plain(file).suffix][1]
-    with io.TextIOWrapper(compressed.opened(file), encoding=readable.codec(encoding), newline="") as opened:
-        if "quoting" in options:
-            yield from csv.reader(opened, delimiter=options["sep"], quoting=csv.QUOTE_NONE)
-        else:
-            yield from csv.reader(opened)
 
 
 # -- json and lines --------------------------------------------------------------------------------------------------

@@ -118,14 +118,14 @@ def load(
         with remote.here(data, local_splits) as downloaded:
             return replace(load(downloaded, seed, plain, columns, tokens), name=remote.called(data))
     _quiet()
-    if (data.source == BUILTIN or local_splits(data) is None) and (data.layout != "rows" or data.columns is not None):
-        key = "columns" if data.columns is not None else "layout"
-        raise RunError(f"data.{key}: for local files, and {data.source} is none; leave it out")
+    own = [key for key in ("columns", "separator", "quote") if getattr(data, key) is not None]
+    own += ["layout"] if data.layout != "rows" else []
+    if own and (data.source == BUILTIN or local_splits(data) is None):
+        raise RunError(f"data.{own[0]}: for local files, and {data.source} is none; leave it out")
     if data.source == BUILTIN and not data.stream:
         source = _builtin(seed)
     elif (files := local_splits(data)) is not None:
-        if data.columns is not None:
-            row_files.check_columns(files, data.columns)
+        row_files.check_columns(files, data)
         source = Source(
             data.source or "local files",
             {

@@ -16,7 +16,7 @@ from lockstep.config import plugins
 from lockstep.config.output import aside_of
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import compressed, row_files, source
+from lockstep.data import compressed, row_files, source, tables
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
@@ -95,7 +95,8 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
         except UnicodeError as error:
             raise RunError(f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
         return [row_of(line, columns, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
-    section = DataSection.model_validate({"train": word, "encoding": run.data.encoding})
+    reading = ("encoding", "separator", "quote") if ending in tables.SEPARATORS else ("encoding",)
+    section = DataSection.model_validate({"train": word} | {key: getattr(run.data, key) for key in reading})
     data = source.load(section, run.seed).splits["train"]
     return [row_of(_flat(row, columns), columns, f"{word}, row {n}") for n, row in enumerate(data)]
 

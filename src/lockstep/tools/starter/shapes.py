@@ -11,13 +11,13 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import compressed, readable, row_files, source, text_files
+from lockstep.data import compressed, readable, row_files, source, tables, text_files
 from lockstep.tools.starter import columns, fit
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.names import is_known
 from lockstep.tools.starter.talk import Talk
 
-_TABLES = (".csv", ".tsv")
+_TABLES = set(tables.SEPARATORS)
 _ROWS = 500  # looked at of a file
 _WORDS = {word for words in source.USUAL.values() for word in words}  # what folders of splits are called
 
@@ -33,8 +33,8 @@ def recognised(data: DataSection, talk: Talk) -> DataSection:
     local = source.local_splits(data)
     if local is None or data.columns is not None:
         return data
-    tables = {s: files for s, files in local.items() if files and {*map(row_files.format_of, files)} <= set(_TABLES)}
-    return _header(data, tables, talk) if tables.get("train") else data
+    found = {s: files for s, files in local.items() if files and {*map(row_files.format_of, files)} <= _TABLES}
+    return _header(data, found, talk) if found.get("train") else data
 
 
 def looked(data: DataSection, talk: Talk) -> tuple[DataSection, Look]:
@@ -114,15 +114,16 @@ def _say_classes(splits: dict[str, Path], root: Path, talk: Talk) -> None:
 # -- headers ---------------------------------------------------------------------------------------------------------
 
 
-def _header(data: DataSection, tables: dict[str, list[Path]], talk: Talk) -> DataSection:
+def _header(data: DataSection, local: dict[str, list[Path]], talk: Talk) -> DataSection:
     """Whether the first row of a table names its columns."""
-    file = tables["train"][0]
+    file = local["train"][0]
     readable.check(file, "data.source", data.encoding)
-    rows = list(itertools.islice(row_files.rows_of_table(file, data.encoding), _ROWS))
+    data = _dialect(data, file, talk)
+    found = tables.scanned(file, "data.train", data)
+    rows = [row for _, row in itertools.islice(tables.rows(file, data.encoding, found.dialect), _ROWS)]
     if not rows:
         return data  # its reader says that it is empty
     first = rows[0]
-    _check_separator(file, rows)
     named = has_header(rows)
     shown = " | ".join(cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in first)
     if named is None:
@@ -135,8 +136,8 @@ def _header(data: DataSection, tables: dict[str, list[Path]], talk: Talk) -> Dat
     if named:
         return data
     talk.console.say(f"{file.name} has no header; its first row is: {shown}")
-    fewer = row_files.first_row(tables["test"][0], data.encoding) if tables.get("test") else first
-    if len(fewer) < len(first) and data.test is None:
+    test = local.get("test")
+    if test and len(tables.scanned(test[0], "data.test", data).names) < len(first) and data.test is None:
         data = without_test(data, talk)
     return data.model_copy(update={"columns": _names(data, len(first), talk)})
 
@@ -169,18 +170,20 @@ def has_header(rows: list[list[str]]) -> bool | None:
     return None
 
 
-def _check_separator(file: Path, rows: list[list[str]]) -> None:
-    """Errors: `RunError` for a file that seems to be separated by something else."""
-    if all(len(row) == 1 for row in rows):
-        for mark, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
-            if len(rows) > 1 and len({row[0].count(mark) for row in rows if row}) == 1 and mark in rows[0][0]:
-                raise RunError(
-                    f"{file} has one column, and as many {name} in every row: it seems to be separated by {name}. "
-                    "Read are commas in .csv and tabs in .tsv: "
-                    + {"\t": "call it .tsv", ",": "call it .csv"}.get(
-                        mark, "write it with commas, or with tabs as .tsv"
-                    )
-                )
+def _dialect(data: DataSection, file: Path, talk: Talk) -> DataSection:
+    """With `separator` and `quote`, where they are not what the file's ending says."""
+    if data.separator is not None and data.quote is not None:
+        return data
+    ways = tables.detected(file, data, lambda name: is_known(name) or text_files.is_language(name))
+    chosen = ways[0] if ways else {}
+    if not chosen:
+        return data
+    if "separator" in chosen:
+        mark = chosen["separator"]
+        talk.console.say(f"{file.name} is separated by {tables.NAMES[mark]}: data.separator={mark!r}")
+    if "quote" in chosen:
+        talk.console.say(f"{file.name}: data.quote={chosen['quote']}")
+    return data.model_copy(update=chosen)
 
 
 def _names(data: DataSection, count: int, talk: Talk) -> list[str]:

@@ -1,0 +1,340 @@
+"""Tables in .csv and .tsv files: the separator, the quotes, and rows that do not fit the header.
+
+In: a file, and `data.separator`, `data.quote`, `data.columns` where they are given. Out: a `Dialect`, the rows as
+Python's csv module reads them, and what the columns hold; or a `RunError` that names file, line and row.
+
+Quotes are those of RFC 4180. A file whose rows fit the header only where quotes are letters like others is not quoted.
+A file that can be read in both ways, with other rows, is refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data import compressed, readable
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}  # ending -> what separates cells, unless data.separator says otherwise
+NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+QUOTES = {"double": '"', "single": "'", "none": ""}
+BATCH = 10_000  # rows that the reader of `datasets` gives types to together
+VERSION = 1  # of how tables are read
+_NUMBER = re.compile(
+    r"\s*[+-]?((?P<whole>[0-9]+)|([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf|infinity)\s*", re.A | re.I
+)
+_TRUTHS = ("true", "True", "TRUE", "false", "False", "FALSE")
+
+csv.field_size_limit(2**31 - 1)  # texts may be books
+
+
+class Misfit(RunError):
+    """Rows that are not those of a table with this separator and these quotes."""
+
+
+class TwoWays(Misfit):
+    """Rows that are those of a table with quotes and without, and not the same."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What separates the cells of a table, and what stands around those that hold a separator (empty: nothing)."""
+
+    separator: str
+    quote: str
+
+    def reader(self, lines: Iterator[str]) -> Any:
+        """Python's, which raises `csv.Error` for quotes that do not follow RFC 4180."""
+        if self.quote:
+            return csv.reader(lines, delimiter=self.separator, quotechar=self.quote, strict=True)
+        return csv.reader(lines, delimiter=self.separator, quoting=csv.QUOTE_NONE, quotechar=None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same for pandas. No first column is ever taken for an index."""
+        quotes = {"quotechar": self.quote} if self.quote else {"quoting": csv.QUOTE_NONE}
+        return {"sep": self.separator, "index_col": False, "keep_default_na": False, **quotes}
+
+
+class _Lines:
+    """The lines of a file, with their ends; knows whether one held a quote. Errors: `Misfit`."""
+
+    def __init__(self, file: Path, encoding: str, quote: str) -> None:
+        self.file, self.encoding, self.quote = file, encoding, quote
+        self.quoted, self.doubled, self.last = False, False, ""
+
+    def __iter__(self) -> Iterator[str]:
+        with io.TextIOWrapper(compressed.opened(self.file), readable.codec(self.encoding), newline="") as opened:
+            for number, line in enumerate(opened, 1):
+                if "\0" in line:
+                    raise Misfit(f"{self.file}, line {number:,}: a zero byte stands in the row; take it out")
+                if (self.quote or '"') in line:
+                    self.quoted, self.doubled = True, self.doubled or '""' in line
+                self.last = line
+                yield line
+
+
+def rows(file: Path, encoding: str, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
+    """The line that each row begins in, and its cells; blank lines are left out. Errors: `Misfit`."""
+    return _rows(_Lines(file, encoding, dialect.quote), dialect)
+
+
+def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
+    reader = dialect.reader(iter(lines))
+    while True:
+        start = reader.line_num + 1
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise Misfit(
+                f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown([lines.last])}. A quote "
+                "within quotes is doubled; data.quote: none reads quotes as letters"
+            ) from None
+        if row is None:
+            return
+        if len(row) > 1 or (row and row[0].strip(" \t")) or (row and dialect.quote and dialect.quote in lines.last):
+            yield start, row
+
+
+def _quoting(said: str, quote: str) -> str:
+    if "unexpected end" in said:
+        return f"a cell begins with {quote} there and does not end before the file does"
+    return f"something stands between the {quote} at the end of a cell and the next separator" if quote else said
+
+
+@dataclass
+class Table:
+    """What a file holds with some dialect."""
+
+    dialect: Dialect
+    names: list[str]
+    rows: int = 0
+    quoted: bool = False  # whether a quote stands anywhere in it
+    doubled: bool = False  # whether two stand beside each other
+    kinds: list[set[str]] = field(default_factory=list)  # of each column: i, f, b, t for whole, decimal, truth, text
+    begins: list[set[str]] = field(default_factory=list)  # the same of the first rows
+    needless: bool = False  # whether quotes stand around cells that do not need them, beside such without quotes
+    wrapped: bool = False  # whether quotes stand around most texts of a column
+    escaped: bool = False  # whether quotes within quotes have a backslash
+
+
+def table(file: Path, key: str, data: DataSection) -> Table:
+    """A file whose columns have names. Errors: `RunError`, also where two names are the same."""
+    found = scanned(file, key, data)
+    for place, name in enumerate(found.names):
+        if name and name in found.names[:place]:
+            raise RunError(
+                f"{key}: {file}: columns {found.names.index(name) + 1} and {place + 1} are both called {name!r}; give "
+                "each a name of its own"
+            )
+    return found
+
+
+def scanned(file: Path, key: str, data: DataSection) -> Table:
+    """The dialect of a file, and what the whole file holds with it. Errors: `RunError`."""
+    separator = data.separator or SEPARATORS[compressed.plain(file).suffix]
+    try:
+        if data.quote is not None:
+            return _scan(file, data, Dialect(separator, QUOTES[data.quote]))
+        return _found(file, data, separator)
+    except Misfit as error:
+        raise RunError(f"{key}: {error}") from None
+
+
+def _found(file: Path, data: DataSection, separator: str) -> Table:
+    """With the quotes that the file has. Errors: `Misfit`."""
+    quoted, bare = Dialect(separator, '"'), Dialect(separator, "")
+    try:
+        found = _scan(file, data, quoted)
+    except Misfit as error:
+        try:
+            other = _scan(file, data, bare)
+        except Misfit:
+            raise error from None
+        if other.escaped:
+            raise Misfit(
+                f'{error}. Quotes within quotes seem to have a backslash (\\"); write them doubled ("")'
+            ) from None
+        if other.wrapped:  # a file with quotes, in which something is wrong with one
+            raise error from None
+        return other
+    if not found.quoted or compressed.plain(file).suffix != ".tsv":
+        return found
+    try:
+        other = _scan(file, data, bare)
+    except Misfit:
+        return found
+    if other.rows == found.rows:
+        return other if other.needless else found
+    if other.doubled or other.names[0].startswith('"'):
+        return found
+    raise TwoWays(
+        f"{file} can be read in two ways: {found.rows:,} rows where quotes stand around cells, some of them of several "
+        f"lines, and {other.rows:,} where quotes are letters. Set data.quote: double, or none"
+    )
+
+
+def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
+    """All rows, looked at. Errors: `Misfit` for the first that does not fit."""
+    lines = _Lines(file, data.encoding, dialect.quote)
+    found = Table(dialect, list(data.columns or ()))
+    batch: list[list[str]] = []
+    marks: list[Counter[str]] = []
+    for line, row in _rows(lines, dialect):
+        if not found.names:
+            found.names = row
+            continue
+        if len(row) != len(found.names):
+            raise Misfit(_misfit(file, line, row, found, data, lines.last))
+        batch.append(row)
+        found.rows += 1
+        if len(batch) == BATCH:
+            _look(batch, found, marks)
+            batch = []
+    if batch:
+        _look(batch, found, marks)
+    found.quoted, found.doubled = lines.quoted, lines.doubled
+    found.needless = any(seen["quoted"] and seen["plain"] for seen in marks)
+    found.wrapped = any(seen["quoted"] + seen["needed"] > seen["plain"] for seen in marks)
+    return found
+
+
+def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSection, last: str) -> str:
+    """What is said of a row that is wider or narrower than the header."""
+    wanted = "data.columns names" if data.columns else "the header has"
+    separator = found.dialect.separator
+    called = NAMES.get(separator, repr(separator))
+    how = f"A cell that holds {called} stands between double quotes"
+    if len(row) == 1 and row[0].lstrip().startswith("#"):
+        how = "Take comments out"
+    elif len(row) == len(found.names) + 1 and not row[-1]:
+        how = f"It ends with a separator and the header does not: end both with one, or none ({called})"
+    other = next((mark for mark in NAMES if mark != separator and mark in found.names[0]), None)
+    if other is not None and len(found.names) == 1:
+        how = f"The header seems to be separated by {NAMES[other]}: set data.separator"
+    widths = f"the row has {len(row)} column(s), and {wanted} {len(found.names)}"
+    return f"{file}, line {line:,}: {widths}: {_shown(row)}. {how}"
+
+
+def _shown(row: list[str]) -> str:
+    text = " | ".join(" ".join(cell.split()) for cell in row)
+    return repr(text if len(text) <= 100 else f"{text[:97]}...")
+
+
+def _look(batch: list[list[str]], found: Table, marks: list[Counter[str]]) -> None:
+    """Take down what the cells of each column are."""
+    first = not found.kinds
+    if first:
+        found.kinds = [set() for _ in found.names]
+        marks += [Counter() for _ in found.names]
+    for place, cells in enumerate(zip(*batch, strict=True)):
+        if len(found.kinds[place]) < 4:
+            found.kinds[place] |= set(map(_kind, cells))
+        if not found.dialect.quote:
+            found.escaped = found.escaped or any(cell.startswith('"') and '\\"' in cell for cell in cells)
+            marks[place].update(map(_mark, cells))
+    if first:
+        found.begins = [set(kinds) for kinds in found.kinds]
+
+
+def _mark(cell: str) -> str:
+    """Whether quotes that a cell does not need stand around it, or none around a text."""
+    if len(cell) > 1 and cell[0] == cell[-1] == '"':
+        return "needed" if '"' in cell[1:-1] or len(cell) == 2 else "quoted"
+    return "plain" if cell and _kind(cell) == "t" else "empty"
+
+
+def _kind(cell: str) -> str:
+    """i, f, b or t: what pandas makes of a column of such cells."""
+    if cell[:1].isalpha() and cell[:1] not in "tTfFiI":
+        return "t"
+    if cell in _TRUTHS:
+        return "b"
+    found = _NUMBER.fullmatch(cell)
+    return "t" if found is None else "i" if found["whole"] else "f"
+
+
+def converters(tables: list[Table]) -> dict[str, Callable[[str], Any]]:
+    """Column -> how to read its cells, where pandas, which looks at some rows at a time, would take some of a column's
+    for something else than others."""
+    kinds: dict[str, set[str]] = {}
+    begins: dict[str, set[str]] = {}
+    for each in tables:
+        for name, seen, first in zip(each.names, each.kinds, each.begins, strict=False):
+            kinds.setdefault(name, set()).update(seen)
+            begins.setdefault(name, first)
+    found: dict[str, Callable[[str], Any]] = {}
+    for name, seen in kinds.items():
+        if seen == {"i", "f"} and begins[name] == {"i"}:
+            found[name] = float
+        elif len(seen) > 1 and seen != {"i", "f"}:
+            found[name] = str
+    return found
+
+
+# -- which dialect ---------------------------------------------------------------------------------------------------
+
+
+def detected(file: Path, data: DataSection, known: Callable[[str], bool]) -> list[dict[str, str]]:
+    """The values of `separator` and `quote` with which all rows of a file, or else nearly all, have as many columns, at
+    least two; the likeliest first, {} for what its ending says. `known`: whether a text is what columns are called."""
+    usual = SEPARATORS[compressed.plain(file).suffix]
+    marks = [usual, *(mark for mark in NAMES if mark != usual)] if data.separator is None else [data.separator]
+    good: list[tuple[bool, dict[str, str]]] = []
+    for mark in marks:
+        given = {} if mark == usual else {"separator": mark}
+        if (found := _quotes(file, data, mark)) is not None:
+            quote, names = found
+            good.append((not any(map(known, names)), given | quote))
+    if good or len(marks) == 1:
+        return [keys for _, keys in sorted(good, key=lambda each: each[0])]
+    shares = {mark: _share(file, data, mark) for mark in marks}
+    best = max(shares, key=lambda mark: shares[mark])
+    return [{"separator": best}] if shares[usual] < 0.5 < 0.9 < shares[best] else []
+
+
+def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, str], list[str]] | None:
+    """The value of `quote` with which all rows have as many columns, at least two, and the first row."""
+    for quote in ("double", "single", "none") if data.quote is None else (data.quote,):
+        try:
+            if quote == "double":
+                found = _found(file, data, separator)
+            else:
+                found = _scan(file, data, Dialect(separator, QUOTES[quote]))
+        except TwoWays:
+            return {}, []  # whoever reads it says so
+        except Misfit:
+            continue
+        if quote != "double" or data.quote is not None or not _all_single(file, data, found):
+            return ({} if quote == "double" else {"quote": quote}, found.names) if len(found.names) > 1 else None
+    return None
+
+
+def _share(file: Path, data: DataSection, separator: str) -> float:
+    """Of the first rows, how many have as many columns as the first of all, at least two."""
+    widths = []
+    try:
+        for _, row in itertools.islice(rows(file, data.encoding, Dialect(separator, '"')), BATCH):
+            widths.append(len(row))
+    except Misfit:
+        pass
+    return sum(width == widths[0] > 1 for width in widths) / len(widths) if widths else 0.0
+
+
+def _all_single(file: Path, data: DataSection, found: Table) -> bool:
+    """Whether a column's cells all stand between single quotes, its name among them."""
+    columns: list[bool] = []
+    for _, row in rows(file, data.encoding, found.dialect):
+        alone = [len(cell) > 1 and cell[0] == cell[-1] == "'" for cell in row]
+        columns = alone if not columns else [a and b for a, b in zip(columns, alone, strict=False)]
+        if not any(columns):
+            return False
+    return found.rows > 0 and any(columns)
