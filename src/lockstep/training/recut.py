@@ -50,6 +50,10 @@ class Recut:
         self._before = None
         self.copies.after_step(stand)
 
+    def before_more(self, stand: Standing) -> None:
+        """Others are to come in. Collective."""
+        self.copies.before_more(stand)
+
     def part(self, session: Session, stand: Standing) -> None:
         """The group is about to go: note what this rank has. Once only, however often ranks meet until that has gone
         well: where a part belongs is a matter of the ranks that it was cut for."""
