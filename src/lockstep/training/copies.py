@@ -6,9 +6,9 @@ once. Out: versions of the state, of which each rank has its own share and that 
 the copy into host memory; sending goes on beside training, over connections of its own.
 
 A copy is used only where all shares of it can be brought together. The one before it is let go of once all ranks have
-said that the new one has arrived: at rest a rank has two shares, while a copy travels four. A rank that is alone copies
-nothing: with it everything would be lost. Only before others come in, and it parts from its group of one, does it keep a
-copy of what nobody can read afterwards.
+said that the new one has arrived: at rest a rank has two shares, while a copy travels four. A rank that is alone makes
+no copies beside training, which nobody could use after its loss; only one for itself, before others come in, of a state
+that it cannot read any more once it has left its group.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Copies:
     def before_more(self, stand: Standing) -> None:
         """Others are to come in: where a rank's part can be read with all ranks of this group only, a copy of the
         present step, once it has arrived. Collective. Errors: as `after_step`."""
-        if self.every and self._session.strategy.torn:
+        strategy: Any = self._session.strategy
+        if self.every and strategy.torn:
             self._take(stand)
             self._land()
 
