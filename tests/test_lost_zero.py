@@ -75,3 +75,19 @@ def test_all_go_back_to_the_last_copy(
     assert any("came in, with the state of the others" in what for what in told), told
     assert "resuming after step" not in (tmp_path / "out/log.txt").read_text()
     equal_to_rounding(tmp_path, untouched)
+
+
+@pytest.mark.slow
+def test_one_of_two_is_lost_again_and_again(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """The one that is left is alone: nobody else has what it holds when another comes in. There are as many starts as
+    losses, and no checkpoint is read."""
+    names = ("step", "rank", "phase", "world")
+    strikes = [dict(zip(names, each, strict=True)) for each in ((9, 1, "agreed", 2), (25, 0, "agree", 2))]
+    job = striking.Job(0, "StruckZero2", 2, strikes)
+    _, _, err = striking.ended_after(job, tmp_path, cache, "launch.copy_every=1", replaced=2)
+    assert len(job.done) == 2, err
+    assert job.restarted == 0
+    log = (tmp_path / "out/log.txt").read_text()
+    assert log.count("came in, with the state of the others; 2 ranks go on") == 2
+    assert "resuming after step" not in log
+    equal_to_rounding(tmp_path, untouched)

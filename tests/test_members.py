@@ -149,7 +149,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
     def place(name: str, apart: bool) -> Place:
         return Place("", 0, "", name, apart)
 
-    def lost(local: int, code: int) -> None:
+    def lost(local: int, pid: int, code: int) -> None:
         heard.append((local, code))
 
     ranks = Unstarted(print, (), {local: {} for local in range(3)}, roll, place, lost, lambda: True)
@@ -167,8 +167,10 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
             found = member(store, name, apart=True)
             found.take(roll.newest)
             found.trains()
+        assert ranks.in_vain() == 0
         ranks.let_in()
         assert ranks.joining == set(gone)
+        assert ranks.in_vain() == len(gone)  # were all to start again now, these starts would not count
         names = [ranks.names[local] for local in sorted(gone)]
         assert not set(names) & set("012")
         comers = [member(store, each, apart=True) for each in names]
@@ -183,6 +185,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         for each in comers:
             each.take(roll.newest)
             each.trains()
+        assert ranks.in_vain() == 0
         assert not ranks.ended()
 
 

@@ -1,16 +1,20 @@
 """Which state ranks go on from after a loss, and who keeps whose copy: no process is started."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.pieces import FromRanks, Incomplete, Place
-from lockstep.training.copies import neighbours
+from lockstep.training.copies import Copies, neighbours
 from lockstep.training.loop import TrainingFailed
 from lockstep.training.recut import best
+from lockstep.training.standing import Standing
 
+ZERO = ("strategy.name=zero2", "launch.on_loss=continue")
 LIVE, COPIED = (9, 2, "live"), (8, 2, "copied")
 
 
@@ -38,7 +42,7 @@ def test_the_newest_state_that_is_whole_is_taken() -> None:
 def test_what_nobody_holds_is_named() -> None:
     with pytest.raises(TrainingFailed, match=r"share 1 of 3 of the state is lost with every rank that held it"):
         best([[(LIVE, [0], 3), (COPIED, [0, 2], 3)]])
-    with pytest.raises(TrainingFailed, match="nobody who is left holds a state"):
+    with pytest.raises(TrainingFailed, match="no rank that is left holds the training state"):
         best([[], []])
 
 
@@ -79,3 +83,35 @@ def test_copies_that_nobody_could_use_are_refused() -> None:
         run("strategy.name=hf_accelerate", "strategy.options.fsdp={}", "launch.on_loss=continue")
     for name in ("fsdp2", "zero2"):
         assert run(f"strategy.name={name}", "launch.on_loss=continue").launch.copy_every == 5
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> None:
+    """Where it cannot read its state any more once it has left its group of one: DeepSpeed's."""
+    state = {"model.w": torch.arange(6.0).view(2, 3), "optimizer.step.w": torch.tensor(4.0)}
+    members = SimpleNamespace(generation=SimpleNamespace(number=3))
+    world = SimpleNamespace(
+        rank=0, size=1, hosts=["a"], is_main=True, members=members, all_gather=lambda value: [value],
+        all_reduce_max=lambda number: lambda: number,
+    )  # fmt: skip
+    session: Any = SimpleNamespace(
+        run=load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.copy_every=1", *ZERO]),
+        world=world,
+        strategy=SimpleNamespace(torn=torn, sharded_state_dict=lambda: state),
+        checkpoints=SimpleNamespace(progress=None, meter={}),
+        fingerprints=SimpleNamespace(kept=list),
+    )
+    copies, stand = Copies(session), Standing(9)
+    copies.form(session, stand)
+    copies.after_step(stand)
+    assert copies.part() == []  # nobody could use them
+    copies.before_more(stand)
+    if not torn:
+        assert copies.part() == []
+        return
+    state["model.w"] += 1  # what comes after it
+    (version,) = copies.part()
+    assert best([[(version.key, list(version.shares), version.count)], []]) == (9, 3, "copied")
+    pieces = {place.name: piece for place, piece in version.shares[0].items()}
+    assert pieces.keys() == state.keys()
+    assert torch.equal(pieces["model.w"], torch.arange(6.0).view(2, 3))

@@ -6,7 +6,9 @@ once. Out: versions of the state, of which each rank has its own share and that 
 the copy into host memory; sending goes on beside training, over connections of its own.
 
 A copy is used only where all shares of it can be brought together. The one before it is let go of once all ranks have
-said that the new one has arrived: at rest a rank has two shares, while a copy travels four.
+said that the new one has arrived: at rest a rank has two shares, while a copy travels four. A rank that is alone makes
+no copies beside training, which nobody could use after its loss; only one for itself, before others come in, of a state
+that it cannot read any more once it has left its group.
 """
 
 from __future__ import annotations
@@ -85,12 +87,12 @@ class Copies:
     def form(self, session: Session, stand: Standing) -> None:
         """The ranks have met: connections of their own, and a first copy. Collective."""
         self._session, self._shapes, world = session, None, session.world
+        self._next, self._before = neighbours(world.hosts, world.rank)
         if not self.every or world.size == 1:
             self.kept = []
             return
         with world.forming():
             self._group = world.group(backend="gloo")
-        self._next, self._before = neighbours(world.hosts, world.rank)
         self._take(stand)
 
     def after_step(self, stand: Standing) -> None:
@@ -101,6 +103,14 @@ class Copies:
         self._advance()
         if not stand.step % self.every:
             self._take(stand)
+
+    def before_more(self, stand: Standing) -> None:
+        """Others are to come in: where a rank's part can be read with all ranks of this group only, a copy of the
+        present step, once it has arrived. Collective. Errors: as `after_step`."""
+        strategy: Any = self._session.strategy
+        if self.every and strategy.torn:
+            self._take(stand)
+            self._land()
 
     def part(self) -> list[Version]:
         """The group is gone: nothing travels any more. Returns what has arrived, newest last."""
@@ -115,9 +125,7 @@ class Copies:
 
     def _take(self, stand: Standing) -> None:
         """Begin one; waits for the one before. Collective."""
-        while self._flight is not None:
-            self._flight.work.wait(1.0)  # shorter than a collective may take
-            self._advance()
+        self._land()
         session, world = self._session, self._session.world
         parts = session.strategy.sharded_state_dict()
         self._lay_out(parts)
@@ -125,13 +133,15 @@ class Copies:
         with torch.no_grad():
             for place, view in own.items():
                 view.copy_(local(parts[place.name]))
-        box, theirs = self._theirs.room()
-        work = []
-        if len(buffer):
-            work.append(dist.isend(buffer, self._next, group=self._group))
-        if len(box):
-            work.append(dist.irecv(box, self._before, group=self._group))
-        self.bytes_sent += len(buffer)
+        arriving, work = None, []
+        if world.size > 1:
+            box, theirs = self._theirs.room()
+            arriving = self._before, theirs
+            if len(buffer):
+                work.append(dist.isend(buffer, self._next, group=self._group))
+            if len(box):
+                work.append(dist.irecv(box, self._before, group=self._group))
+            self.bytes_sent += len(buffer)
         assert world.members is not None
         key = (stand.step, world.members.generation.number, "copied")
         version = Version(key, {world.rank: own}, world.size, deepcopy(counters_of(session, stand)))
@@ -142,7 +152,13 @@ class Copies:
                 each.wait()
             return buffer  # which must not be let go of before
 
-        self._flight = _Flight(version, (self._before, theirs), Background(wait))
+        self._flight = _Flight(version, arriving, Background(wait))
+
+    def _land(self) -> None:
+        """Wait for what travels, until all ranks have it. Collective."""
+        while self._flight is not None:
+            self._flight.work.wait(1.0)  # shorter than a collective may take
+            self._advance()
 
     def _lay_out(self, parts: Mapping[str, Tensor]) -> None:
         """See who holds what. Collective."""

@@ -127,7 +127,7 @@ class GoingOn:
             if generation is None and world.apart:
                 raise SystemExit(STOPPED)  # the others end without it
             if generation is None and members.given_up:
-                raise TrainingFailed("the ranks that are left cannot go on; they go on from the last checkpoint")
+                raise TrainingFailed("the ranks that are left cannot go on by themselves")
             if generation is None:
                 raise TrainingFailed(
                     f"rank {world.rank} lost contact with another rank, and nobody is known to be lost"
@@ -187,7 +187,7 @@ class GoingOn:
         """Where each rank holds the whole state: those that are behind take it from one that is not. Collective."""
         newest = max(steps)
         if newest < 0:
-            raise TrainingFailed("nobody who is left holds a state; all go on from the last checkpoint")
+            raise TrainingFailed("no rank that is left holds the training state")
         if any(0 <= step < newest - 1 for step in steps):
             raise TrainingFailed(f"the ranks that are left hold the states after {steps} updates, which cannot be")
         if min(steps) < newest:
@@ -244,8 +244,7 @@ class GoingOn:
         found = session.world.all_gather(seen.hexdigest())
         if len(set(found)) > 1:
             raise TrainingFailed(
-                f"after the loss of a rank the others do not hold the same state after step {stand.step}: they go on "
-                "from the last checkpoint"
+                f"after the loss of a rank the others do not hold the same state after step {stand.step}"
             )
 
 

@@ -145,6 +145,8 @@ def after_step(session: Session, guard: Guard, meter: Meter, profiler: Profiler,
     stand.closed()
     if world.grows and not last:
         session.checkpoints.settle()
+        if session.recut is not None:
+            session.recut.before_more(stand)
         world.barrier()
         raise Regroup
     if session.recut is not None and not last:

@@ -50,6 +50,10 @@ class Recut:
         self._before = None
         self.copies.after_step(stand)
 
+    def before_more(self, stand: Standing) -> None:
+        """Others are to come in. Collective."""
+        self.copies.before_more(stand)
+
     def part(self, session: Session, stand: Standing) -> None:
         """The group is about to go: note what this rank has. Once only, however often ranks meet until that has gone
         well: where a part belongs is a matter of the ranks that it was cut for."""
@@ -84,14 +88,11 @@ class Recut:
         try:
             saved = FromRanks(_together(mine), world)
         except Incomplete as caught:
-            raise TrainingFailed(f"{caught}; all go on from the last checkpoint") from None
+            raise TrainingFailed(str(caught)) from None
         expected = _hash(saved, mine, session)
         strategy.load_sharded_state_dict(saved)
         if StateHash(world).of(strategy.sharded_state_dict()) != expected:
-            raise TrainingFailed(
-                f"the state after step {key[0]} is not what the ranks that are left have held; they go on from the "
-                "last checkpoint"
-            )
+            raise TrainingFailed(f"the state after step {key[0]} is not what the ranks that are left have held")
         _compare(strategy, world)
         assert world.members is not None
         self._formed = world.members.generation.number
@@ -143,7 +144,7 @@ def best(held: list[list[tuple[Key, list[int], int]]]) -> Key:
             shares.setdefault(key, set()).update(numbers)
             counts[key] = count
     if not counts:
-        raise TrainingFailed("nobody who is left holds a state; all go on from the last checkpoint")
+        raise TrainingFailed("no rank that is left holds the training state")
     able = [key for key, numbers in shares.items() if len(numbers) == counts[key]]
     if able:
         return max(able, key=lambda key: (key[0], key[2] == "live", key[1]))
@@ -151,8 +152,7 @@ def best(held: list[list[tuple[Key, list[int], int]]]) -> Key:
     gone = sorted(set(range(counts[nearest])) - shares[nearest])
     raise TrainingFailed(
         f"share{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} of {counts[nearest]} of the state "
-        f"{'are' if len(gone) > 1 else 'is'} lost with every rank that held {'them' if len(gone) > 1 else 'it'}; "
-        "all go on from the last checkpoint"
+        f"{'are' if len(gone) > 1 else 'is'} lost with every rank that held {'them' if len(gone) > 1 else 'it'}"
     )
 
 
@@ -166,9 +166,7 @@ def _compare(strategy: Any, world: World) -> None:
     for place in {place for each in every for place in each}:
         found = [each[place] for each in every if place in each]
         if len(found) != copies or len(set(found)) > 1:
-            raise TrainingFailed(
-                f"{place.name} was not cut anew as it should be: all ranks go on from the last checkpoint"
-            )
+            raise TrainingFailed(f"{place.name} was not cut anew as it should be")
 
 
 def _together(mine: Version | None) -> Pieces:
@@ -183,9 +181,7 @@ def _hash(saved: FromRanks, mine: Version | None, session: Session) -> Mapping[s
     for name, pieces in saved.holders.items():
         for place, rank in pieces.items():
             if any(each.get(place, every[rank][place]) != every[rank][place] for each in every):
-                raise TrainingFailed(
-                    f"the ranks that are left do not hold the same {name}: they go on from the last checkpoint"
-                )
+                raise TrainingFailed(f"the ranks that are left do not hold the same {name}")
             sums[name] = sums.get(name, 0) + every[rank][place]
     told = {name: (str(next(iter(pieces)).dtype), next(iter(pieces)).whole) for name, pieces in saved.holders.items()}
     return hashed(told, {name: _signed(value) for name, value in sums.items()})

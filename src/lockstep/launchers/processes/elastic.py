@@ -40,6 +40,7 @@ from lockstep.distributed.stops import Interrupts, heard
 from lockstep.launchers.processes.elastic_machines import RanksAmongMachines
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
 from lockstep.launchers.processes.elastic_survivors import Survivors, name_of
+from lockstep.launchers.processes.out_of_memory import Memory
 from lockstep.track.console import error
 
 # seconds that ranks have to end by themselves: when another rank died, and when their peers are gone for sure
@@ -66,7 +67,7 @@ def run_agent(
         max_restarts=run.launch.max_restarts,
         monitor_interval=0.1,
     )
-    agent = Agent(spec, rendezvous, int(run.launch.timeout_s), say)
+    agent = Agent(spec, rendezvous, run, say)
     rendezvous.continues = run.launch.on_loss == "continue" and max(processes, rendezvous.most) > 1
     spec.monitor_interval = 0.01 if rendezvous.continues else 0.1  # `Ranks` waits by itself
     # Torch elastic would pass a signal on as it came, look no more at how ranks end, and wait even for those that have
@@ -141,12 +142,10 @@ def _unheard(run: Run) -> int:
 class Agent(Survivors):
     """Torch elastic's own, told what our exit statuses mean, saying who died, and looking after the other machines."""
 
-    def __init__(
-        self, spec: WorkerSpec, rendezvous: ElasticRendezvous, timeout_s: int, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, rendezvous: ElasticRendezvous, run: Run, say: Callable[[str], None]) -> None:
         super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
-        self._shutdown_timeout = timeout_s  # which torch before 2.13 does not take
-        self.rendezvous, self.say = rendezvous, say
+        self._shutdown_timeout = int(run.launch.timeout_s)  # which torch before 2.13 does not take
+        self.rendezvous, self.job, self.say, self.memory = rendezvous, run, say, Memory()
         self.verdict: int | None = None  # another machine's exit status, once this one follows it
         self.saved = False  # whether ranks, or another machine, said that they stopped with a checkpoint
         self.over = False
@@ -226,6 +225,7 @@ class Agent(Survivors):
         if self.asked:
             self._remaining_restarts = 0
             self._pass_on()
+        self.memory.look(self._pcontext.pids().values() if self._pcontext is not None else ())
         result = self.looked_at(worker_group)
         if result.state == WorkerState.HEALTHY:
             return self._look_around(worker_group) or result
@@ -251,6 +251,8 @@ class Agent(Survivors):
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks, STOPPED))
         if end is not None and end.status in (FAILED, BAD):
             return self._give_up(self.follow(end))
+        if self.goes_on and not self.asked:
+            self.give_back_starts()
         if not statuses.isdisjoint((BAD, HALTED)):  # starting again would meet the same bad input, or machine
             self._remaining_restarts = 0
         self._tell(result)
@@ -273,10 +275,8 @@ class Agent(Survivors):
             return None
         if hosts := self.rendezvous.lost():
             self._hopeless = True
-            left = self._remaining_restarts
-            then = f"restarting from the last checkpoint ({left} restart(s) left)" if left else "no restarts left"
-            error(f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; {then}")
-            if not left:
+            error(f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; {self.then()}")
+            if not self._remaining_restarts:
                 self.rendezvous.end(FAILED, f"{', '.join(hosts)} was lost")
             return RunResult(WorkerState.FAILED)
         return None
@@ -288,14 +288,12 @@ class Agent(Survivors):
     def _tell(self, result: RunResult) -> None:
         for rank, failure in result.failures.items():
             how = (
-                f"was killed by {name_of(-failure.exitcode)}"
+                f"was killed by {name_of(-failure.exitcode)}{self.memory.why(failure.pid, failure.exitcode)}"
                 if failure.exitcode < 0
                 else f"ended with status {failure.exitcode}"
             )
-            left = self._remaining_restarts
-            then = f"restarting from the last checkpoint ({left} restart(s) left)" if left else "no restarts left"
-            if failure.exitcode < 0 or left:  # otherwise the rank's own traceback has said it all
-                error(f"rank {rank} (pid {failure.pid}) on {socket.gethostname()} {how}; {then}")
+            if failure.exitcode < 0 or self._remaining_restarts or self.goes_on:  # else its own words have said it all
+                error(f"rank {rank} (pid {failure.pid}) on {socket.gethostname()} {how}; {self.then()}")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # a machine has come

@@ -36,14 +36,14 @@ class Ranks:
         variables: Mapping[int, Mapping[str, str]],
         roll: Roll,
         place: Callable[[str, bool], Place],
-        lost: Callable[[int, int], None],
+        lost: Callable[[int, int, int], None],
         spare: Callable[[], bool],
         names: Mapping[int, str] | None = None,
         apart: bool = False,
     ) -> None:
-        """`variables` of each local rank, and its name in the roll. `lost` is told of a loss: the local rank and its
-        exit code. `spare` says whether another process may take its place: asked once the others have met without it.
-        `apart`: the processes come into a job that runs."""
+        """`variables` of each local rank, and its name in the roll. `lost` is told of a loss: the local rank, its pid
+        and its exit code. `spare` says whether another process may take its place: asked once the others have met
+        without it. `apart`: the processes come into a job that runs."""
         self._entry, self._arguments, self._variables = entry, tuple(arguments), variables
         self.roll, self._place, self._lost, self._spare = roll, place, lost, spare
         self._context = multiprocessing.get_context("forkserver")
@@ -51,6 +51,7 @@ class Ranks:
         self.names = dict(names or {local: str(local) for local in variables})
         self.joining: set[int] = set(variables) if apart else set()  # local ranks that have not come to train yet
         self._vacant: list[int] = []  # local ranks that nobody has
+        self._spares: set[int] = set()  # local ranks of processes that were started in the place of lost ones
         self._started = len(variables)
         self.why = ""  # this machine's ranks have ended, where none of them has failed
         for local in variables:
@@ -114,9 +115,17 @@ class Ranks:
     def ended(self) -> bool:
         """Whether all have come to their end that have come to train. Others may have let one in as they came to their
         end, and it would wait for them in vain."""
-        self.joining -= {local for local in self.joining if self.roll.trains(self.names[local])}
+        self._see_who_trains()
         own = [process for local, process in self.processes.items() if local not in self.joining]
         return bool(own) and all(process.exitcode == 0 for process in own)
+
+    def in_vain(self) -> int:
+        """How many were started in the place of lost ones and have not come to train."""
+        self._see_who_trains()
+        return len(self._spares & self.joining)
+
+    def _see_who_trains(self) -> None:
+        self.joining -= {local for local in self.joining if self.roll.trains(self.names[local])}
 
     def through(self) -> RunProcsResult:
         self.close(signal.SIGKILL)  # those that have come too late
@@ -152,7 +161,8 @@ class Ranks:
     def vacate(self, gone: Mapping[int, Any]) -> None:
         """These were killed, or taken out, and are gone on without."""
         for local in gone:
-            self._lost(local, code := self.processes.pop(local).exitcode)
+            process = self.processes.pop(local)
+            self._lost(local, process.pid, code := process.exitcode)
             self.joining.discard(local)
             if code != EXCLUDED:
                 self._vacant.append(local)
@@ -169,6 +179,7 @@ class Ranks:
             if self._spare():
                 self.names[local] = f"{self.names[local].partition('.')[0]}.{self._started}"
                 self._started += 1
+                self._spares.add(local)
                 self.joining.add(local)
                 self._start(local, True)
         if able := [name for name in self.coming() if self.roll.ready([name])]:

@@ -17,12 +17,15 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from lockstep.checkpoint.manifest import newest_whole
 from lockstep.config.exit_status import DONE, EXCLUDED, STOPPED
+from lockstep.config.run import Run
 from lockstep.distributed import secret
 from lockstep.distributed.members import SOON_S, Place
 from lockstep.launchers.processes.elastic_machines import Machines, RanksAmongMachines, lives
 from lockstep.launchers.processes.elastic_ranks import Ranks
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous
+from lockstep.launchers.processes.out_of_memory import Memory
 from lockstep.track.console import error
 
 ANNOUNCED_S = 30.0
@@ -33,7 +36,9 @@ class Survivors(LocalElasticAgent):
     """What the agent of a machine does with its ranks."""
 
     rendezvous: ElasticRendezvous
+    job: Run
     say: Callable[[str], None]
+    memory: Memory
     goes_on = False  # whether ranks may be lost one by one in this formation
     _room = "", 0  # that this machine comes into, and how many machines formed the job there
     _in = _dead = ""  # the room of this machine's ranks; one in which nobody lives
@@ -142,14 +147,14 @@ class Survivors(LocalElasticAgent):
             for worker in worker_group.workers
         }
 
-    def _lost(self, local: int, code: int) -> None:
+    def _lost(self, local: int, pid: int, code: int) -> None:
         """Say that a rank is lost and the others go on."""
         left, who = self._remaining_restarts, f"rank process {local} of {socket.gethostname()}"
         then = f"another takes its place ({left} start(s) left)" if left else "no starts are left for another"
         if code == EXCLUDED:
             error(f"{who} computed wrongly (guard) and is taken out; the others go on, and no other takes its place")
         else:
-            error(f"{who} was killed by {name_of(-code)}; the others go on; {then}")
+            error(f"{who} was killed by {name_of(-code)}{self.memory.why(pid, code)}; the others go on; {then}")
 
     def _missed(self, hosts: list[str]) -> None:
         """The same of machines."""
@@ -160,6 +165,24 @@ class Survivors(LocalElasticAgent):
         left = self._remaining_restarts
         self._remaining_restarts -= bool(left)
         return bool(left)
+
+    def give_back_starts(self) -> None:
+        """All start again: what was started in the place of lost ranks and has not come to train counts for nothing."""
+        if isinstance(self._pcontext, Ranks):
+            with self.rendezvous.reading():
+                self._remaining_restarts += self._pcontext.in_vain()
+
+    def then(self) -> str:
+        """What follows where all ranks of this machine have ended, in words."""
+        if not (left := self._remaining_restarts):
+            return "no restarts left"
+        if newest_whole(self.job) is not None:
+            where = "restarting from the last checkpoint"
+        elif self.rendezvous.place or self.job.mirror is not None:  # another machine may have one, or the mirror
+            where = "restarting from the last checkpoint, if there is one"
+        else:
+            where = "there is no checkpoint yet; restarting from the beginning"
+        return f"{where} ({left} restart(s) left)"
 
     def looked_at(self, worker_group: WorkerGroup) -> RunResult:
         """What became of this machine's ranks."""
@@ -178,9 +201,7 @@ class Survivors(LocalElasticAgent):
 
     def _tell_end(self, why: str) -> None:
         """None of this machine's ranks has failed, and they have ended all the same."""
-        left = self._remaining_restarts
-        then = f"restarting from the last checkpoint ({left} restart(s) left)" if left else "no restarts left"
-        error(f"{why}; {then}")
+        error(f"{why}; {self.then()}")
 
     def leave_together(self) -> bool:
         """Wait for the ranks of the other machines. Returns whether the job has come to its end."""

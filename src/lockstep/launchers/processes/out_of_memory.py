@@ -1,0 +1,171 @@
+"""Whether a rank that was killed was killed because memory ran out: SIGKILL alone does not say who sent it, or why.
+
+In: the pids of this machine's ranks, looked at once a second. Out: a sentence with the memory that the rank held and
+what to change; nothing where memory did not run out. What tells, the surest first: the kernel's log, which names the
+process (where this user may read it); how many processes the kernel has killed for memory in this cgroup, or on this
+machine; and how little was left before. Linux only. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.track.report.charts import size
+
+LOOK_S = 1.0
+RECENT_S = 10.0  # a process with much memory may take seconds to end
+FULL = 0.95  # of the memory that there is
+KILLED = re.compile(r"[Kk]illed process (\d+) .*?anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the kernel tells of memory."""
+
+    proc: Path = Path("/proc")
+    cgroups: Path = Path("/sys/fs/cgroup")
+    log: Path = Path("/dev/kmsg")
+
+
+@dataclass
+class Memory:
+    """Of one machine's ranks, and of what they run in."""
+
+    sources: Sources = Sources()
+    _held: dict[int, int] = field(default_factory=dict)  # the most that each process was seen to hold, in bytes
+    _kills: deque[tuple[float, int, int]] = field(default_factory=deque)  # when; in the cgroup, on the machine
+    _filled: float = 0.0  # when memory was last seen to be nearly full
+    _looked: float = 0.0
+    _read: int = -1  # the last record of the kernel's log that is older than the ranks
+
+    def __post_init__(self) -> None:
+        self._read = max((number for number, _ in self._log()), default=-1)
+        self._count(time.monotonic())
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Remember how much memory these processes hold and how much is left; at most every `LOOK_S`."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        resident = 0
+        for pid in pids:
+            status = self._numbers(self.sources.proc / str(pid) / "status")
+            self._held[pid] = max(self._held.get(pid, 0), status.get("VmHWM", 0))
+            resident += status.get("RssAnon", 0)
+        whole = self._numbers(self.sources.proc / "meminfo")
+        most, total = self.limit(), whole.get("MemTotal", 0)
+        left = whole.get("MemAvailable", total)
+        if (most and resident > FULL * most) or left < (1 - FULL) * total:
+            self._filled = now
+        self._count(now)
+
+    def why(self, pid: int, status: int) -> str:
+        """What to say of a process with this exit status: "" where it was not killed for memory."""
+        if status != -signal.SIGKILL:
+            return ""
+        now = time.monotonic()
+        self._count(now)
+        named = self._named(pid)
+        _, inside, machine = self._kills[0]
+        _, inside_now, machine_now = self._kills[-1]
+        if named is not None or inside_now > inside:
+            who = "the kernel killed it because memory ran out"
+        elif machine_now > machine:
+            who = "the kernel killed a process of this machine because memory ran out, most likely this one"
+        elif self._filled and now - self._filled < RECENT_S:
+            who = "memory was nearly full, so that most likely ran out"
+        else:
+            return ""
+        held = max(named or 0, self._held.get(pid, 0))
+        limit = self.limit()
+        peak = f"; it held {size(held)}" if held else ""
+        peak += f" of {size(limit)} that there are for all ranks of this machine" if held and limit else ""
+        return (
+            f" ({who}{peak}. Use more micro_batches, a smaller batch_size or data.max_length, "
+            "model.checkpoint_activations=true, a strategy that shares out the model (fsdp2), fewer processes on this "
+            "machine, or one with more memory)"
+        )
+
+    def limit(self) -> int:
+        """Bytes that all processes of this cgroup may hold; of the machine, where that is less. 0: unknown."""
+        sizes = [self._numbers(self.sources.proc / "meminfo").get("MemTotal", 0)]
+        for folder in self._folders(above=True):
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                with suppress(OSError, ValueError):  # "max": no limit
+                    sizes.append(int((folder / name).read_text()))
+        return min(sizes)
+
+    # -- what the kernel tells ---------------------------------------------------------------------------------------
+
+    def _count(self, now: float) -> None:
+        """Processes that the kernel has killed for memory, now. Keeps what is older than `RECENT_S` once."""
+        inside = 0
+        for folder in self._folders():
+            for name in ("memory.events", "memory.oom_control"):
+                inside += self._numbers(folder / name).get("oom_kill", 0)
+        machine = self._numbers(self.sources.proc / "vmstat").get("oom_kill", 0)
+        self._kills.append((now, inside, machine))
+        while len(self._kills) > 1 and now - self._kills[1][0] > RECENT_S:
+            self._kills.popleft()
+
+    def _folders(self, above: bool = False) -> Iterator[Path]:
+        """Of the cgroups that this process is in, as far as memory goes; `above`: and of those around them."""
+        with suppress(OSError):
+            for line in (self.sources.proc / "self/cgroup").read_text().splitlines():
+                _, kinds, path = line.split(":", 2)
+                if kinds and "memory" not in kinds.split(","):
+                    continue
+                root = self.sources.cgroups / ("memory" if kinds else "")
+                here = root / path.lstrip("/")
+                if not here.is_dir():  # a container that sees its own cgroup as the root
+                    here = root
+                yield here
+                while above and here != root:
+                    here = here.parent
+                    yield here
+
+    def _named(self, pid: int) -> int | None:
+        """Bytes that this process held when the kernel killed it for memory, by the kernel's log."""
+        for number, text in self._log():
+            found = KILLED.search(text)
+            if number > self._read and found is not None and int(found[1]) == pid:
+                return sum(int(part or 0) for part in found.groups()[1:]) * 1024
+        return None
+
+    def _log(self) -> Iterator[tuple[int, str]]:
+        """Number and text of each record."""
+        try:
+            descriptor = os.open(self.sources.log, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return
+        try:
+            while True:
+                with suppress(BrokenPipeError):  # it was written over meanwhile: the next one is there
+                    head, _, text = os.read(descriptor, 8192).decode(errors="replace").partition(";")
+                    if not head:
+                        return
+                    yield int(head.split(",")[1]), text
+        except (OSError, ValueError, IndexError):  # the end
+            return
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def _numbers(path: Path) -> dict[str, int]:
+        """Of a file of names and numbers; what it says in kB, in bytes."""
+        found = {}
+        with suppress(OSError):
+            for line in path.read_text(errors="replace").splitlines():
+                words = line.replace(":", " ").split()
+                if len(words) > 1 and words[1].isdigit():
+                    found[words[0]] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
+        return found
