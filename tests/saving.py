@@ -1,7 +1,11 @@
 """What tests of checkpoints share: a job of one process, step by step."""
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from harness import build, digest, tiny
 
 from lockstep.checkpoint.checkpoint import Checkpoints
@@ -49,3 +53,17 @@ class Job:
 def here(folder: Path) -> list[str]:
     """What is in a run's folder of checkpoints."""
     return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+@contextmanager
+def disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    """A disk of its own at `folder`; skips the test where this user may mount none."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

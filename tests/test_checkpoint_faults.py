@@ -16,7 +16,7 @@ import pytest
 from checkpoints import digest as digest_of
 from command import LOCKSTEP, STEPS, bits, ended, finish, kill, processes_in, saved, start, step_of, train, until, write
 from harness import build, digest, run_on, tiny
-from saving import SHARD, Job, here, run_in
+from saving import SHARD, Job, disk, here, run_in
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
@@ -120,13 +120,8 @@ def test_at_most_one_is_in_flight(tmp_path: Path, gate: Gate, monkeypatch: pytes
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 2 MiB, which holds three checkpoints of the tiny model."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
+    with disk(tmp_path / "disk", 2048):
+        yield tmp_path / "disk"
 
 
 def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, int | None]:

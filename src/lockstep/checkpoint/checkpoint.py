@@ -18,18 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.folder import clear_away, commit
+from lockstep.checkpoint.folder import clear_away
 from lockstep.checkpoint.kept import Kept, reason_of
-from lockstep.checkpoint.manifest import (
-    Manifest,
-    candidates,
-    check_resumable,
-    finished,
-    folder_of,
-    name_of,
-    newest_first,
-)
+from lockstep.checkpoint.manifest import Manifest, check_resumable, finished, folder_of, name_of, newest_first
 from lockstep.checkpoint.progress import Progress, best_first, score_of
+from lockstep.checkpoint.room import Room
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.journal import launched_by
@@ -84,6 +77,7 @@ class Checkpoints:
         self._sees: bool | None = None  # whether this rank's OUTPUT is that of rank 0
         self.kept = Kept(run, world, prepared, say)
         self.mirror = self.kept.mirror  # on rank 0, of a run that has one
+        self.room = Room(run)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -146,8 +140,9 @@ class Checkpoints:
             self._shard = Shard(parts, self.world, self._writes())
         except (OSError, MemoryError, RuntimeError) as caught:
             reason = reason_of(caught)
-        found = self.world.all_gather((reason, self.world.host))
-        faults = [f"rank {i} on {host}: {reason}" for i, (reason, host) in enumerate(found) if reason]
+        found = self.world.all_gather((reason, self.world.host, self._shard.bytes if self._shard else 0))
+        faults = [f"rank {i} on {host}: {reason}" for i, (reason, host, _) in enumerate(found) if reason]
+        self.room.checkpoint = sum(count for *_, count in found)
         if faults:
             self._shard = None
         return faults
@@ -233,7 +228,7 @@ class Checkpoints:
         manifest = replace(saving.manifest, hashes={file.name: file.sha256 for file in files})
         main = self.world.is_main
         held = self.mirror.held if self.mirror else ()
-        saving.work = Background(lambda: commit(self.run, manifest, saving.aside, files, held) if main else None)
+        saving.work = Background(lambda: self.room.commit(manifest, saving.aside, files, held) if main else None)
         saving.answer, saving.committing = None, True
 
     def _committed(self, saving: _Saving) -> None:
@@ -241,6 +236,8 @@ class Checkpoints:
         if reason is not None:
             self._failed(saving.manifest.step, [f"rank 0: {reason}"])
             return
+        if saving.work.result:  # of rank 0
+            self.say(saving.work.result)
         self._saving, self.newest = None, saving.manifest.step
         self._heed(saving.manifest.scores)
         if self.mirror is not None:
@@ -249,7 +246,7 @@ class Checkpoints:
     def _failed(self, step: int, faults: list[str]) -> None:
         """Nothing is left of a failed save; the older checkpoint stays. The same on every rank."""
         self._saving = None
-        older = f"the newest one is {name_of(self.newest)}" if self.newest else "there is none yet"
+        older = f"the newest one is {name_of(self.newest)}" if self.newest else "there is none yet to go on from"
         text = f"the checkpoint of step {step} could not be written ({'; '.join(faults)}); {older}"
         if self.world.is_main:
             shutil.rmtree(self.folder / f".{name_of(step)}.partial", ignore_errors=True)
@@ -257,6 +254,8 @@ class Checkpoints:
             raise CheckpointError(text)
         if self.world.is_main:
             self.say(text)
+            if (cleared := self.room.clear(step == self.steps, self.mirror.held if self.mirror else ())) is not None:
+                self.say(cleared)
 
     def _writes(self) -> bool:
         """Whether this rank's OUTPUT is that of rank 0. Asked once. Collective."""
@@ -311,7 +310,7 @@ class Checkpoints:
         """Load the newest checkpoint of at most so many updates that verifies; every rank must see the folder, in which
         nothing is written. Returns its step (0: there is none) and what the user should know. Collective."""
         self._sees = True
-        every = candidates(self.run) if self.world.is_main else ()
+        every = manifests.candidates(self.run) if self.world.is_main else ()
         here = [(path, each) for path, each in every if not (n := path.name[5:]).isdigit() or int(n) <= most]
         notes = [f"{path.name} is not used: {each}" for path, each in here if isinstance(each, str)]
         found = [(path.name, each) for path, each in here if isinstance(each, Manifest)]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import card, exported
+from lockstep.checkpoint.room import size_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.hub_errors import explained, one_line, status_of, transient
 from lockstep.tasks.task import Task
@@ -58,25 +59,36 @@ class Pushed:
 
 
 def write_export(
-    run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
+    run: Run,
+    task: Task,
+    weights: Mapping[str, Tensor],
+    scores: dict[str, dict[str, float]],
+    steps: int,
+    folder: Path | None = None,
 ) -> Path:
-    """Write the export and its model card; aside, then renamed. Rank 0 only. Errors: `OSError`."""
-    exported.settle(_write_aside(run, task, weights, scores, steps), run.folder)
-    return run.folder / "export"
-
-
-def try_export(run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]]) -> None:
-    """The same before training, and nothing is left of it. Rank 0 only. Errors: as `write_export`."""
+    """Write the export and its model card in OUTPUT, or in another folder; aside, then renamed. Rank 0 only. Errors:
+    `OSError`; then nothing is left of it."""
+    folder = folder or run.folder
     try:
-        _write_aside(run, task, weights, scores, 0)
+        exported.settle(_write_aside(folder, run, task, weights, scores, steps), folder)
+    finally:
+        shutil.rmtree(folder / ".export.partial", ignore_errors=True)
+    return folder / "export"
+
+
+def try_export(run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]]) -> int:
+    """The same before training, and nothing is left of it. Returns its bytes. Rank 0 only. Errors: as
+    `write_export`."""
+    try:
+        return size_of(_write_aside(run.folder, run, task, weights, scores, 0))
     finally:
         shutil.rmtree(run.folder / ".export.partial", ignore_errors=True)
 
 
 def _write_aside(
-    run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
+    folder: Path, run: Run, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
 ) -> Path:
-    aside = run.folder / ".export.partial"
+    aside = folder / ".export.partial"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:

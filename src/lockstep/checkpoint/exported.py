@@ -20,18 +20,22 @@ def settle(aside: Path, output: Path) -> None:
     """Make a written folder the export of an output folder: synced, with one mode for all files, whatever wrote them,
     and its hashes beside it. The one before is there until then. Errors: `OSError`."""
     final, before, record = output / "export", output / ".export.removed", output / f".{FILE}.partial"
-    record.touch()
-    mode = record.stat().st_mode & 0o777  # what this process's umask leaves
-    hashes = {}
-    for path in sorted(aside.rglob("*")):
-        if path.is_file():
-            path.chmod(mode)
-            with open(path, "rb") as file:
-                hashes[path.relative_to(aside).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-        _sync(path)
-    _sync(aside)
-    record.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
-    _sync(record)
+    try:
+        record.touch()
+        mode = record.stat().st_mode & 0o777  # what this process's umask leaves
+        hashes = {}
+        for path in sorted(aside.rglob("*")):
+            if path.is_file():
+                path.chmod(mode)
+                with open(path, "rb") as file:
+                    hashes[path.relative_to(aside).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+            _sync(path)
+        _sync(aside)
+        record.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
+        _sync(record)
+    except OSError:
+        record.unlink(missing_ok=True)
+        raise
     shutil.rmtree(before, ignore_errors=True)
     with suppress(FileNotFoundError):
         os.rename(final, before)

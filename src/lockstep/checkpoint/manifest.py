@@ -184,11 +184,11 @@ def averaged(run: Run, step: int, every: int) -> list[int]:
     return [*due[max(0, len(due) + 1 - (run.average.last or 1)) :], step]
 
 
-def superfluous(run: Run, newest: Path) -> list[Path]:
-    """All checkpoints but those `to_keep`; of equally good ones the earliest is kept."""
+def superfluous(run: Run, newest: Path | None = None) -> list[Path]:
+    """All checkpoints but those `to_keep`, newest first; of equally good ones the earliest is kept."""
     found = list(newest_first(run))
     kept = to_keep(run, {manifest.step: manifest for _, manifest in found})
-    return [path for path, manifest in found if manifest.step not in kept and path.name != newest.name]
+    return [path for path, manifest in found if manifest.step not in kept and path != newest]
 
 
 def to_keep(run: Run, found: Mapping[int, Manifest]) -> set[int]:

@@ -196,7 +196,7 @@ class Mirror:
         if here:
             folder.prune(self.run, here[max(here)][0])
         self._tidy(there)
-        self._copy_export()
+        self.copy_export(self.run.folder)
         if faults:
             raise StoreError("; ".join(faults))
 
@@ -229,8 +229,9 @@ class Mirror:
                 return  # nothing may be removed here, which `check` has told: all of them stay
             there.pop(step, None)
 
-    def _copy_export(self) -> None:
-        source = self.run.folder
+    def copy_export(self, source: Path) -> None:
+        """The export of an output folder, if it is whole. What is there is not sent again. Errors: `StoreError`,
+        `OSError`."""
         if exported.damage(source) is not None:
             return
         hashes = {}

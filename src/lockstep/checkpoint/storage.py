@@ -121,6 +121,11 @@ class Shard:
         self._cuda = world.device if world.device.type == "cuda" else None
         self._parts = _shapes(parts)
 
+    @property
+    def bytes(self) -> int:
+        """Of the file that this rank writes."""
+        return len(self._header) + self._buffer.numel() if self._views else 0
+
     def suits(self, parts: Mapping[str, Tensor]) -> bool:
         """Whether this rank holds what it held when this was laid out; a weight may get a moment later than others."""
         return _shapes(parts) == self._parts

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 from lockstep.config.run import Run, RunError
 
@@ -24,11 +26,21 @@ def keep(run: Run) -> None:
     """OUTPUT/run.yaml, every default filled in. Errors: `RunError` when OUTPUT cannot be written."""
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
-        aside = run.folder / aside_of("run.yaml")
-        aside.write_text(run.dump(), encoding="utf-8")
-        os.replace(aside, run.folder / "run.yaml")
+        replace_text(run.folder / "run.yaml", run.dump())
     except OSError as error:
         raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """A small file, aside and then renamed. Errors: `OSError`; then what was there is there, and nothing else."""
+    aside = path.with_name(aside_of(path.name))
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def aside_of(name: str) -> str:

@@ -338,6 +338,12 @@ class CheckpointSection(Section):
     on_failure: Literal["continue", "stop"] = Field(
         "continue", description="when a checkpoint cannot be written: train on, or stop with status 1"
     )
+    rescue: str | None = Field(
+        None,
+        pattern=r"^[^\x00-\x1f\x7f]+$",
+        description="folder, on another disk, that the model is written to at the end where OUTPUT's has no room for "
+        "it; default: any that has",
+    )
     changed_code: Literal["refuse", "allow"] = Field(
         "refuse", description="when your own task or strategy was edited since: refuse to go on, or say so and go on"
     )

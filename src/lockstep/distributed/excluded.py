@@ -7,14 +7,13 @@ there until somebody deletes it. Nothing here imports torch.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.config.output import aside_of
+from lockstep.config.output import replace_text
 from lockstep.config.run import RunError
 
 
@@ -38,9 +37,7 @@ def note(folder: Path, host: str, step: int) -> None:
     """Write it down; several ranks may. A folder that cannot be written to is told by what needs it, not here."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / aside_of(file_of(host))
-        aside.write_text(json.dumps(asdict(Excluded(host, step, round(time.time(), 3)))) + "\n", encoding="utf-8")
-        os.replace(aside, folder / file_of(host))
+        replace_text(folder / file_of(host), json.dumps(asdict(Excluded(host, step, round(time.time(), 3)))) + "\n")
 
 
 def of(folder: Path) -> list[Excluded]:

@@ -7,6 +7,7 @@ needs. Nothing here imports torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.exit_status import DONE, STOPPED
-from lockstep.config.output import aside_of
+from lockstep.config.output import replace_text
 from lockstep.config.run import RunError
 
 FILE = "launch.json"
@@ -98,13 +99,20 @@ def here(launcher: str, processes: int, job: str | None = None, facts: Mapping[s
 
 
 def write(folder: Path, launched: Launched) -> None:
-    """Write OUTPUT/launch.json as a whole. A folder that cannot be written to is told by what needs it, not here."""
+    """Write OUTPUT/launch.json as a whole; on a full disk in the place of what it held, which takes no room. A folder
+    that cannot be written to is told by what needs it, not here."""
+    text = json.dumps(asdict(launched), indent=1) + "\n"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        sweep_up(folder)
-        aside = folder / aside_of(FILE)
-        aside.write_text(json.dumps(asdict(launched), indent=1) + "\n", encoding="utf-8")
-        os.replace(aside, folder / FILE)
+        with suppress(OSError):
+            sweep_up(folder)
+        try:
+            replace_text(folder / FILE, text)
+        except OSError as caught:
+            if caught.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with open(folder / FILE, "r+b", buffering=0) as file:  # it is smaller than a block of any disk
+                file.truncate(file.write(text.encode()))
 
 
 def sweep_up(folder: Path) -> None:

@@ -30,7 +30,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.progress import best_first
 from lockstep.config.exit_status import DONE, FAILED
-from lockstep.config.output import aside_of, keep
+from lockstep.config.output import keep, replace_text
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.tokens import Prepared
 from lockstep.launchers import start
@@ -232,9 +232,7 @@ def _lines(found: Begun, run: Run) -> None:
             for line in lines_of(found.output / name, ("step",))
             if line["step"] <= found.step and (found.scored or line.get("split", "train") == "train")
         ]
-        aside = run.folder / aside_of(name)
-        aside.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-        os.replace(aside, run.folder / name)
+        replace_text(run.folder / name, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     event = {"time": round(time.time(), 3), "event": "branch", "step": found.step, "from": str(found.output)}
     with suppress(OSError), open(run.folder / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")

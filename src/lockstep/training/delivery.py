@@ -1,23 +1,78 @@
-"""What a finished or stopped run still owes: copies in its mirror, and the push of its export to the Hub.
+"""The end of a run: its export, wherever there is room for it, copies in its mirror, and the push to the Hub.
 
-In: OUTPUT. Out: an exit status, and words for the user. Imports no torch at the top.
+In: OUTPUT, and the weights. Out: an exit status, and words for the user. Imports no torch at the top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.export import pending, push_pending
+from lockstep.checkpoint.export import pending, push_pending, write_export
+from lockstep.checkpoint.manifest import name_of, newest_whole
 from lockstep.checkpoint.mirror import Mirror, finish
 from lockstep.config.exit_status import DONE, FAILED, STOPPED
 from lockstep.config.run import Run
+from lockstep.data.object_store import StoreError
 from lockstep.distributed.stops import Stopped
 from lockstep.track.console import Console, error
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lockstep.distributed.world import World
     from lockstep.training.session import Session
+
+
+def write_model(
+    session: Session, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int, exported: int
+) -> None:
+    """Write the export after `steps` updates, of the model of step `exported`, into OUTPUT. Where that cannot be done
+    and no checkpoint holds that state, elsewhere. Rank 0 only. Errors: `TrainingFailed`, which says where the model
+    is, and what the same command does."""
+    from lockstep.training.loop import TrainingFailed
+
+    run, task, checkpoints = session.run, session.task, session.checkpoints
+    try:
+        try:
+            write_export(run, task, weights, scores, exported)
+            return
+        except OSError:
+            if (cleared := checkpoints.room.clear(last=True)) is None:
+                raise
+            checkpoints.say(cleared)
+            write_export(run, task, weights, scores, exported)
+            return
+    except OSError as caught:
+        text = f"{run.folder}/export could not be written ({caught.strerror or caught})"
+    newest = newest_whole(run)
+    if newest == steps:
+        raise TrainingFailed(f"{text}; the same command writes it from {name_of(newest)}, once there is room")
+    again = f"goes on from step {newest}" if newest else "begins from the start: there is no checkpoint"
+    for folder in checkpoints.room.elsewhere():
+        try:
+            place = write_export(run, task, weights, scores, exported, folder)
+        except OSError:
+            with suppress(OSError):
+                folder.rmdir()
+            continue
+        text += f". The model is in {place} instead ({task.loader} loads it): keep it"
+        text += _mirrored(run, place.parent, checkpoints.mirror)
+        raise TrainingFailed(f"{text}. The same command {again}")
+    raise TrainingFailed(f"{text}, nor anywhere else: the model is lost. The same command {again}")
+
+
+def _mirrored(run: Run, folder: Path, mirror: Mirror | None) -> str:
+    """Copy the export of a folder that is not OUTPUT into the mirror, if there is one. Returns what is said of it."""
+    if mirror is None:
+        return ""
+    try:
+        mirror.copy_export(folder)
+    except (OSError, StoreError) as caught:
+        return f"; it could not be copied to {run.mirror} ({caught})"
+    return f"; a copy is in {run.mirror}/export"
 
 
 def owed(run: Run, say: Callable[[str], None], mirror: Mirror | None = None) -> int:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lockstep.checkpoint.export import try_export
 from lockstep.config.exit_status import BAD
+from lockstep.config.run import RunError
 from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.place import PLACE
-from lockstep.strategies.strategy import NotFinite
+from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.track.console import error
 from lockstep.training.loop import TrainingFailed, explained, samples, scored
@@ -65,6 +66,14 @@ def try_the_end(session: Session) -> None:
         raise
 
 
+def export_bytes(strategy: Strategy) -> int:
+    """About what an export takes on the disk."""
+    model = strategy.run.model
+    return (strategy.trained_count if model.adapter else strategy.parameter_count) * (
+        2 if model.dtype == "bfloat16" else 4
+    )
+
+
 def _tried(session: Session) -> None:
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     checkpoints = session.checkpoints
@@ -84,9 +93,25 @@ def _tried(session: Session) -> None:
         PLACE.at("trying samples")
         samples(task, strategy, world, briefly)
         PLACE.at("trying the export")
+        checkpoints.room.export = export_bytes(strategy)
         weights = strategy.exported() if strategy.parameter_count <= EXPORTED_TWICE else None
         if weights is not None:
             try:
-                try_export(run, task, weights, scores)
+                checkpoints.room.export = try_export(run, task, weights, scores)
             except OSError as caught:  # such as a full disk, which training may outlast
                 checkpoints.say(f"the export could not be tried: {caught}")
+
+
+def enough_room(session: Session, step: int) -> list[str]:
+    """What the user should know of the disk of OUTPUT before training goes on after `step` updates. Collective. Errors:
+    `RunError`, on every rank, where it has no room for what the run writes."""
+    room, feed, found = session.checkpoints.room, session.feed, list[str]()
+    fault = None
+    if session.world.is_main:
+        try:
+            found = room.check(step, feed.total, session.checkpoints.every, session.world.size)
+        except RunError as caught:
+            fault = str(caught)
+    if (fault := session.world.broadcast(fault)) is not None:
+        raise RunError(fault)
+    return found

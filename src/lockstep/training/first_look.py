@@ -48,8 +48,11 @@ def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Pr
         known = {split: _asked(run, world, task, strategy, split) for split in task.splits}
         if world.is_main and run.folder.is_dir():
             aside = run.folder / aside_of(FILE)
-            save_file(known, aside, {"data": prepared.key})
-            os.replace(aside, path)
+            try:
+                save_file(known, aside, {"data": prepared.key})
+                os.replace(aside, path)
+            finally:
+                aside.unlink(missing_ok=True)
     task.first_said.update(known)
 
 

@@ -138,6 +138,8 @@ def after_step(session: Session, guard: Guard, meter: Meter, profiler: Profiler,
         scaling = session.strategy.scaling
         sinks.log(step, "train", meter.line(stand.result, stand.rate, session.task.unit is not None, scaling))
         session.journal.times(step, phases.take())
+        if world.is_main and (text := session.checkpoints.room.warning(last)) is not None:
+            session.checkpoints.say(text)
     with meter.paused():
         last = between_steps(session, guard, meter, profiler, step, last, stand.saves)
         if due(step, run.track.every, last):  # the host has waited for the device already

@@ -22,12 +22,12 @@ import transformers
 
 from lockstep.checkpoint import exported, mirror
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
-from lockstep.checkpoint.export import require, write_export
+from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
 from lockstep.config import plugins
 from lockstep.config.disclosure import said, struck_all
 from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
-from lockstep.config.output import aside_of, keep
+from lockstep.config.output import keep, replace_text
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.apart import warnings
 from lockstep.data.tokens import Prepared
@@ -53,8 +53,8 @@ from lockstep.track.report.history import lines_of, told_whole
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
-from lockstep.training.delivery import at_a_stop, delivered
-from lockstep.training.dry_run import try_a_step, try_the_end
+from lockstep.training.delivery import at_a_stop, delivered, write_model
+from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
 from lockstep.training.ending import final_scores
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.going_on import GoingOn
@@ -225,6 +225,8 @@ def resumed(session: Session, console: Console) -> int:
     step, notes = session.checkpoints.resume(session.averaged)
     for text in notes:
         console.note(text)
+    for text in enough_room(session, step):
+        console.note(text)
     if step:
         console.say(f"resuming after step {step} of {session.feed.total}")
     PLACE.at("starting")
@@ -317,18 +319,12 @@ def deliver(
     told = {"tables.json": found.tables, history.SCORES: scores}
     with suppress(OSError):
         (run.folder / exported.FILE).unlink()  # the export that is there, if any, is not what these are of
-    for name, values in told.items():
-        with suppress(OSError):  # before the export, which is what says that the run is finished
-            aside = run.folder / aside_of(name)
-            aside.write_text(json.dumps(struck_all(values, said)), encoding="utf-8")
-            os.replace(aside, run.folder / name)
-    try:
-        write_export(run, task, weights, found.scores, found.exported)
-    except OSError as caught:
-        raise TrainingFailed(
-            f"{run.folder}/export could not be written ({caught.strerror or caught}); the same command writes it from "
-            "the newest checkpoint"
-        ) from caught
+    for name, values in told.items():  # before the export, which is what says that the run is finished
+        try:
+            replace_text(run.folder / name, json.dumps(struck_all(values, said)))
+        except OSError as caught:
+            console.note(f"{run.folder / name} could not be written: {caught.strerror or caught}")
+    write_model(session, weights, found.scores, steps, found.exported)
     sha256 = concluded(run, task, session.journal, console, steps, weights)
     closing(console, run, task, found.scores, found.counts, session.world, sha256, known)
     return delivered(run, session.world, console, session.checkpoints.mirror)

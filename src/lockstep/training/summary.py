@@ -113,7 +113,8 @@ def closing(
         console.facts({"padding": said})
     command, does = the_same_elsewhere(run, world, promised)
     console.facts({"weights": f"sha256 {weights}", "model": f"{run.folder}/export ({task.loader} loads it)"})
-    console.facts({"report": (run.folder / "report.html").resolve().as_uri()}, whole=True)  # a browser opens it
+    if (page := run.folder / "report.html").is_file():
+        console.facts({"report": page.resolve().as_uri()}, whole=True)  # a browser opens it
     console.facts({"repeat": command, "": does, "next": what_next(task, console.samples)}, whole=True)
 
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from lockstep.config import errors as messages
 from lockstep.config.disclosure import said
-from lockstep.config.output import aside_of
+from lockstep.config.output import replace_text
 from lockstep.track.report import charts, panels, predictions
 from lockstep.track.report.history import History, read
 
@@ -69,9 +69,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
     text = pages.get_template(template).render(**values)
     text = said(text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(aside_of(path.name))  # a live page and the run itself may write at once
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    replace_text(path, text)  # aside: a live page and the run itself may write at once
     return path
 
 

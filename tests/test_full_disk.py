@@ -1,0 +1,157 @@
+"""Runs whose disk is too small, or fills up while they train: refused before, warned, and no model is lost."""
+
+import hashlib
+import io
+import os
+import re
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saving import disk, run_in
+from transformers import AutoModelForSequenceClassification
+
+from lockstep.checkpoint import exported
+from lockstep.checkpoint.manifest import finished, newest_first
+from lockstep.config.run import Run
+from lockstep.distributed import launched
+from lockstep.training import delivery, loop, rank
+from lockstep.training.session import Session
+
+pytestmark = pytest.mark.processes  # mount
+
+
+def fill(folder: Path, left: int) -> None:
+    """Take all but about `left` bytes of a disk."""
+    with suppress(OSError), open(folder / "ballast", "wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass
+    os.truncate(folder / "ballast", max(0, (folder / "ballast").stat().st_size - left))
+
+
+def trained(run: Run, after: int = 0, left: int = 0) -> tuple[int, str]:
+    """A whole run in this process, as its only rank; once so many updates are done its disk has `left` bytes left.
+    Returns its status, and what it said."""
+    real = loop.between_steps
+
+    def filled(session: Session, guard: Any, meter: Any, profiler: Any, step: int, *others: bool) -> bool:
+        if step == after:
+            session.checkpoints.settle()
+            fill(run.folder.parent, left)
+        return real(session, guard, meter, profiler, step, *others)
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
+        patch.setattr(loop, "between_steps", filled)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        launched.write(run.folder, launched.here("local", 1))
+        status = rank.main(run)
+    return status, " ".join(said.getvalue().split())
+
+
+def is_consistent(run: Run, status: int, said: str) -> None:
+    """What a start left behind is what its status says, and nothing is left half done."""
+    record = launched.read(run.folder)
+    assert record is not None, said
+    assert record.status == status, said
+    assert [path for path in run.folder.rglob("*.partial") if path.parent.name != "checkpoints"] == []
+    newest = next((manifest for _, manifest in newest_first(run)), None)
+    if status == 0:
+        assert finished(run, newest), said
+        assert (run.folder / "report.html").is_file(), said
+
+
+def weights_in(export: Path) -> str:
+    return hashlib.sha256((export / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the job of these tests, untouched."""
+    run = run_in(tmp_path_factory.mktemp("untouched") / "out")
+    assert trained(run)[0] == 0
+    return weights_in(run.folder / "export")
+
+
+# kB; a checkpoint takes 496, the export 182, all other files 200
+SIZES = [900, 1300, *(pytest.param(size, marks=pytest.mark.long) for size in (64, 300, 600, 1100, 1700, 2500))]
+
+
+@pytest.mark.parametrize("kilobytes", SIZES)
+def test_a_disk_of_any_size(kilobytes: int, tmp_path: Path, weights: str) -> None:
+    """Either it is refused before the first step, or it comes to its end; nothing is lost after training."""
+    with disk(tmp_path / "disk", kilobytes):
+        run = run_in(tmp_path / "disk/out", "checkpoint.every=1", "checkpoint.keep=3")
+        status, said = trained(run)
+        is_consistent(run, status, said)
+        if status == 2:
+            assert re.search(r"output: the disk of \S+ has [\d.]+ .B left, and the run needs [\d.]+ .B", said)
+            assert not (run.folder / "metrics.jsonl").exists()
+            assert kilobytes <= 900
+        else:
+            assert (status, kilobytes > 900) == (0, True), said
+            assert weights_in(run.folder / "export") == weights
+            assert (run.folder / "checkpoints/step-000006").is_dir()
+            assert "Traceback" not in said
+            assert ("made room" in said) == (kilobytes < 2500), said
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_disk_that_fills_up_while_a_run_trains(after: int, tmp_path: Path, weights: str) -> None:
+    """The model is kept elsewhere, which the message names; it promises what is there, and the same command does it."""
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.every=2")
+        status, said = trained(run, after)
+        is_consistent(run, status, said)
+        assert status == 1
+        assert "make room" in said  # before the end
+        assert f"{run.folder}/export could not be written (No space left on device). The model is in" in said
+        (place,) = (tmp_path / "rescue").iterdir()
+        assert f"{place}/export instead (from_pretrained loads it): keep it" in said
+        assert exported.damage(place) is None
+        assert weights_in(place / "export") == weights
+        assert AutoModelForSequenceClassification.from_pretrained(place / "export").num_labels == 6
+        goes_on = "goes on from step 2" if after == 4 else "begins from the start: there is no checkpoint"
+        assert said.endswith(f"The same command {goes_on}")
+        (tmp_path / "disk/ballast").unlink()
+        status, said = trained(run)
+        is_consistent(run, status, said)
+        assert status == 0
+        assert ("resuming after step 2" in said) == (after == 4)
+        assert weights_in(run.folder / "export") == weights
+
+
+def test_a_disk_that_is_full_once_the_last_checkpoint_is_there(tmp_path: Path, weights: str) -> None:
+    """The export needs nothing but room: the message says so, and no other folder is made."""
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.keep=1")
+        with pytest.MonkeyPatch.context() as patch:
+            real = delivery.write_export
+            patch.setattr(delivery, "write_export", lambda *given: (fill(tmp_path / "disk", 0), real(*given)))
+            status, said = trained(run)
+        is_consistent(run, status, said)
+        assert status == 1
+        assert "the same command writes it from step-000006, once there is room" in said
+        assert not (tmp_path / "rescue").exists()
+        (tmp_path / "disk/ballast").unlink()
+        status, said = trained(run)
+        is_consistent(run, status, said)
+        assert (status, weights_in(run.folder / "export")) == (0, weights)
+
+
+def test_a_disk_that_is_full_once_the_export_is_there(tmp_path: Path) -> None:
+    """How the run ended is in launch.json all the same, and the page that is not there is not named."""
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out")
+        with pytest.MonkeyPatch.context() as patch:
+            real = rank.concluded
+            patch.setattr(rank, "concluded", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
+            status, said = trained(run)
+        record = launched.read(run.folder)
+        assert status == 0
+        assert record is not None
+        assert record.status == 0
+        assert list(run.folder.rglob("*.partial")) == []
+        assert "report.html could not be written" in said
+        assert "report file:" not in said
