@@ -181,7 +181,7 @@ def test_the_schema_takes_what_is_read() -> None:
 
 # What a name is about -> the key that there is for it: a row that says there is none names it all the same.
 THERE_IS = {
-    r"dynamo|compile(?!r)": "model.compile",
+    r"dynamo|compile$": "model.compile",
     r"(activation|gradient)_checkpointing$": "model.checkpoint_activations",
     r"offload": "model.offload_activations",
     r"stream": "data.stream",
