@@ -189,7 +189,9 @@ def test_what_init_has_left_to_be_filled_in_is_refused(
     launcher: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start.FILL_IN == FILL_IN
-    launch = f"launch={{name: {launcher}, role: 'arn:aws:iam::123456789012:role/x', s3: s3://bucket/p, region: eu-west-1,"
+    launch = (
+        f"launch={{name: {launcher}, role: 'arn:aws:iam::123456789012:role/x', s3: s3://bucket/p, region: eu-west-1,"
+    )
     launch += " instance: ml.g5.xlarge, processes: 1}"
     words = [f"data.source={FILL_IN}", f"model={{source: {FILL_IN}}}", *([launch] if launcher != "local" else [])]
     for command in ("plan", "train"):
