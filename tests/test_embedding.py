@@ -154,6 +154,18 @@ def test_equal_values_have_the_mean_of_their_places() -> None:
     assert retrieval.correlation(retrieval.placed(one), retrieval.placed(other)) == pytest.approx(1.0)
     assert retrieval.correlation(one, other) == pytest.approx(np.corrcoef(one, other)[0, 1])
     assert math.isnan(retrieval.correlation(one, np.ones(4)))
+    none = np.array([1.0, np.nan, 3.0, 4.0])
+    assert math.isnan(retrieval.correlation(retrieval.placed(none), retrieval.placed(other)))
+
+
+def test_vectors_that_are_no_numbers_find_nothing() -> None:
+    """None is more alike than what is right, so that all of it would come first."""
+    vectors, numbers = retrieval.made_up((6, 2, 4))
+    gathered = {"anchors": vectors[:, 0], "positives": vectors[:, 1], "queries": numbers[:, 0], "texts": numbers[:, 1]}
+    assert all(0 <= value <= 1 for value in retrieval.scores_of(gathered).values())
+    for name in ("anchors", "positives"):
+        broken = gathered | {name: np.where(np.arange(6)[:, None] == 2, np.nan, gathered[name])}
+        assert all(math.isnan(value) for value in retrieval.scores_of(broken).values())
 
 
 def scores_in_batches(task: Embedding, size: int) -> dict[str, float]:

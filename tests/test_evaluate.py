@@ -119,3 +119,15 @@ def test_a_missing_example_is_noticed() -> None:
     task.collate = lambda columns, rows, index: whole(columns, rows[1:], index)  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="of 100 examples were evaluated"):
         evaluate(run, world, task, strategy, task.splits["validation"])
+
+
+def test_a_model_that_gives_no_numbers_scores_nothing() -> None:
+    """Not even an accuracy: what it ranks first is the place of the first such number."""
+    run = tiny("strategy.name=single", "launch.processes=1")
+    task, strategy = build(run, World(run))
+    with torch.no_grad():
+        next(iter(strategy.model.parameters())).fill_(float("nan"))  # type: ignore[attr-defined]
+    found = evaluate(run, World(run), task, strategy, task.splits["validation"])
+    assert found.pop("examples") == 100
+    assert {"loss", "accuracy", "macro_f1"} <= found.keys()
+    assert all(np.isnan(value) for value in found.values())

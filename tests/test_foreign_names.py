@@ -1,18 +1,23 @@
 """Names of other systems, names in the wrong place, and short ways to write a section."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lockstep.config import errors
+from lockstep.config import errors, plugins
 from lockstep.config.foreign_names import FOREIGN
 from lockstep.config.foreign_nowhere import NOWHERE
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.schema import schema
 from lockstep.tools.starter.moving import trainer
 
+KEYS = {*errors.keys_of(Run)}
+for kind, part in (("tasks", "task"), ("launchers", "launch"), ("optimizers", "optim")):
+    for each in plugins.names(kind):
+        KEYS |= {f"{part}.{key}" for key in plugins.find(kind, each).Options.model_fields}  # type: ignore[attr-defined]
 PAGE = (Path(__file__).parents[1] / "docs/coming-from.md").read_text()
 SMALL: dict[str, Any] = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}}
 
@@ -170,3 +175,44 @@ def test_the_schema_takes_what_is_read() -> None:
         with pytest.raises(RunError):
             load(None, [], yaml.safe_load(text))
         assert list(found.iter_errors(yaml.safe_load(text)))
+
+
+# -- what the page denies --------------------------------------------------------------------------------------------
+
+# What a name is about -> the key that there is for it: a row that says there is none names it all the same.
+THERE_IS = {
+    r"dynamo|compile$": "model.compile",
+    r"(activation|gradient)_checkpointing$": "model.checkpoint_activations",
+    r"offload": "model.offload_activations",
+    r"stream": "data.stream",
+    r"freez|frozen": "model.freeze",
+    r"^rl$|reward|^pref_": "task.",
+    r"early_stopping": "evaluate.patience",
+    r"(^|_)ema(_|$)": "average.ema",
+}
+# Two systems whose rows are those of tables of their own.
+SECTIONS = sorted(set(re.findall(r"^## (.*)$", PAGE, re.M)) - {"Names in a run file", "axolotl", "LLaMA-Factory"})
+
+
+def denied(section: str) -> dict[str, str]:
+    """Names that have no counterpart, by the page, and why."""
+    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    found, columns = {}, 0
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]] if line.startswith("|") else []
+        columns = len(cells) if cells[:1] == ["theirs"] else columns
+        if cells and (columns == 2 or cells[1] == "none"):
+            found |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[0]), cells[-1])
+    return found
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_page_denies_no_key_that_there_is(section: str) -> None:
+    ours = set(KEYS)
+    for name, why in denied(section).items():
+        last = name.rpartition(".")[2]
+        assert FOREIGN.get(last, ("", ""))[0] in why, f"{section}: {name} is {FOREIGN.get(last)}, and it says: {why}"
+        for form, key in THERE_IS.items():
+            assert not re.search(form, last) or key in why, f"{section}: {name} is {key}, and the page says: {why}"
+        named = set(re.findall(r"\b(?:task|data|model|optim|launch|evaluate|checkpoint|average)\.\w+", why))
+        assert not {key for key in named if key not in ours and f"{key}s" not in ours}, (name, why)

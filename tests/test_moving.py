@@ -89,7 +89,7 @@ def test_the_examples_load(called: str, here: Path) -> None:
 
 
 def test_each_system_has_an_example_of_both() -> None:
-    assert len(OURS) == 7
+    assert len(OURS) == 8
     for called in (
         "Trainer",
         "Accelerate",
@@ -98,6 +98,7 @@ def test_each_system_has_an_example_of_both() -> None:
         "axolotl",
         "torchtune",
         "AutoTrain",
+        "SageMaker",
     ):
         assert section(called).count("```yaml\n# lockstep, ") == 1
         assert section(called).count("```") == 4

@@ -18,6 +18,7 @@ from lockstep.distributed import launched
 from lockstep.launchers import start
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class
+from lockstep.tools.starter.moving.moving import FILL_IN
 
 
 @pytest.fixture
@@ -153,10 +154,50 @@ def test_plan_refuses_what_train_refuses(
 
 
 def test_what_the_hub_alone_knows_is_said_to_be_unknown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "run.yaml", "data.source=somebody/texts"]) == 0  # HF_HUB_OFFLINE is set
-    said = capsys.readouterr().out
-    assert "note: what it amounts to cannot be told here: data.source: 'somebody/texts' is not a local file" in said
-    assert f"length     {STEPS} steps" in said
+    for words, status in ([], 1), (["--offline"], 0):  # HF_HUB_OFFLINE is set
+        assert main(["plan", "run.yaml", "data.source=somebody/texts", *words]) == status
+        said = capsys.readouterr()
+        told = "data.source: 'somebody/texts' is not a local file"
+        assert f"note: what it amounts to cannot be told here: {told}" in said.out
+        assert f"length     {STEPS} steps" in said.out
+        assert (f"this would fail: {told}" in said.err) == (status == 1)
+    assert main(["plan", "run.yaml", "--simulate", "--offline"]) == 2
+
+
+def test_a_job_that_needs_more_memory_than_there_is_would_fail(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load("run.yaml", [])
+    task_class = find("tasks", run.task.name)
+    count = sum(p.numel() for p in task_class(run, prepare(run, task_class)).model().parameters())
+    for there, status in (20 * count, 0), (20 * count - 1, 1):  # weights, gradients, moments and one partial sum
+        monkeypatch.setattr("lockstep.distributed.memory.capacity", lambda device, sharing, n=there: n)
+        assert main(["plan", "run.yaml"]) == status
+        said = capsys.readouterr()
+        assert "memory     about" in said.out
+        assert ("this would fail: memory: a process needs about" in said.err) == (status == 1)
+    # on other machines: what they have, where it is known
+    small = ["launch={name: slurm, machines: 1, processes: 2}"]
+    assert main(["plan", "run.yaml", *small]) == 0
+    assert main(["plan", "run.yaml", *small, "launch.memory=4G"]) == 0
+    assert main(["plan", "run.yaml", *small, "launch.memory=3K"]) == 1
+    assert "and has 2 kB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", ["local", "sagemaker"])
+def test_what_init_has_left_to_be_filled_in_is_refused(
+    launcher: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start.FILL_IN == FILL_IN
+    launch = (
+        f"launch={{name: {launcher}, role: 'arn:aws:iam::123456789012:role/x', s3: s3://bucket/p, region: eu-west-1,"
+    )
+    launch += " instance: ml.g5.xlarge, processes: 1}"
+    words = [f"data.source={FILL_IN}", f"model={{source: {FILL_IN}}}", *([launch] if launcher != "local" else [])]
+    for command in ("plan", "train"):
+        assert main([command, "run.yaml", *words]) == 2
+        said = capsys.readouterr().err
+        assert "data.source: FILL-IN stands for what is not known; fill in data.source, model.source" in said
 
 
 def test_plan_without_a_file_is_the_quick_start(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

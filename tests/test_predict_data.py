@@ -102,6 +102,17 @@ def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: py
         assert wanted in said.err
         assert len(said.err.splitlines()) == 1
         assert not said.out
+    for name, wanted in (
+        ("nosuchfile.csv", "nosuchfile.csv looks like a file, and there is none. To ask for it as a text, add --texts"),
+        (f"{tmp_path}/no.jsonl.gz", "no.jsonl.gz looks like a file, and there is none"),
+        (f"{tmp_path}/*.txt", "*.txt looks like a file, and there is none"),
+        (str(tmp_path), f"{tmp_path} is a folder; name its files"),
+    ):
+        assert main(["predict", str(output), "hello", name]) == 2
+        assert wanted in capfd.readouterr().err
+    assert main(["predict", str(output), "--texts", "hello", "nosuchfile.csv", str(tmp_path / "a.csv")]) == 0
+    assert main(["predict", str(output), "it stands in some.csv", "lockstep.org", "x" * 400]) == 0
+    assert len(capfd.readouterr().out.splitlines()) == 6
     assert main(["predict", str(output), "x", "--out", str(tmp_path / "none" / "x.jsonl")]) == 2
     assert "cannot be written" in capfd.readouterr().err
 

@@ -106,6 +106,21 @@ def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:
     assert any(len(columns.ragged("targets").row(i)) > columns.flat("count")[i] + 2 for i in range(20))
 
 
+def test_a_row_without_a_target_is_an_example_all_the_same(tmp_path: Path) -> None:
+    """Of words that the tokenizer makes nothing of."""
+    task = task_of(make(tmp_path, "token_classification"))
+    columns, rows = task.splits["validation"], np.arange(3)
+    batch = task.collate(columns, rows, 0)
+    batch.targets[1] = IGNORED
+    logits = torch.zeros(*batch.targets.shape, len(task.labels))
+    found = task.score_at(lambda inputs: logits, batch, columns, rows)
+    assert found["examples"] == 3
+    assert found["targets"] == (batch.targets >= 0).sum()
+    blank = task.collate(columns, rows[:0], 0)
+    none = task.score_at(lambda inputs: torch.zeros(*blank.targets.shape, len(task.labels)), blank, columns, rows[:0])
+    assert none["examples"] == none["targets"] == 0
+
+
 def test_samples_name_the_entities(tmp_path: Path) -> None:
     """Of a model that says what is right, and of one that says nothing."""
     task = task_of(make(tmp_path, "token_classification", "tokenizer.vocab_size=290"))
@@ -143,6 +158,7 @@ def test_training_finds_the_entities(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 BAD = {
     "no such column": (["task.words=words"], ["task.words", "'words'", "it has tokens, tags"]),
+    "no room for a word": (["data.max_length=2"], ["no word of the train split", "data.max_length"]),
     "a model that cannot tag": (["model={type: marian}"], ["no token classifier", "marian"]),
 }
 

@@ -50,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if hasattr(known, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
             known.overrides, rest = [*known.overrides, *rest], []  # argparse takes none behind another option
+        if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
+            known.words, rest = [*known.words, *rest], []  # nor these
         if rest:
             raise RunError(f"unknown argument {rest[0]!r}; see lockstep {known.command} --help")
         status = modules[known.command].main(known)

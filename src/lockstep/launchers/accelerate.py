@@ -31,7 +31,7 @@ from lockstep.distributed.gpus import gpus_of
 from lockstep.distributed.launched import JOB_WORDS, STATUS, TRAIN, WANTED
 from lockstep.distributed.stops import Interrupts, heard
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.launchers.local import check_gpus, processes_of
+from lockstep.launchers.local import check_gpus, memory_here, processes_of
 from lockstep.launchers.processes import accelerate_config
 from lockstep.track.console import error
 
@@ -92,6 +92,9 @@ class Accelerate(Launcher):
 
     def leads(self, run: Run, plan: Plan) -> bool:
         return bool(self.options(run).machine_rank == 0)
+
+    def memory(self, run: Run, plan: Plan) -> float | None:
+        return memory_here(run, processes_of(run))  # the other machines are like this one
 
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         if importlib.util.find_spec("accelerate") is None:

@@ -56,6 +56,10 @@ class Launcher(ABC):
         """What can be found wrong before data is prepared or anything is started: a program or package that is missing,
         a job that its scheduler refuses. Errors: `RunError`."""
 
+    def memory(self, run: Run, plan: Plan) -> float | None:
+        """Bytes that each process has on the machines it runs on, as far as is known here; None: it is not."""
+        return None
+
     def leads(self, run: Run, plan: Plan) -> bool:
         """Whether this process speaks for the job: it keeps OUTPUT/run.yaml and says in OUTPUT/launch.json that the run
         is on. One process of a job does, where several are started by hand."""

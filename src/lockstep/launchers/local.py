@@ -44,6 +44,9 @@ class Local(Launcher):
             variables["GLOO_SOCKET_IFNAME"] = "lo"  # needs no host name that resolves
         return Plan(processes, command, variables, notes=["started by torch elastic in this terminal"])
 
+    def memory(self, run: Run, plan: Plan) -> float | None:
+        return memory_here(run, plan.processes)
+
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         if plan.processes == 1:
             with importing():
@@ -70,6 +73,14 @@ def processes_of(run: Run) -> int:
     if run.strategy.name == "single":
         return 1
     return min(run.micro_batches, gpus_of(run) * run.launch.processes_per_gpu or available_cores())
+
+
+def memory_here(run: Run, processes: int) -> float:
+    """Bytes that each of so many processes has on this machine."""
+    from lockstep.distributed.memory import capacity
+    from lockstep.distributed.world import pick_device
+
+    return float(capacity(pick_device(run, 0, processes), processes))
 
 
 def check_gpus(run: Run, processes: int) -> None:

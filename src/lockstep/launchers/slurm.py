@@ -104,6 +104,13 @@ class Slurm(Launcher):
     def check(self, run: Run, plan: Plan) -> None:
         check(plan)
 
+    def memory(self, run: Run, plan: Plan) -> float | None:
+        options = self.options(run)
+        if options.memory is None or options.gpus:  # what the nodes' GPUs have is not known here
+            return None
+        number, unit = re.fullmatch(r"(\d+)([KMGT]?)", options.memory).groups()  # type: ignore[union-attr]
+        return int(number) * 1024.0 ** ("KMGT".index(unit or "M") + 1) * options.machines / plan.processes
+
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         if tuple(job) != TRAIN:
             raise RunError("launch.name: slurm submits training only; verify under srun, or with launch.name=local")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
+from lockstep.config import errors as messages
 from lockstep.config import plugins
 from lockstep.config.exit_status import EXCLUDED
 from lockstep.config.output import check_output, keep
@@ -30,6 +31,8 @@ from lockstep.track.report import history
 if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
     from lockstep.launchers.launcher import Launcher, Plan
+
+FILL_IN = "FILL-IN"  # in a run file that another system's became: what that did not say
 
 
 def train(run: Run) -> int:
@@ -68,9 +71,9 @@ def train(run: Run) -> int:
 def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | None:
     """Everything that can be checked, and the data, before a process starts. Returns the steps of a run that is
     finished already, else None. Errors: `RunError`."""
+    filled_in(run)
     launcher.check(run, plan)
-    # a machine that only submits may have no torch: the ranks make the same checks
-    if launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None):
+    if looked_at_there(launcher):
         return None
     PLACE.at("importing torch and transformers")
     from lockstep.checkpoint import export as hub
@@ -251,11 +254,24 @@ def planned(run: Run) -> tuple[Launcher, Plan]:
     return launcher, plan
 
 
+def looked_at_there(launcher: Launcher) -> bool:
+    """Whether only the ranks look at data and model: a machine that only submits may have no torch."""
+    return launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None)
+
+
+def filled_in(run: Run) -> None:
+    """Errors: `RunError` for what `lockstep init --from` has left to be filled in."""
+    left = [key for key, value in messages.flat(run.model_dump(mode="json")).items() if value == FILL_IN]
+    if left:
+        raise RunError(f"{left[0]}: {FILL_IN} stands for what is not known; fill in {', '.join(left)}")
+
+
 def examined(run: Run, launcher: Launcher, plan: Plan) -> Prepared | str:
     """What `lockstep plan` finds wrong: all that `train` refuses before it starts a process. Returns the data, or why
     nothing can be told of them here. OUTPUT is not written to; the cache is. Errors: `RunError`."""
+    filled_in(run)
     zero_agreement.check(run, plan.processes)
-    if launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None):
+    if looked_at_there(launcher):
         return "data and model are looked at where the job runs"
     if not launcher.submits:
         launcher.check(run, plan)

@@ -21,7 +21,7 @@ from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import network, secret
 from lockstep.distributed.launched import TRAIN
 from lockstep.launchers.launcher import Launcher, Plan
-from lockstep.launchers.local import check_gpus, entry, prestart, processes_of
+from lockstep.launchers.local import check_gpus, entry, memory_here, prestart, processes_of
 from lockstep.track.console import Console
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -100,6 +100,9 @@ class Torchrun(Launcher):
             return network.route_to(host) == network.address_of(host)
         except network.NetworkError as caught:
             raise RunError(f"launch.rendezvous: {caught}") from None
+
+    def memory(self, run: Run, plan: Plan) -> float | None:
+        return memory_here(run, processes_of(run))  # the other machines are like this one
 
     def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
         check_gpus(run, processes_of(run))

@@ -305,12 +305,14 @@ class Embedding(Task):
             found["spearman"] = retrieval.correlation(retrieval.placed(one), retrieval.placed(other))
             found["pearson"] = retrieval.correlation(one, other)
         elif "anchors" in gathered:
-            found |= retrieval.scores(*retrieval.ranks_of(gathered))
+            found |= retrieval.scores_of(gathered)
         return found
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """Recall by how many texts are looked at; or the mean cosine of pairs by their score."""
         gathered = _gathered(sums)
+        if not all(np.isfinite(values).all() for values in gathered.values()):
+            return {}
         if "anchors" in gathered:
             query, at = retrieval.ranks_of(gathered)
             within = [k for k in retrieval.CURVE if k <= len(np.unique(gathered["texts"]))]

@@ -71,14 +71,18 @@ class PerToken(Task):
         columns: Columns,
         rows: np.ndarray,
     ) -> Sums:
-        """The sums; with functions in `metrics` also the likeliest of each target, beside it: int32 [B, longest]."""
+        """The sums, of a row without a target, too; with functions in `metrics` also the likeliest of each target,
+        beside it: int32 [B, longest]."""
+        import torch
+
+        examples = {"examples": torch.tensor(float(len(rows)), dtype=torch.float64, device=batch.targets.device)}
         if not self.gathered:
-            return self.score(forward, batch)
+            return self.score(forward, batch) | examples
         logits, width = forward(batch.inputs).float(), given.longest(columns)
         foretold = logits.argmax(-1).masked_fill(batch.targets < 0, given.NOTHING)
         wanted = batch.targets.clamp(min=given.NOTHING)
         told = {"foretold": given.as_wide(foretold, width), "wanted": given.as_wide(wanted, width)}
-        return self.sums(logits, batch.targets) | told
+        return self.sums(logits, batch.targets) | told | examples
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of tokens: int64 [N, longest], -1 where there is no target."""

@@ -92,6 +92,11 @@ class TokenClassification(PerToken):
         for split, dataset in splits.items():
             key = digest("token classification", VERSION, hashes[split], folder.name, run.data.max_length, names)
             files[split] = _encode(run, dataset, names, str(folder), key)
+            if not (columns := Columns(files[split])).flat("count")[np.arange(len(columns))].any():
+                raise RunError(
+                    f"task.words: no word of the {split} split of {data.name} has a token within the "
+                    f"{run.data.max_length} of data.max_length"
+                )
         facts: dict[str, Any] = {"source": data.name, "labels": names}
         if rows is not None:
             key = digest("token classification", VERSION, folder.name, run.data.max_length, names)

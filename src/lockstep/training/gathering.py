@@ -6,6 +6,7 @@ In: sums, and rows that are gathered in the order of the split. Out: metrics and
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -55,7 +56,10 @@ def told(
 
     def numbers() -> tuple[dict[str, float], dict[str, Any]]:
         losses = {f"loss_{name}": task.metrics(of)["loss"] for name, of in of_each.items() if name and of}
-        known = {**task.metrics(sums), **losses}
+        metrics = task.metrics(sums)
+        if math.isnan(metrics.get("loss", 0.0)):  # of outputs that are no numbers: what they rank first says nothing
+            metrics = dict.fromkeys(metrics, math.nan)
+        known = {**metrics, **losses}
         if run.metrics and (texts or sums.keys() >= {*task.gathered}):
             given = task.predictions(sums, columns, rows)
             known |= own_metrics.scored(run, own_metrics.functions(run), given, list(known))

@@ -35,13 +35,22 @@ def predictions(
 
 
 def predict(
-    output: Path, words: list[str], overrides: list[str], as_json: bool = False, out: Path | None = None
+    output: Path,
+    words: list[str],
+    overrides: list[str],
+    as_json: bool = False,
+    out: Path | None = None,
+    texts: bool = False,
 ) -> int:
     """Print a line for each text (or JSON, or write that to `out`); without texts, for each line of standard input. A
-    word that names a file is read as one. Returns the exit status."""
+    word that names a file is read as one, unless all are `texts`. Returns the exit status."""
     run, export = finished(output, overrides)  # told before anything is read
     task = _task(run)
-    rows = [row for word in words for row in rows_of(run, word, task.asked(run))]
+    asked = task.asked(run)
+    if texts:
+        rows = [row_of(word, asked, repr(word[:40])) for word in words]
+    else:
+        rows = [row for word in words for row in rows_of(run, word, asked)]
     if not words:
         rows = [row_of(line.rstrip("\n"), task.asked(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:
@@ -82,9 +91,13 @@ def row_of(given: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
 
 
 def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """The rows of a word of the command line: of a file, if it names one, else the word itself. Errors: `RunError`."""
+    """The rows of a word of the command line: of a file, if it names one, else the word itself. Errors: `RunError`,
+    also for a word that can only be meant as a file, which is not there."""
     path = Path(word)
-    if len(word) > 1000 or "\n" in word or not path.is_file():  # a long text is no path, and asking may be an error
+    if not os.path.isfile(word):  # of any text; Path.is_file has errors for long ones
+        if len(word.split()) == 1 and (row_files.format_of(path) or _is_folder(path)):
+            what = "is a folder; name its files" if _is_folder(path) else "looks like a file, and there is none"
+            raise RunError(f"predict: {word} {what}. To ask for it as a text, add --texts")
         return [row_of(word, columns, repr(word[:40]))]
     ending = row_files.format_of(path)
     if ending is None:
@@ -99,6 +112,11 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
     section = DataSection.model_validate({"train": word} | {key: getattr(run.data, key) for key in reading})
     data = source.load(section, run.seed).splits["train"]
     return [row_of(_flat(row, columns), columns, f"{word}, row {n}") for n, row in enumerate(data)]
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a word with a slash names a folder; one without may be a text."""
+    return len(path.parts) > 1 and os.path.isdir(path)
 
 
 def _flat(row: Mapping[str, Any], columns: Sequence[str]) -> Mapping[str, Any]:

@@ -154,21 +154,48 @@ def chosen(run: Run, task: Task) -> dict[str, str]:
 def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, state: float | None = None) -> str:
     """What a process holds, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
     that are trained, the optimizer's `state` of each among it."""
-    found, note = strategy_class(run), ""
-    if found.undecided(run):
-        run = found.decided(run, processes, every, trained, capacity(pick_device(run, 0), processes))
-        found, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
-    held = found.bytes_held(run, processes, state) | {"partial sums": found.partial_sums(run, processes)}
-    # the frozen matrices of an adapter's base; its vectors, which are float32, are few
-    low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # of float32's bytes
-    kept = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed
-    sizes = {name: each * (kept if name == "weights" else trained) for name, each in held.items()}
+    sizes, note = held(run, processes, every, trained, packed, state)
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
     of_layers = " of one layer at a time" * run.model.checkpoint_activations
     place = " (those of layers wait in the host's memory)" * run.model.offload_activations
     return (
         f"about {size(sum(sizes.values()))} a process ({parts}){note}; not counted are activations{of_layers}{place}, "
         "buffers on the way and libraries"
+    )
+
+
+def held(
+    run: Run, processes: int, every: int, trained: int, packed: int, state: float | None
+) -> tuple[dict[str, float], str]:
+    """Bytes by kind, and what was decided for it."""
+    found, note = strategy_class(run), ""
+    if found.undecided(run):
+        run = found.decided(run, processes, every, trained, capacity(pick_device(run, 0), processes))
+        found, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
+    each = found.bytes_held(run, processes, state) | {"partial sums": found.partial_sums(run, processes)}
+    # the frozen matrices of an adapter's base; its vectors, which are float32, are few
+    low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # of float32's bytes
+    kept = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed
+    return {name: bytes_ * (kept if name == "weights" else trained) for name, bytes_ in each.items()}, note
+
+
+def shortage(run: Run, prepared: Prepared, processes: int, there: float) -> str | None:
+    """Why a run cannot fit into what a process has, by the formula, which counts what every step needs at least; None:
+    it may. What an engine keeps in the host's memory instead of a GPU's is not looked at."""
+    if "offload" in str(run.strategy.options):
+        return None
+    task_class: Any = plugins.find("tasks", run.task.name)
+    model = freeze(run, task_class(run, prepared).model(empty=True))
+    every, trained = counts(model)
+    needed = sum(
+        held(run, processes, every, trained, quantized.count(model), state_bytes(run.optim, model))[0].values()
+    )
+    if needed <= there:
+        return None
+    return (
+        f"memory: a process needs about {size(needed)} besides activations, and has {size(there)}: strategy=fsdp2 or "
+        "pipeline share it out over more processes; model.adapter, model.quantization and optim.name=adamw_8bit or "
+        "adafactor need less"
     )
 
 

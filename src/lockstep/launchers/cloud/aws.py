@@ -59,7 +59,7 @@ _ACCOUNTS = {
     "us-west-2": _COMMON,
 }
 # Version -> tag of the GPU and of the CPU image, from the container release notes of aws/deep-learning-containers.
-_TAGS = {
+TAGS = {
     "2.11": ("2.11-cu130-amzn2023-sagemaker", "2.11-cpu-amzn2023-sagemaker"),
     "2.12": ("2.12-cu130-amzn2023-sagemaker", "2.12-cpu-amzn2023-sagemaker"),
     "2.13": ("2.13-cu133-amzn2023-sagemaker", "2.13-cpu-amzn2023-sagemaker"),
@@ -88,13 +88,13 @@ def region_of(given: str | None) -> str:
 
 def image(version: str, region: str, gpu: bool) -> str:
     """The address of AWS's PyTorch container for SageMaker. Errors: `RunError`."""
-    if version not in _TAGS:
+    if version not in TAGS:
         raise RunError(
-            f"launch.pytorch: no container of AWS is known for PyTorch {version!r}; known are {', '.join(_TAGS)}. "
+            f"launch.pytorch: no container of AWS is known for PyTorch {version!r}; known are {', '.join(TAGS)}. "
             "Any other one can be given as launch.image"
         )
     ending = ".cn" if region.startswith("cn-") else ""
-    tag = _TAGS[version][0 if gpu else 1]
+    tag = TAGS[version][0 if gpu else 1]
     return f"{_ACCOUNTS[region]}.dkr.ecr.{region}.amazonaws.com{ending}/pytorch:{tag}"
 
 

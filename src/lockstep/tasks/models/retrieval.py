@@ -65,6 +65,14 @@ def recall(query: np.ndarray, at: np.ndarray, within: int) -> float:
     return float((right / np.bincount(query)).mean())
 
 
+def scores_of(gathered: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """`NAMES`, of what was gathered; NaN where a vector is none: nothing is more alike than that, and so all that is
+    right would come first."""
+    if not all(np.isfinite(gathered[name]).all() for name in ("anchors", "positives")):
+        return dict.fromkeys(NAMES, math.nan)
+    return scores(*ranks_of(gathered))
+
+
 def scores(query: np.ndarray, at: np.ndarray) -> dict[str, float]:
     """Of what `ranks` gives."""
     right = np.bincount(query)
@@ -87,6 +95,9 @@ def correlation(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def placed(values: np.ndarray) -> np.ndarray:
-    """The place of each value in their order, equal ones at the mean of their places: float64 [N]."""
+    """The place of each value in their order, equal ones at the mean of their places: float64 [N]; NaN where one is no
+    number, as nothing is before or behind it."""
+    if np.isnan(values).any():
+        return np.full(len(values), np.nan)
     _, place_of, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[place_of]

@@ -7,21 +7,26 @@ import itertools
 import shlex
 from typing import TYPE_CHECKING
 
+from lockstep.config.exit_status import DONE, FAILED
 from lockstep.config.run import Run, RunError
 from lockstep.data.apart import warnings
 from lockstep.launchers import start
 from lockstep.launchers.further import further
 from lockstep.tools.commands import run_file
-from lockstep.track.console import Console
+from lockstep.track.console import Console, error
 
 if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
+    from lockstep.launchers.launcher import Launcher, Plan
 
 HELP = "check a run file as train does, and show what would be started: model, data, steps, memory; start nothing"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
+    parser.add_argument(
+        "--offline", action="store_true", help="what has to be asked of the Hub, and cannot be, is no failure"
+    )
     parser.add_argument("--simulate", action="store_true", help="memory, messages and time, without the machines")
     parser.add_argument(
         "--processes", type=int, nargs="+", metavar="N", help="simulate so many, one plan each; default: the run file's"
@@ -35,6 +40,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(known: argparse.Namespace) -> int:
     run = further(run_file.run_of(known), Console(True).say)
     if known.simulate or known.suggest:
+        if known.offline:
+            raise RunError("--offline: says something to a plan without --simulate or --suggest only")
         from lockstep.tools.planner.asked import answered
 
         return answered(run, known.processes, known.device, known.suggest, known.price, known.out)
@@ -71,7 +78,23 @@ def main(known: argparse.Namespace) -> int:
         console.say(f"--- {path}\n{text}")
     for note in plan.notes:
         console.say(f"note: {note}")
-    return 0
+    wrong = failures(run, launcher, plan, found, known.offline)
+    for text in wrong:
+        error(f"this would fail: {text}")
+    return FAILED if wrong else DONE
+
+
+def failures(run: Run, launcher: Launcher, plan: Plan, found: Prepared | str, offline: bool) -> list[str]:
+    """What would fail once it is started, and is no mistake in the run file."""
+    if isinstance(found, str):
+        if offline or start.looked_at_there(launcher):
+            return []
+        return [f"{found}. --offline plans without the Hub"]
+    from lockstep.training import sizes
+
+    there = launcher.memory(run, plan)
+    short = None if there is None else sizes.shortage(run, found, plan.processes, there)
+    return [short] if short is not None else []
 
 
 def amounts(run: Run) -> dict[str, str]:

@@ -23,12 +23,12 @@ ACCELERATE: Table = {
     "use_cpu": Row("launch.device", "true: cpu", values={True: "cpu"}),
     "deepspeed_config": Row("strategy", "zero_stage, gradient_clipping, offloading", joined=True),
     "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
+    "dynamo_config": Row("model.compile", "dynamo_backend INDUCTOR: true; its modes have no counterpart", joined=True),
+    "dynamo_backend": Row("model.compile", "INDUCTOR: true", values={"no": None, "inductor": True}),
     # what has no counterpart
     "compute_environment": Row("", "launch.name: `lockstep list` says what there is", default="LOCAL_MACHINE"),
     "debug": Row("", "lockstep --debug shows tracebacks"),
     "downcast_bf16": Row("", "of TPUs"),
-    "dynamo_config": Row("", "torch.compile is an option of strategy.name=hf_trainer"),
-    "dynamo_backend": Row("", "torch.compile is an option of strategy.name=hf_trainer", default="NO"),
     "enable_cpu_affinity": Row("", "launch.threads says how many threads a process has"),
     "fsdp_config": Row("", "fsdp2 finds the blocks by itself; strategy.options of fsdp2: docs/strategies"),
     "gpu_ids": Row("", "CUDA_VISIBLE_DEVICES says which are seen", default="all"),
@@ -88,7 +88,20 @@ def move_accelerate(theirs: Mapping[str, Any], moved: Moved, processes: int | No
     accumulated = theirs.get("gradient_accumulation_steps")
     if accumulated is not None:
         moved.set("micro_batches", whole(accumulated) * every, f"gradient_accumulation_steps {accumulated} x {every}")
+    if isinstance(config := theirs.get("dynamo_config"), Mapping):
+        _compiled(config, moved)
     _at_least(moved, every)
+
+
+def _compiled(config: Mapping[str, Any], moved: Moved) -> None:
+    backend = str(config.get("dynamo_backend", "no")).lower()
+    if backend == "inductor":
+        moved.set("model.compile", True, "dynamo_config: dynamo_backend INDUCTOR")
+    elif backend != "no":
+        moved.drop("dynamo_config: dynamo_backend", backend, "model.compile compiles by inductor")
+    for name, value in config.items() if backend == "inductor" else ():
+        if name != "dynamo_backend" and value and value != "default":
+            moved.drop(f"dynamo_config: {name}", value, "inductor compiles the layers, in its default mode")
 
 
 def _of_accelerate(config: Mapping[str, Any], moved: Moved, processes: int) -> None:

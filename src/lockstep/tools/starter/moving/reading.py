@@ -16,7 +16,7 @@ import yaml
 
 from lockstep.config import errors as messages
 from lockstep.config.run import RunError
-from lockstep.tools.starter.moving import axolotl, engines, llama_factory, trainer
+from lockstep.tools.starter.moving import axolotl, engines, llama_factory, sagemaker, trainer
 from lockstep.tools.starter.moving.table import Moved
 
 Move = Callable[[Mapping[str, Any], Moved, int | None], None]
@@ -59,6 +59,7 @@ SOURCES = {
         trainer.move,
     ),
 }
+SAGEMAKER = Source(sagemaker.CALLED, frozenset(sagemaker.TABLE), frozenset(), sagemaker.move)
 _TASKS = {
     "ForSequenceClassification": "classification",
     "ForTokenClassification": "token_classification",
@@ -121,6 +122,8 @@ def _script(path: Path, text: str) -> Read:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise RunError(f"--from: {path}, line {error.lineno}: {error.msg}") from None
+    if (estimator := sagemaker.arguments(text, str(path))) is not None:
+        return Read(SAGEMAKER, estimator)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     found = [c for c in calls if _name(c).endswith(("TrainingArguments", "SFTConfig"))]
     if len(found) != 1:

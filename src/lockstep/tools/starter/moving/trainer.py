@@ -116,7 +116,7 @@ TABLE: Table = {
     "overwrite_output_dir": Row("", "a run goes on where its output ends; another output starts anew"),
     "resume_from_checkpoint": Row("", "the same command goes on from the newest checkpoint that is whole"),
     "data_seed": Row("", "seed is that of the order of data, too"),
-    "dataloader_num_workers": Row("", _FEED),
+    "dataloader_num_workers": Row("", f"data.workers, of the task module; of others {_FEED}"),
     "fsdp_config": Row("", "strategy.options of fsdp2: docs/strategies"),
     "local_rank": Row("", _DEVICE, default=-1),
 }
