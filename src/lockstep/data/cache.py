@@ -46,22 +46,32 @@ def cache_folder() -> Path:
 
 
 _code: ContextVar[str] = ContextVar("code", default="")
+_with: ContextVar[frozenset[str]] = ContextVar("with", default=frozenset())
 
 
 @contextmanager
 def made_by(code: str) -> Iterator[None]:
     """What is cached in here is kept apart from what other code has made; `code` stands for it."""
-    before = _code.set(code)
+    before, also = _code.set(code), _with.set(frozenset())
     try:
         yield
     finally:
         _code.reset(before)
+        _with.reset(also)
+
+
+def made_with(content: str) -> None:
+    """What is cached from here on, in `made_by`, is kept apart from what was made with anything else, such as a
+    tokenizer with another template. `content` stands for it."""
+    _with.set(_with.get() | {content})
 
 
 def folder_of(part: str) -> Path:
     """The folder of the cache for `part` of what the code at work makes. What is in it has the same names whatever the
     code is: later keys and checkpoints depend on them."""
-    return cache_folder() / part / _code.get()
+    also = sorted(_with.get())
+    code = hashlib.sha256(" ".join([_code.get(), *also]).encode()).hexdigest()[:24] if also else _code.get()
+    return cache_folder() / part / code
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,8 @@ from lockstep.data.tokens import VERSION, Prepared, content, digest
 from lockstep.distributed.place import PLACE
 
 _YOUNGER = ("separator", "quote")  # keys of `data`
+_TEMPLATES = "additional_chat_templates"  # of a tokenizer's folder
+_WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".onnx", ".gguf", ".ckpt", ".lock")
 
 
 class Prepares(Protocol):
@@ -92,10 +95,12 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
 
 
 def _code_of(run: Run, task: type[Prepares]) -> dict[str, str]:
-    """What the files say that prepare the data: the task's, and what else of the user's it imports."""
+    """What the files say that prepare the data: the task's, and what else of the user's it imports; and versions of the
+    libraries that make tokens."""
     own = user_code.hashes_of(name for key, name in user_code.named(run).items() if key.startswith("task."))
     file = sys.modules[task.__module__].__file__
-    return own | ({"task": user_code.fingerprint(Path(file))} if file else {})
+    versions = {f"version of {package}": version(package) for package in ("tokenizers", "transformers")}
+    return own | versions | ({"task": user_code.fingerprint(Path(file))} if file else {})
 
 
 def _content_of(prepared: Prepared) -> str:
@@ -125,8 +130,8 @@ def _files(run: Run) -> list[tuple[str, int, int]]:
     files = source.files_of(run.data)
     for named in (run.model.source, run.tokenizer.source):
         root = Path(model_folder(named) if named is not None else "").expanduser()
-        for folder in (root, root / TARGET) if named is not None else ():
+        for folder in (root, root / TARGET, root / _TEMPLATES) if named is not None else ():
             if folder.is_dir():
-                files += sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in (".json", ".txt", ".model"))
+                files += sorted(f for f in folder.iterdir() if f.is_file() and f.suffix not in _WEIGHTS)
     facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return facts + [("tables", tables.VERSION, 0)] * any(row_files.format_of(f) in tables.SEPARATORS for f in files)

@@ -9,12 +9,13 @@ import hashlib
 import inspect
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.cache import folder_of, kept
+from lockstep.data.cache import folder_of, kept, made_with
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TARGET = "target"  # folder of the targets' tokenizer, where it is another one than the sources'
+# Kinds that the library trains in the order of a hash table, another one each time (of wordpiece `_inner` takes most of
+# it away): their folders are named by what came out.
+_DRAWN = ("wordpiece", "unigram")
 _SPECIAL = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -59,7 +63,11 @@ def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool
     if run.tokenizer.train is not None:
         kind = "generative" if generative else _causal(run)
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
-        return kept(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
+        if run.tokenizer.train not in _DRAWN:
+            return kept(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
+        key = digest("tokenizer", 2, key)
+        folder = kept(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
+        return _kept(load(str(folder)), "tokenizer.train")  # named by what it came to
     source = run.tokenizer.source or run.model.source
     if source is None:
         raise RunError(
@@ -103,8 +111,33 @@ def _kept(tokenizer: Any, source: str) -> Path:
     parts = [hashlib.sha256(state.encode()).hexdigest(), str(tokenizer.special_tokens_map)]
     if "auto_map" in tokenizer.init_kwargs:  # code of its own, which is saved with it
         parts.append(Path(inspect.getfile(type(tokenizer))).read_text(encoding="utf-8"))
+    parts += [f"{key}={getattr(tokenizer, key)}" for key in _CHANGING if _differs(tokenizer, key)]
     key = digest("tokenizer", 1, *parts)
-    return kept(folder_of("tokenizers") / key, lambda aside: save(tokenizer, aside))
+    with tempfile.TemporaryDirectory() as folder:
+        save(tokenizer, whole := Path(folder) / "whole")
+        made_with(_content(whole))
+        return kept(folder_of("tokenizers") / key, lambda aside: shutil.copytree(whole, aside))
+
+
+# What changes tokens, and is no part of a fast tokenizer's own state.
+_CHANGING = {"truncation_side": "right", "split_special_tokens": False, "model_input_names": None}
+
+
+def _differs(tokenizer: Any, key: str) -> bool:
+    usual = getattr(type(tokenizer), key, _CHANGING[key]) if _CHANGING[key] is None else _CHANGING[key]
+    return getattr(tokenizer, key, usual) != usual
+
+
+def _content(folder: Path) -> str:
+    """A hash of the files of a tokenizer, its chat template among them."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return digest([(str(f.relative_to(folder)), hashlib.sha256(f.read_bytes()).hexdigest()) for f in files])
+
+
+def template_of(tokenizer: Any, given: str | None) -> list[Any]:
+    """What stands for the chat template in the key of what it has written: nothing where the run file gives one, for
+    then that is in the key by itself."""
+    return [] if given is not None else [hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()]
 
 
 def pair(source: Path, target: Path) -> Path:
@@ -114,7 +147,7 @@ def pair(source: Path, target: Path) -> Path:
         shutil.copytree(source, aside)
         shutil.copytree(target, aside / TARGET)
 
-    return kept(source.with_name(digest("pair", source.name, target.name)), make)
+    return kept(folder_of("tokenizers") / digest("pair", source.name, target.name), make)
 
 
 def _load_source(run: Run, source: str, **place: str) -> Any:
@@ -185,7 +218,8 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+        texts, inner = _inner(tokenizer, texts)
+        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=[*special, *inner], show_progress=False)
     elif kind == "character":
         tokenizer = Tokenizer(models.WordLevel(unk_token=unknown))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -200,9 +234,45 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
         trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=special, show_progress=False)
     PLACE.at(f"training a tokenizer ({kind}, at most {size:,} entries)")
     tokenizer.train_from_iterator(texts, trainer)
+    if kind == "wordpiece":
+        tokenizer = _with_model(tokenizer, models.WordPiece(tokenizer.get_vocab(), unk_token=unknown))
+        tokenizer.add_special_tokens(special)
     start = "" if generative or _causal(run) else "[CLS] "
     pair = f"{start}$A:0 [SEP]:0 $B:1 [SEP]:1"
     ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{start}$A [SEP]", pair=pair, special_tokens=ids)
     ends = {"bos_token": _SPECIAL["cls_token"], "eos_token": _SPECIAL["sep_token"]} if generative else {}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL, **ends)
+
+
+def _inner(tokenizer: Any, texts: Iterator[list[str]]) -> tuple[Iterator[list[str]], list[str]]:
+    """The same texts again, and the pieces of one character that continue a word in them, in order: the library numbers
+    these as a hash table has them, and which pieces are joined hangs on the numbers."""
+    from tokenizers import models, trainers
+
+    kept_texts = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed when they have been read
+
+    def first() -> Iterator[list[str]]:
+        for batch in texts:
+            kept_texts.write(json.dumps(batch) + "\n")
+            yield batch
+
+    def again() -> Iterator[list[str]]:
+        with kept_texts:
+            kept_texts.seek(0)
+            yield from map(json.loads, kept_texts)
+
+    short = _with_model(tokenizer, models.WordPiece(unk_token=_SPECIAL["unk_token"]))
+    short.train_from_iterator(first(), trainers.WordPieceTrainer(vocab_size=1, show_progress=False))
+    return again(), sorted(piece for piece in short.get_vocab() if piece.startswith("##") and len(piece) == 3)
+
+
+def _with_model(tokenizer: Any, model: Any) -> Any:
+    """Another tokenizer that takes texts apart in the same way."""
+    from tokenizers import Tokenizer
+
+    found = Tokenizer(model)
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        if (part := getattr(tokenizer, name)) is not None:
+            setattr(found, name, part)
+    return found

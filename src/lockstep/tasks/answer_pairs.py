@@ -94,13 +94,15 @@ class AnswerPairs(Task):
         cls.check_model(run)
         asked = AnswerPairOptions.model_validate({k: getattr(options, k) for k in AnswerPairOptions.model_fields})
         files, cut = {}, {}
+        written = tokenizer.template_of(tok, options.chat_template) if options.conversations else []
         for split, dataset in splits.items():
-            key = digest("answers", VERSION, hashes[split], folder.name, run.data.max_length, asked.model_dump())
+            made = [folder.name, run.data.max_length, asked.model_dump(), *written]
+            key = digest("answers", VERSION, hashes[split], *made)
             files[split] = _encode(run, dataset, split, options, str(folder), key)
             if count := sum(int(part.sum()) for _, part in Columns(files[split]).flat("cut").parts()):
                 cut[split] = count
         if rows is not None:
-            key = digest("answers", VERSION, folder.name, run.data.max_length, asked.model_dump())
+            key = digest("answers", VERSION, folder.name, run.data.max_length, asked.model_dump(), *written)
             index = rows.index(cls.example_maker(run, str(folder), {}), key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
         facts = {"source": data.name} | left_out | ({"cut_answers": cut, "cut_at": run.data.max_length} if cut else {})

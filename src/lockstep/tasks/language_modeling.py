@@ -80,11 +80,12 @@ class LanguageModeling(PerToken):
         if options.messages is not None and not tok.is_fast:
             raise RunError("task.messages: the tokenizer does not tell which characters its tokens stand for")
         _check_model(run, options)
+        written = tokenizer.template_of(tok, options.chat_template) if options.messages is not None else []
         files: dict[str, str] = {}
         names: list[tuple[str, str]] = []
         for split, dataset in splits.items():
             values = options.values(dataset)
-            key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed)
+            key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed, *written)
             own = digest("with what was cut", "and openings", key) if options.cut else digest("with openings", key)
             files[split], counts = mixed.each_alone(dataset, own, partial(_encode, tok=tok, options=options))
             names.append((split, f"{digest(key, counts) if counts else key}.arrow"))
@@ -102,7 +103,7 @@ class LanguageModeling(PerToken):
             facts["cut_texts"] = ends
         if rows is not None:
             asked_for = options.model_dump(exclude={*cls.shown, "loss_chunk"})
-            key = digest("language modelling", VERSION, folder.name, asked_for)
+            key = digest("language modelling", VERSION, folder.name, asked_for, *written)
             index = rows.index(cls.example_maker(run, str(folder), {}), key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
             facts["texts"]["train"] = stream.about(index)["rows"]
