@@ -15,9 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
@@ -233,6 +230,9 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
 
 def _of_numbers(output: Path) -> str | None:
     """What proves nothing: a step's line that is not that of its numbers, numbers that are not finite."""
+    import torch
+    from safetensors import safe_open
+
     skips = fingerprints.skips(load(output / "run.yaml", []))
     for line in _lines(output):
         if (fault := fingerprints.fault(line, skips)) is not None:

@@ -122,6 +122,8 @@ def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[s
     allowed = 0.0 if mine.bits else mine.rounding
     said: list[str] = []
     for name, value in alone.probe.items():
+        if name != "loss" and math.isnan(value) and math.isnan(mine.probe[name]):
+            continue  # a score that so few examples leave undefined
         if (mine.bits or name == "loss") and (apart := relative(mine.probe[name], value)) > allowed:
             if math.isinf(apart):
                 what = f"is {mine.probe[name]}, and {value} on one process: not a finite number"

@@ -91,9 +91,8 @@ class Fingerprints:
 
 
 def fault(found: Mapping[str, Any], skips: bool) -> str | None:
-    """What is wrong with a line by itself, in words: its hash is not that of its numbers, or they are not finite. Of the
-    latter only the hash is written, which is that of a NaN or an infinity. `skips`: whether the run leaves out such
-    steps."""
+    """What is wrong with a line by itself, in words: its hash is not that of its numbers, or these are not finite.
+    `skips`: whether the run leaves out such steps."""
     if not {"loss", "grad_norm", "hash"} <= found.keys():
         return None
     loss, norm = found["loss"], found["grad_norm"]

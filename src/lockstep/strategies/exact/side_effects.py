@@ -86,8 +86,8 @@ def one_process(names: Collection[str]) -> str:
 def replacement(names: Collection[str]) -> str:
     """What is wrong with other parameters in the place of these."""
     return (
-        f"forward puts another parameter in the place of {first_few(sorted(names))}, and the optimizer would go on with "
-        "the one from before; write into the parameter instead (`weight.copy_(...)` under torch.no_grad())"
+        f"forward puts another parameter in the place of {first_few(sorted(names))}, and the optimizer would go on "
+        "with the one from before; write into the parameter instead (`weight.copy_(...)` under torch.no_grad())"
     )
 
 
@@ -272,9 +272,15 @@ def effects_of(model: nn.Module, forwards: Sequence[Forward], statistics: Collec
             forwards[0]()
         finally:
             model.train()
-    evaluated = evaluating.before.keys() - written - set(statistics)
-    others = (writes.moved, writes.replaced, writes.switched, writes.hooked, evaluated)
-    return SideEffects(written, *map(frozenset, others), alike)
+    return SideEffects(
+        written,
+        frozenset(writes.moved),
+        frozenset(writes.replaced),
+        frozenset(writes.switched),
+        frozenset(writes.hooked),
+        frozenset(evaluating.before.keys() - written - set(statistics)),
+        alike,
+    )
 
 
 def _alike(model: nn.Module, names: Collection[str], first: Forward, second: Forward) -> dict[str, str]:
