@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.cli import main
 from lockstep.config.run import load
+from lockstep.tools import attest
 from lockstep.training import fingerprints
 
 pytestmark = pytest.mark.processes
@@ -59,7 +61,7 @@ def test_an_honest_run_passes_on_another_number_of_processes(attested: Path, cap
 
 def changed_line(output: Path) -> None:
     lines = (output / fingerprints.FILE).read_text().splitlines()
-    lines[6] = json.dumps(json.loads(lines[6]) | {"loss": 0.001, "hash": "0" * 16})
+    lines[6] = json.dumps(json.loads(lines[6]) | fingerprints.line(7, 0.001, 1.0))
     (output / fingerprints.FILE).write_text("\n".join(lines) + "\n")
 
 
@@ -101,6 +103,40 @@ def other_run_file(output: Path) -> None:
     text = (output / "run.yaml").read_text()
     assert "learning_rate: 0.005" in text
     (output / "run.yaml").write_text(text.replace("learning_rate: 0.005", "learning_rate: 0.004"))
+
+
+def better_scores(name: str) -> Callable[[Path], None]:
+    def forge(output: Path) -> None:
+        text = (output / name).read_text()
+        forged = re.sub(r'("accuracy": )[\d.]+', r"\g<1>0.999", text)
+        assert forged != text
+        (output / name).write_text(forged)
+
+    return forge
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "scores.json"])
+def test_better_scores_are_found(name: str, copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    better_scores(name)(copy)
+    assert f"{name} is another one: a score was changed" in audited(copy, capfd)
+
+
+def test_an_attestation_without_scores_says_so(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As earlier versions wrote them."""
+    path = copy / "attestation/attestation.json"
+    found = json.loads(path.read_text())
+    del found["results"], found["sha256"]
+    path.write_text(json.dumps(found | {"sha256": attest._seal(found)}))
+    better_scores("scores.json")(copy)
+    assert "not attested, and not looked at: metrics.jsonl, scores.json" in audited(copy, capfd, status=0)
+
+
+def test_a_line_whose_hash_was_left_cannot_be_attested(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lines = (copy / fingerprints.FILE).read_text().splitlines()
+    lines[6] = json.dumps(json.loads(lines[6]) | {"loss": 0.001})
+    (copy / fingerprints.FILE).write_text("\n".join(lines) + "\n")
+    assert main(["attest", str(copy)]) == 2
+    assert "step 7: the hash is not that of loss and gradient norm" in " ".join(capfd.readouterr().err.split())
 
 
 FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {

@@ -4,6 +4,7 @@ place and for runs that were given other things."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import planted
@@ -115,6 +116,20 @@ def test_a_line_of_a_machine_that_computed_wrongly(
     assert f"{right} has what is computed here" in said
     assert "a machine that computed wrongly" in said
     assert "computed again" not in told(right, other, capfd, "--quick")
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_loss_whose_hash_was_left_is_found(
+    both: bool, right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folders = [right, tmp_path / "edited"]
+    shutil.copytree(right, folders[1])
+    lines = (right / fingerprints.FILE).read_text().splitlines()
+    edited = [*lines[:4], json.dumps(json.loads(lines[4]) | {"loss": 0.001}), *lines[5:]]
+    (folders[1] / fingerprints.FILE).write_text("\n".join(edited) + "\n")
+    said = told(folders[both], folders[1], capfd, "--quick")
+    assert "step 5: the hash is not that of loss and gradient norm: the line was changed" in said
+    assert ("they part in step 5, in loss or gradient norm: loss" in said) != both
 
 
 def test_partings_are_of_what_both_wrote_down() -> None:

@@ -1,7 +1,9 @@
 """Losses and gradients that are no numbers, memory that does not suffice, losses that jump."""
 
 import json
+import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,24 @@ import pytest
 import torch
 from command import bits, lines, train, write
 from harness import build, digest, run_on, tiny
+from safetensors.torch import save_file
 
+from lockstep.checkpoint.progress import Progress, best_first, score_of
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.strategy import NotFinite, strategy_class
+from lockstep.tools import attest, diff, golden, replay, verify
+from lockstep.tools.bench import calibrate
+from lockstep.tools.sweep import sweep
+from lockstep.tools.sweep.sweep_file import read as read_sweep
+from lockstep.track.best import Best
+from lockstep.track.console import Console
+from lockstep.training import fingerprints
 from lockstep.training.feed import Feed
+from lockstep.training.recording import Recording, Step
+from lockstep.training.recording import read as read_recording
 from lockstep.training.spikes import Spikes
 
 HERE = str(Path(__file__).parent)
@@ -202,3 +215,83 @@ def test_a_jump_is_told_from_a_wander() -> None:
     assert spikes.seen(4.0)
     assert spikes.seen(float("nan"))
     assert not spikes.seen(1.0)
+
+
+# -- nothing that is not finite passes -------------------------------------------------------------------------------
+
+
+def recording(folder: Path, weight: float, loss: float = 1.0, buffer: float = 0.0) -> Path:
+    """What a job of one step wrote down for `lockstep verify`, whose last weight, loss and buffer are these."""
+    folder.mkdir()
+    step = Step(0, loss, 1.0, 8.0, 8.0)
+    found = Recording("ddp", 2, True, 0.0, {"loss": 1.0, "r2": math.nan}, [step], {}, None, None, [])
+    (folder / "recording.json").write_text(json.dumps(asdict(found)))
+    weights = {"weight.w": torch.tensor([1.0, weight]), "weight.b": torch.tensor([buffer])}
+    save_file({"weight.w": torch.ones(2), "weight.b": torch.zeros(1)}, folder / "start.safetensors")
+    save_file(weights | {"gradient.w": torch.ones(2)}, folder / "step-0.safetensors")
+    return folder
+
+
+def output(folder: Path, *losses: float) -> Path:
+    """The OUTPUT of a run, with a fingerprint of each step."""
+    folder.mkdir()
+    (folder / "run.yaml").write_text(tiny(f"output={folder}").dump())
+    lines = [json.dumps(fingerprints.line(n + 1, loss, 1.0)) for n, loss in enumerate(losses)]
+    (folder / fingerprints.FILE).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_passes_nowhere(
+    bad: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where both sides hold the same bits of it. The controls are finite, and pass."""
+    console = Console(True)
+    verified = [recording(tmp_path / f"finite-{i}", 2.0, buffer=-math.inf) for i in range(2)]
+    assert verify.tell(console, *verified) == 0  # a mask may hold infinities
+    assert "same bits. All is as promised" in capsys.readouterr().out
+    for case, values in enumerate([{"weight": bad}, {"weight": 2.0, "loss": bad}, {"weight": 2.0, "buffer": math.nan}]):
+        folders = [recording(tmp_path / f"{case}-{i}", **values) for i in range(2)]
+        assert verify.tell(console, *folders) == 1, values
+        assert "All is as promised" not in (said := capsys.readouterr().out)
+        assert "not finite" in said
+    hashed = list(golden._steps(verified[0], read_recording(verified[0])))
+    assert len(hashed[0]["tensors"]) == 3
+    with pytest.raises(RunError, match="is not finite"):
+        list(golden._steps(tmp_path / "1-0", read_recording(tmp_path / "1-0")))
+    with pytest.raises(RunError, match="is not finite"):
+        list(golden._steps(tmp_path / "2-0", read_recording(tmp_path / "2-0")))
+
+    a, b = (output(tmp_path / name, 1.0, bad) for name in "ab")
+    assert diff.diff(a, b, [], look=False) == 1
+    assert "step 2: loss or gradient norm is not finite" in " ".join(capsys.readouterr().out.split())
+    assert diff.diff(*(output(tmp_path / name, 1.0, 2.0) for name in "cd"), [], look=False) == 0
+    good, line = fingerprints.line(1, 1.0, 1.0), fingerprints.line(1, bad, 1.0)
+    assert replay.first_wrong([{"now": good | {"finite": True}, "then": good}]) is None
+    assert "not finite" in str(replay.first_wrong([{"now": line, "then": line}]))  # audit asks this, too
+    assert "not finite" in str(replay.first_wrong([{"now": good | {"finite": False}, "then": good}]))
+    assert replay.first_wrong([{"now": line, "then": line}], skips=True) is None  # a loss scale leaves such steps out
+    assert "not finite" in str(attest._of_numbers(a))
+    assert attest._of_numbers(tmp_path / "c") is None
+
+    with pytest.raises(RunError, match=r"links\.latency_s was measured as no finite number"):
+        calibrate.check_finite({"links": {"latency_s": bad}, "flops": [1e9]})
+
+    run = tiny("checkpoint.best=-loss", "evaluate.every=1", "evaluate.patience=2")
+    progress = Progress.of(run, {}).after(1, score_of(run, {"loss": 2.0})).after(2, score_of(run, {"loss": bad}))
+    assert (progress.step, progress.since, progress.over(run)) == (1, 1, False)
+    assert progress.after(3, score_of(run, {"loss": bad})).over(run)
+    assert [c.step for c in best_first(run, {1: {"loss": 2.0}, 2: {"loss": bad}})] == [1]
+    assert not Best().seen(1, {"loss": bad})
+
+    values = tiny(f"output={tmp_path / 'out'}").model_dump(mode="json")
+    options = dict.fromkeys(("parallel", "search", "out", "split")) | {"over": ["seed=1,2"], "metric": "-loss"}
+
+    def done(trial: Any, split: str) -> None:
+        trial.state, trial.scores = "done", {"loss": bad if trial.keys["seed"] == 2 else 1.0}
+
+    monkeypatch.setattr(sweep.Trial, "look", done)
+    assert sweep.sweep(read_sweep(None, values, [], options)) == 1
+    assert "loss is not a finite number in seed-2" in capsys.readouterr().out
+    board = sweep.Board(read_sweep(None, values, [], options), console)
+    assert [board.metric(trial) for trial in board.ranked()] == [1.0, None]

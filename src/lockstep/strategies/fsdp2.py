@@ -37,7 +37,7 @@ from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import ReductionTree, most_held, share
 from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.exact.side_effects import SideEffects, first_few, refuse_hooks
+from lockstep.strategies.exact.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.treatment import Treated, make_model
 from lockstep.strategies.fsdp2_step import FSDP2Step
@@ -146,7 +146,7 @@ class FSDP2(Shared):
             make_model(task) if self.world.is_main and not self.blank else None
         )  # the only whole copy of the model, gone when build ends
         self.model = make_model(task, empty=True)
-        refuse_hooks(self.model, "strategy.options.gather: FSDP", fsdp_config.INSTEAD)
+        refuse_own_tensors(self.model, "strategy.options.gather: FSDP", fsdp_config.INSTEAD)
         if self.run.model.trained_in_bfloat16:  # what is cut up are the masters; gathered they are bfloat16
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.float()
@@ -292,10 +292,10 @@ class FSDP2(Shared):
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
         found = effects.together(self.world.all_gather)
-        names = sorted(found.moved | (found.written & self.parts.keys()))
+        names = sorted(found.moved | found.hooked | ((found.written | found.evaluated) & self.parts.keys()))
         if names and (self.world.size == 1 or not self.named.keys().isdisjoint(names)):
             raise RunError(
-                f"strategy.options.gather: FSDP would lose what the model's forward writes to {first_few(names)}, "
+                f"strategy.options.gather: FSDP would lose what the model's forward does to {first_few(names)}, "
                 f"since it puts other tensors in the place of weights. Use {fsdp_config.INSTEAD}"
             )
         return super().take_effects(found)

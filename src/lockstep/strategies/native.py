@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import blocks, layers
-from lockstep.strategies.exact import held_state, masters, optim
+from lockstep.strategies.exact import held_state, masters, optim, side_effects
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, most_held
 from lockstep.strategies.exact.source_sums import SourceSums
@@ -207,17 +208,22 @@ class Native(Strategy):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.model.eval()
-        with torch.no_grad(), self.autocast():
+        with self.as_trained(), torch.no_grad(), self.autocast():
             logits = self.model(**inputs).logits
         self.model.train()
         return logits
 
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         self.model.eval()
-        with torch.no_grad(), self.autocast():
+        with self.as_trained(), torch.no_grad(), self.autocast():
             tokens = decoding.by_transformers(self.model, inputs, how)
         self.model.train()
         return tokens
+
+    def as_trained(self) -> AbstractContextManager[Any]:
+        """In here a model that changes its weights for evaluation, which rwkv divides by powers of two, may do so."""
+        names = self.effects.evaluated
+        return side_effects.preserved(self.model, names) if names else nullcontext()
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
 from lockstep.strategies.exact.routes import links
 from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.exact.side_effects import refuse_hooks
+from lockstep.strategies.exact.side_effects import refuse_own_tensors
 from lockstep.strategies.exact.treatment import make_model
 from lockstep.strategies.strategy import DataParallel, summing
 from lockstep.tasks.models import models
@@ -135,7 +135,7 @@ class Pipeline(Shared):
         with self.world.forming():
             self.make_groups()
         model = make_model(task, empty=self.blank or not self.world.is_main)
-        refuse_hooks(model, "strategy.name: pipeline", "strategy.name=ddp")
+        refuse_own_tensors(model, "strategy.name: pipeline", "strategy.name=ddp")
         self.cut = (sequential.SequentialCut if own_model(self.run) else Cut)(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)

@@ -325,6 +325,8 @@ class Strategy(ABC):
     def take_effects(self, effects: SideEffects) -> SideEffects:
         """Those of all ranks. Collective. Errors: `RunError`, on every rank, for what this strategy cannot keep."""
         found = effects.together(self.world.all_gather)
+        if found.replaced:
+            raise RunError(f"model(): {side_effects.replacement(found.replaced)}")
         if found.per_process and self.world.size > 1:
             raise RunError(side_effects.refusal(self.run.strategy.name, found, self.model, self.statistics is not None))
         return found

@@ -28,6 +28,7 @@ from lockstep.training import fingerprints
 
 FORMAT = 1
 FOLDER, NAME, SIGNATURE = "attestation", "attestation.json", "attestation.sig"
+RESULTS = ("metrics.jsonl", "scores.json", "tables.json")  # in OUTPUT: what was measured
 EXTRA = "pip install 'lockstep-train[signing]'"
 
 
@@ -69,6 +70,8 @@ def described(output: Path) -> dict[str, Any]:
             f"{output / fingerprints.FILE}: it must have a line for each of the steps 1 to {newest.step}, and has "
             f"{len(lines)}"
         )
+    if (wrong := _of_numbers(output)) is not None:
+        raise RunError(f"{output}: nothing can be attested: {wrong}")
     begun = start_of(output)
     found: dict[str, Any] = {
         "format": FORMAT,
@@ -86,6 +89,7 @@ def described(output: Path) -> dict[str, Any]:
         "checkpoints": [{"step": m.step, "manifest": _sha256(path / MANIFEST)} for path, m in checkpoints],
         "export": {p.relative_to(output / "export").as_posix(): _sha256(p) for p in _files(output / "export")},
         "exported_step": scores_of(output).get("step", newest.step),
+        "results": {name: _sha256(output / name) for name in RESULTS if (output / name).is_file()},
     }
     return found | {"sha256": _seal(found)}
 
@@ -157,18 +161,22 @@ def audit(
     wrong = (
         _of_signature(output, key, console)
         or _of_files(output, then)
+        or _of_numbers(output)
         or _of_data(output, then, overrides)
         or _of_export(output, then)
     )
     if wrong is None:
+        results = ", ".join(then.get("results", {}))
         console.say("run file, data, fingerprints, checkpoints and export are those that were attested")
+        console.say(f"so are {results}" if results else f"not attested, and not looked at: {', '.join(RESULTS)}")
         wrong = _of_steps(console, output, then, samples, within, processes, overrides, seed)
     if wrong is not None:
         console.say(f"found: NOT as attested: {wrong}")
         return 1
     console.say(
         "found: as attested. What this cannot show: that steps which were not computed again came to what is written "
-        "of them (their lines are in the chain), or what another kind of processor would have made of them"
+        "of them (their lines are in the chain), that scores are what the model makes (lockstep evaluate measures it "
+        "again), or what another kind of processor would have made of them"
     )
     return 0
 
@@ -210,10 +218,30 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
             return f"the checkpoint of step {each['step']} is another one"
         if (fault := broken(path, manifest)) is not None:
             return f"the checkpoint of step {each['step']}: {fault}"
+    for name in RESULTS if "results" in then else ():  # attestations of earlier versions hold none
+        if then["results"].get(name) != (_sha256(output / name) if (output / name).is_file() else None):
+            return f"{name} is another one: a score was changed, for example"
     files = {p.relative_to(output / "export").as_posix(): _sha256(p) for p in _files(output / "export")}
     if files != then["export"]:
         names = sorted(n for n in files.keys() | then["export"].keys() if files.get(n) != then["export"].get(n))
         return f"the export is another one: {', '.join(names[:4])}"
+    return None
+
+
+def _of_numbers(output: Path) -> str | None:
+    """What proves nothing: a step's line that is not that of its numbers, numbers that are not finite."""
+    import torch
+    from safetensors import safe_open
+
+    skips = fingerprints.skips(load(output / "run.yaml", []))
+    for line in _lines(output):
+        if (fault := fingerprints.fault(line, skips)) is not None:
+            return f"{fingerprints.FILE}: step {line['step']}: {fault}"
+    for path in sorted((output / "export").glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if bool(torch.isnan(file.get_tensor(name)).any()):
+                    return f"export/{path.name}: {name} holds NaN"
     return None
 
 
@@ -283,7 +311,7 @@ def _of_steps(
             found = json.loads((folder / FOUND).read_text(encoding="utf-8"))
         if found["from"] != begin:
             return f"the checkpoint of step {begin} cannot be used: {'; '.join(found['notes'])}"
-        if (wrong := first_wrong(found["steps"])) is not None:
+        if (wrong := first_wrong(found["steps"], fingerprints.skips(run))) is not None:
             return wrong
         console.say(f"steps {begin + 1} to {step}: the same bits")
     return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.output import keep
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import Run, RunError, load
 from lockstep.launchers import start
 from lockstep.tools.replay import again, start_of
 from lockstep.track.console import Console
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.training.anatomy import Entry
 
 JOB = "lockstep.training.anatomy.take_apart"
-_HASHES = ("hash", "weights", "optimizer")
+_HASHES = ("hash", "loss", "grad_norm", "weights", "optimizer")
 _SHOWN = 12
 
 
@@ -61,27 +61,44 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
     for folder, lines in zip(both, written, strict=True):
         if not lines:
             raise RunError(f"{folder} has no {fingerprints.FILE}, or nothing in it: which steps differ cannot be told")
+    faulty = [fault for folder, lines in zip(both, written, strict=True) for fault in faults(folder, lines)]
     parting = first_parting(*written)
     beside = differing(a, b, overrides)
     if parting is None:
         shared = {line["step"] for line in written[0]} & {line["step"] for line in written[1]}
         if not shared:
             raise RunError(f"{a} and {b} have no step in common")
+        if faulty:
+            _tell(console, "no step differs, and these prove nothing:", faulty)
+            return 1
         console.say(f"the same bits in all {len(shared)} steps that both have, up to step {max(shared)}")
         _tell(console, "what differs otherwise decides no weight so far:", beside)
         return 0
     one, other = parting.lines
-    told = {"hash": "loss or gradient norm", "weights": "weights", "optimizer": "optimizer state"}
-    what = " and ".join(told[each] for each in parting.what)
+    told = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
+    told |= {"weights": "weights", "optimizer": "optimizer state"}
+    what = " and ".join(dict.fromkeys(told[each] for each in parting.what))
     console.say(
         f"they part in step {parting.step}, in {what}: loss {one.get('loss')!r} in {a}, {other.get('loss')!r} in {b}; "
         f"gradient norm {one.get('grad_norm')!r} and {other.get('grad_norm')!r}"
     )
+    _tell(console, "what is wrong with lines by themselves:", faulty)
     _tell(console, "what the runs were given and did not share:", beside)
     try:
         return _looked(console, both, parting, overrides) if look else 1
     except _Failed as caught:
         return caught.status
+
+
+def faults(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is wrong with a run's lines by themselves; a few of them."""
+    skips = fingerprints.skips(load(folder / "run.yaml", [])) if (folder / "run.yaml").is_file() else False
+    found = [
+        f"{folder / fingerprints.FILE}: step {line['step']}: {fault}"
+        for line in lines
+        if (fault := fingerprints.fault(line, skips)) is not None
+    ]
+    return found[:_SHOWN] + ([f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
 
 
 def differing(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -124,7 +125,17 @@ def _steps(folder: Path, told: Recording) -> Iterator[dict[str, Any]]:
     for place, step in enumerate(told.steps):
         with safe_open(folder / f"step-{place}.safetensors", "pt") as file:
             tensors = {name: _hash(file.get_tensor(name)) for name in sorted(file.keys())}
+            bad = [name.partition(".")[2] for name in file.keys() if _not_finite(name, file.get_tensor(name))]  # noqa: SIM118
+        if bad or not (math.isfinite(step.loss) and math.isfinite(step.norm)):
+            what = f"its {bad[0]}" if bad else f"loss {step.loss!r} or gradient norm {step.norm!r}"
+            raise RunError(f"step {step.number}: {what} is not finite; such a step proves nothing, and is not compared")
         yield {"step": step.number, "loss": step.loss.hex(), "grad_norm": step.norm.hex(), "tensors": tensors}
+
+
+def _not_finite(name: str, tensor: torch.Tensor) -> bool:
+    """Of gradients every number has to be finite; weights may be masks, in which infinities are meant."""
+    found = torch.isfinite(tensor) if name.startswith("gradient.") else ~torch.isnan(tensor)
+    return not bool(found.all())
 
 
 def _hash(tensor: torch.Tensor) -> str:

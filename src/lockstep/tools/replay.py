@@ -118,16 +118,16 @@ def replay(
     began = f"the checkpoint of step {found['from']}" if found["from"] else "the start"
     how = f"{run.strategy.name}, {processes} process(es), {run.launch.threads} thread(s) each"
     console.say(f"step {step} of {found['total']}, computed again from {began} on ({how})")
-    same = tell_steps(console, found["steps"])
+    same = tell_steps(console, found["steps"], fingerprints.skips(run))
     tell_step(console, run, found["step"])
     return int(not same)
 
 
-def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]]) -> bool:
+def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]], skips: bool = False) -> bool:
     """Whether every step on the way came to what was written down; the first that did not is told."""
     known = [each for each in steps if each["then"] and "hash" in each["now"]]
     hashed = sum("weights" in each["then"] for each in known)
-    if (wrong := first_wrong(steps)) is not None:
+    if (wrong := first_wrong(steps, skips)) is not None:
         console.say(f"NOT what was trained: {wrong}")
     elif known:
         computed = sum("hash" in each["now"] for each in steps)
@@ -135,12 +135,20 @@ def tell_steps(console: Console, steps: Sequence[Mapping[str, Any]]) -> bool:
     return wrong is None
 
 
-def first_wrong(steps: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first of some steps that did not come to what was written down, in words; None: all did."""
-    what = {"hash": "loss or gradient norm", "weights": "the weights", "optimizer": "the optimizer's state"}
+def first_wrong(steps: Sequence[Mapping[str, Any]], skips: bool = False) -> str | None:
+    """The first of some steps that did not come to what was written down, or not to finite numbers, in words; None: all
+    did. `skips`: whether the run leaves out steps that are not finite."""
+    what = dict.fromkeys(("hash", "loss", "grad_norm"), "loss or gradient norm")
+    what |= {"weights": "the weights", "optimizer": "the optimizer's state"}
     for each in steps:
         now, then = each["now"], each["then"]
+        if not now.get("finite", True):
+            return f"after step {now['step']} there are weights that are not finite; such steps prove nothing"
+        for which, line in (("computed now", now), ("written down", then)):
+            if (fault := fingerprints.fault(line, skips)) is not None:
+                return f"step {now['step']}, as {which}: {fault}"
         differing = [what[name] for name in what if name in then and name in now and then[name] != now[name]]
+        differing = list(dict.fromkeys(differing))
         if differing and "hash" not in now:
             return f"{' and '.join(differing)} of the checkpoint of step {now['step']} are not those of that step"
         if differing:
@@ -233,5 +241,5 @@ def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int
     model.load_state_dict(weights, strict=False)  # what is computed and not kept is in no checkpoint
     feed = Feed(run, task, range(run.micro_batches), torch.device("cpu"))
     losses = dict(zip(found["step"]["rows"], found["step"]["losses"], strict=True))
-    same = tell_steps(Console(False), found["steps"])
+    same = tell_steps(Console(False), found["steps"], fingerprints.skips(run))
     return Replayed(step, model.train(), feed.make(step - 1), gradients, losses, same)

@@ -87,19 +87,17 @@ def compare(ours: Path, single: Path) -> list[Compared]:
 
 
 def _apart(mine: Any, alone: Any, key: str) -> tuple[float, float]:
-    """2-norm of the difference of a tensor of two files, and of the second one."""
+    """2-norm of the difference of a tensor of two files, and of the second one. An infinity that both hold, as masks
+    do, is no difference."""
     a, b = mine.get_tensor(key), alone.get_tensor(key)
-    difference = 0.0 if torch.equal(a, b) else float((a.double() - b.double()).norm())
-    return (math.inf if math.isnan(difference) else difference), float(b.double().norm())
+    return 0.0 if torch.equal(a, b) else float((a.double() - b.double()).norm()), float(b.double().norm())
 
 
 def _largest(norms: dict[str, tuple[float, float]], allowed: float, least: float) -> Difference:
     """`norms`: parameter -> (2-norm of its difference, 2-norm of the single process's). A difference is measured beside
     the parameter's own norm, which counts for at least `least` of the norm of all."""
-    whole = sum(size**2 for _, size in norms.values()) ** 0.5 or 1.0
-    apart = {
-        n: difference and difference / (max(size, least * whole) or 1.0) for n, (difference, size) in norms.items()
-    }
+    whole = sum(size**2 for _, size in norms.values() if math.isfinite(size)) ** 0.5 or 1.0
+    apart = {n: _beside(difference, max(size, least * whole)) for n, (difference, size) in norms.items()}
     if not apart:
         return Difference(0.0, "", ())
     where = max(apart, key=lambda name: apart[name])
@@ -107,9 +105,16 @@ def _largest(norms: dict[str, tuple[float, float]], allowed: float, least: float
     return Difference(apart[where], where if apart[where] else "", tuple(wrong))
 
 
+def _beside(difference: float, size: float) -> float:
+    """A difference beside a norm; infinite where it is not finite: comparisons with NaN would let it pass."""
+    if not math.isfinite(difference):
+        return math.inf
+    return difference and difference / (size or 1.0)
+
+
 def relative(a: float, b: float) -> float:
-    """How far `a` is from `b`, beside `b`."""
-    return abs(a - b) / max(abs(b), 1e-30)
+    """How far `a` is from `b`, beside `b`; infinite where one of them is not finite, whatever the other is."""
+    return abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
 def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[str]:
@@ -117,9 +122,14 @@ def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[s
     allowed = 0.0 if mine.bits else mine.rounding
     said: list[str] = []
     for name, value in alone.probe.items():
+        if name != "loss" and math.isnan(value) and math.isnan(mine.probe[name]):
+            continue  # a score that so few examples leave undefined
         if (mine.bits or name == "loss") and (apart := relative(mine.probe[name], value)) > allowed:
-            said.append(f"before training: {name} without dropout differs by {apart:.1e}: the models are not the same")
-            return said + _suspected(mine)
+            if math.isinf(apart):
+                what = f"is {mine.probe[name]}, and {value} on one process: not a finite number"
+            else:
+                what = f"differs by {apart:.1e}: the models are not the same, or evaluation changes them"
+            return [f"before training: {name} without dropout {what}", *_suspected(mine)]
     for step in steps:
         at = f"step {step.step.number}"
         if step.step.seen != step.step.targets:
@@ -132,7 +142,10 @@ def findings(mine: Recording, alone: Recording, steps: list[Compared]) -> list[s
             )
         compared = (("gradient of", step.gradients), ("change of", step.changes), ("buffer", step.buffers))
         for what, difference in compared:
-            if difference.wrong:
+            if difference.wrong and math.isinf(difference.largest):
+                more = f" and {len(difference.wrong) - 1} more" if len(difference.wrong) > 1 else ""
+                said.append(f"{at}: the {what} {difference.where} is not finite, or its difference is not{more}")
+            elif difference.wrong:
                 more = f" and {len(difference.wrong) - 1} more" if len(difference.wrong) > 1 else ""
                 said.append(f"{at}: the {what} {difference.wrong[0]} differs by {difference.largest:.1e}{more}")
         if said:  # what comes after a wrong step differs because of it
@@ -147,6 +160,10 @@ def _suspected(mine: Recording) -> list[str]:
 
 def _guess(step: Compared, allowed: float) -> list[str]:
     """What the pattern of a wrong step points at."""
+    numbers = (step.step.loss, step.single.loss, step.step.norm, step.single.norm)
+    parts = (step.gradients, step.changes, step.buffers)
+    if not all(map(math.isfinite, numbers)) or any(math.isinf(part.largest) for part in parts):
+        return ["numbers that are not finite prove nothing, also where both hold the same ones: look at the loss"]
     losses_agree = relative(step.step.loss, step.single.loss) <= max(allowed, 1e-6)
     wrong, count = step.gradients.wrong, len(step.factors)
     factors = sorted(step.factors[n] for n in wrong)
@@ -180,7 +197,7 @@ def rows(steps: list[Compared]) -> list[list[str]]:
     """The table: a line a step."""
 
     def told(difference: float) -> str:
-        return "same bits" if difference == 0 else f"{difference:.1e}"
+        return "not finite" if math.isinf(difference) else "same bits" if difference == 0 else f"{difference:.1e}"
 
     return [
         [

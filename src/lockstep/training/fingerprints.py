@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.state_hash import StateHash
+from lockstep.config.run import Run
 from lockstep.data.batch import StepResult
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
@@ -86,6 +88,24 @@ class Fingerprints:
             self.write()
             if self._lines is not None:
                 self._lines.close()
+
+
+def fault(found: Mapping[str, Any], skips: bool) -> str | None:
+    """What is wrong with a line by itself, in words: its hash is not that of its numbers, or these are not finite.
+    `skips`: whether the run leaves out such steps."""
+    if not {"loss", "grad_norm", "hash"} <= found.keys():
+        return None
+    loss, norm = found["loss"], found["grad_norm"]
+    if loss is None or norm is None:
+        return None if skips else "loss or gradient norm is not finite"
+    if not all(isinstance(each, int | float) for each in (loss, norm)) or line(0, loss, norm)["hash"] != found["hash"]:
+        return "the hash is not that of loss and gradient norm: the line was changed after it was written"
+    return None
+
+
+def skips(run: Run) -> bool:
+    """Whether steps that are not finite are left out, as the run file says, or as a loss scale does."""
+    return run.on_nonfinite == "skip" or run.precision == "fp16"
 
 
 def line(step: int, loss: float, norm: float) -> dict[str, Any]:

@@ -217,8 +217,8 @@ def resumed(session: Session, console: Console) -> int:
         console.note(text)
     PLACE.at("trying a step with the longest examples")
     try_a_step(session, lambda: try_the_end(session))
-    if own := strategy.effects.per_process:  # several processes were refused
-        console.note(side_effects.one_process(own))
+    if names := strategy.effects.per_process:  # several processes were refused
+        console.note(side_effects.one_process(names))
     PLACE.at("looking for a checkpoint")
     if world.is_main:
         launched.arrived(run.folder, world.size, session.feed.total)

@@ -25,9 +25,10 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
-from lockstep.strategies.strategy import NotFinite
+from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.loop import TrainingFailed, explained
@@ -52,9 +53,13 @@ def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
     done, notes = checkpoints.take_before(strategy, min(int(begin), step - 1))
     written = {line["step"]: line for line in lines_of(Path(output) / fingerprints.FILE, ("step", "hash"))}
     hashes = StateHash(world)
+
+    def hashed(strategy: Strategy) -> dict[str, Any]:
+        return {**hashes.of(strategy.sharded_state_dict()), "finite": finite(strategy, world)}
+
     compared: list[dict[str, Any]] = []
     if any(name in (known := written.get(done, {})) for name in _HASHED):  # what was loaded is what was trained
-        compared.append({"now": {"step": done, **hashes.of(strategy.sharded_state_dict())}, "then": known})
+        compared.append({"now": {"step": done, **hashed(strategy)}, "then": known})
     found: dict[str, Any] = {}
     try:
         for batch in feed.steps(after=done):
@@ -66,7 +71,7 @@ def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
             line = fingerprints.line(number, float(result.loss), float(result.grad_norm))
             known = written.get(number, {})
             if any(name in known for name in _HASHED) or number == step:
-                line |= hashes.of(strategy.sharded_state_dict())
+                line |= hashed(strategy)
             compared.append({"now": line, "then": known})
             if looker is not None:
                 found = looker.found(batch, rate, line)
@@ -78,6 +83,12 @@ def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
         told = {"from": done, "notes": notes, "steps": compared, "step": found, "total": feed.total}
         (run.folder / FOUND).write_text(json.dumps(told), encoding="utf-8")
     return DONE
+
+
+def finite(strategy: Strategy, world: World) -> bool:
+    """Whether all weights that are trained are. Collective."""
+    mine = all(bool(torch.isfinite(local(tensor)).all()) for _, tensor in strategy.updated_parts())
+    return all(world.all_gather(mine))
 
 
 class _Looker:

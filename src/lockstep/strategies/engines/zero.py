@@ -23,7 +23,7 @@ from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.exact.side_effects import refuse_hooks
+from lockstep.strategies.exact.side_effects import refuse_own_tensors
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.treatment import make_model
 from lockstep.tasks.task import Task
@@ -104,7 +104,7 @@ class Sharded(Shared):
         """Partition the model module by module: rank 0 gives, the others never hold more than one module whole."""
         from deepspeed import zero
 
-        refuse_hooks(self.model, "strategy.name: zero3", "zero2 or ddp")
+        refuse_own_tensors(self.model, "strategy.name: zero3", "zero2 or ddp")
         made: dict[int, nn.Parameter] = {}  # tied weights stay tied
         device = self.world.device
         dtype = torch.bfloat16 if self.low_precision else torch.float32

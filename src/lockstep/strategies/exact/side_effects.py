@@ -10,7 +10,7 @@ learns, and a limit on weights does nothing until a weight exceeds it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config.run import RunError
 
-_LIBRARIES = {"accelerate", "builtins", "deepspeed", "lockstep", "peft", "torch", "transformers"}
+_ENGINES = frozenset(["accelerate", "builtins", "deepspeed", "lockstep", "torch"])
+_LIBRARIES = _ENGINES | {"peft", "transformers", "transformers_modules"}
 _PLAIN = (bool, int, float, str, type(None))  # attributes of these types are put back
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -42,8 +43,11 @@ class SideEffects:
     """What forward changes by itself, by the names of parameters and buffers."""
 
     written: frozenset[str] = frozenset()  # their numbers
-    moved: frozenset[str] = frozenset()  # those of them that got other memory, or another tensor
+    moved: frozenset[str] = frozenset()  # those of them that got other memory
+    replaced: frozenset[str] = frozenset()  # parameters in whose place it puts others
     switched: frozenset[str] = frozenset()  # their `requires_grad`
+    hooked: frozenset[str] = frozenset()  # those on whose gradients it puts hooks
+    evaluated: frozenset[str] = frozenset()  # those that it writes to in evaluation mode only
     alike: Mapping[str, str] = field(default_factory=dict)
     """Those that forward makes the same whatever the batch and however often, such as a limit on weights: a hash."""
 
@@ -56,10 +60,17 @@ class SideEffects:
         """Those of all ranks. Collective."""
         effects = all_gather(self)
         same = set.intersection(*(set(each.alike.items()) for each in effects))
+
+        def union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
+            return frozenset().union(*sets)
+
         return SideEffects(
-            frozenset[str]().union(*(each.written for each in effects)),
-            frozenset[str]().union(*(each.moved for each in effects)),
-            frozenset[str]().union(*(each.switched for each in effects)),
+            union(each.written for each in effects),
+            union(each.moved for each in effects),
+            union(each.replaced for each in effects),
+            union(each.switched for each in effects),
+            union(each.hooked for each in effects),
+            union(each.evaluated for each in effects),
             dict(same),
         )
 
@@ -69,6 +80,14 @@ def one_process(names: Collection[str]) -> str:
     return (
         f"training changes {first_few(sorted(names))} beside the optimizer, which several processes cannot bring "
         "together: this model trains on one process only"
+    )
+
+
+def replacement(names: Collection[str]) -> str:
+    """What is wrong with other parameters in the place of these."""
+    return (
+        f"forward puts another parameter in the place of {first_few(sorted(names))}, and the optimizer would go on "
+        "with the one from before; write into the parameter instead (`weight.copy_(...)` under torch.no_grad())"
     )
 
 
@@ -99,12 +118,26 @@ def hooks(model: nn.Module, after: bool = False) -> list[str]:
     return [name for name, p in model.named_parameters() if getattr(p, kind, None)]
 
 
-def refuse_hooks(model: nn.Module, engine: str, instead: str) -> None:
-    """For an engine that puts other tensors in the place of weights. Errors: `RunError`."""
+def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
+    """For an engine that builds a model without numbers and puts other tensors in the place of its weights. Errors:
+    `RunError` for what the user's modules would lose by that."""
     if names := hooks(model):
         raise RunError(
             f"{engine} would lose the hook on the gradient of {first_few(names)} (register_hook), since it puts other "
             f"tensors in the place of the model's weights. Use {instead}"
+        )
+    loose = [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if _of_user(module)
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    ]
+    if loose:
+        raise RunError(
+            f"{engine} would lose {first_few(loose)}: a tensor that a module holds and that is neither a parameter nor "
+            "a buffer, such as weight.data or a constant, gets no numbers. Ask for the weight itself in forward, make "
+            f"a buffer of a constant (register_buffer(..., persistent=False)), or use {instead}"
         )
 
 
@@ -124,15 +157,19 @@ class Writes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, str] = {}  # storage -> name
-        self.tensors: dict[str, tuple[Tensor, Tensor, bool]] = {}  # name -> the tensor; memory and requires_grad then
+        self.tensors: dict[str, _Known] = {}  # by name
         self.before: dict[str, tuple[Tensor, Tensor]] = {}  # name -> its memory, and a copy of what was there
         self.moved: set[str] = set()
+        self.replaced: set[str] = set()
         self.switched: set[str] = set()
+        self.hooked: set[str] = set()
 
-    def know(self, name: str, tensor: Tensor) -> None:
-        """Watch a tensor's memory."""
-        if self.names.setdefault(_storage(tensor), name) == name:
-            self.tensors.setdefault(name, (tensor, tensor.detach(), tensor.requires_grad))
+    def know(self, module: nn.Module, path: str) -> None:
+        """Watch the memory of a module's own tensors."""
+        for last, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            name = f"{path}.{last}".lstrip(".")
+            if tensor is not None and self.names.setdefault(_storage(tensor), name) == name:
+                self.tensors.setdefault(name, _Known(module, last, tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -153,10 +190,13 @@ class Writes(TorchDispatchMode):
             self.before[name] = memory, memory.clone()
 
     def look(self) -> None:
-        """Which tensors have other memory, or another `requires_grad`, than when they became known."""
-        for name, (tensor, old, trained) in self.tensors.items():
-            self.moved |= {name} if _storage(tensor) != _storage(old) else set()
-            self.switched |= {name} if tensor.requires_grad != trained else set()
+        """What became of the tensors since they became known."""
+        for name, known in self.tensors.items():
+            now, own = known.module._parameters.get(known.last, known.tensor), known.tensor
+            self.moved |= {name} if _storage(own) != _storage(known.memory) else set()
+            self.switched |= {name} if own.requires_grad != known.trained else set()
+            self.hooked |= {name} if set(own._backward_hooks or ()) - known.hooks else set()
+            self.replaced |= {name} if now is not own and not isinstance(now, DTensor) else set()  # that is FSDP's
 
     def restore(self) -> None:
         """Put back what was there."""
@@ -164,9 +204,16 @@ class Writes(TorchDispatchMode):
             if memory.untyped_storage().nbytes() == copy.untyped_storage().nbytes():  # FSDP frees what it has gathered
                 memory.copy_(copy)
         for name in self.moved:
-            tensor, old, _ = self.tensors[name]
-            if not isinstance(tensor, DTensor):
-                tensor.data = old
+            if not isinstance(own := self.tensors[name].tensor, DTensor):
+                own.data = self.tensors[name].memory
+
+
+class _Known:
+    """A tensor of a module, and how it was."""
+
+    def __init__(self, module: nn.Module, last: str, tensor: Tensor) -> None:
+        self.module, self.last, self.tensor, self.memory = module, last, tensor, tensor.detach()
+        self.trained, self.hooks = tensor.requires_grad, set(tensor._backward_hooks or ())
 
 
 def _storage(tensor: Tensor) -> int:
@@ -186,15 +233,13 @@ def watching(model: nn.Module) -> Iterator[Writes]:
     """Writes of the model's own forward and nothing else. They are undone at the end. A module may gather its weights
     when it is called: they are looked for then."""
     writes, paths = Writes(), {module: name for name, module in model.named_modules()}
-    weights = dict(model.named_parameters())
 
     def know(module: nn.Module, _: Any) -> None:
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            writes.know(f"{paths[module]}.{name}" if paths[module] else name, tensor)
+        writes.know(module, paths[module])
 
     def begin(*_: Any) -> None:
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            writes.know(name, tensor)
+        for module, path in paths.items():
+            writes.know(module, path)
         writes.__enter__()
 
     def end(*_: Any) -> None:
@@ -208,11 +253,6 @@ def watching(model: nn.Module) -> Iterator[Writes]:
     finally:
         for hook in hooks:
             hook.remove()
-        for name, own in weights.items():
-            holder, _, last = name.rpartition(".")
-            if (module := model.get_submodule(holder))._parameters[last] is not own:
-                writes.moved.add(name)
-                module._parameters[last] = own
         with torch.no_grad():
             writes.restore()
 
@@ -224,9 +264,23 @@ def effects_of(model: nn.Module, forwards: Sequence[Forward], statistics: Collec
         return SideEffects()
     with preserved(model), watching(model) as writes:
         forwards[0]()
-    written = ({*writes.before} | writes.moved) - set(statistics)
+    written = frozenset({*writes.before} | writes.moved) - set(statistics)
     alike = _alike(model, written, *forwards) if written and len(forwards) > 1 else {}
-    return SideEffects(frozenset(written), frozenset(writes.moved), frozenset(writes.switched), alike)
+    with preserved(model), watching(model) as evaluating:
+        model.eval()
+        try:
+            forwards[0]()
+        finally:
+            model.train()
+    return SideEffects(
+        written,
+        frozenset(writes.moved),
+        frozenset(writes.replaced),
+        frozenset(writes.switched),
+        frozenset(writes.hooked),
+        frozenset(evaluating.before.keys() - written - set(statistics)),
+        alike,
+    )
 
 
 def _alike(model: nn.Module, names: Collection[str], first: Forward, second: Forward) -> dict[str, str]:
@@ -268,7 +322,7 @@ def preserved(model: nn.Module, written: Collection[str] = ()) -> Iterator[set[s
     frozen = {name: p._version for name, p in weights.items() if not p.requires_grad and name not in written}
     flags = {name: p.requires_grad for name, p in weights.items()}
     keys = {name: set(p._backward_hooks or ()) for name, p in weights.items()}
-    modules = [_Attributes(module) for module in model.modules() if _of_user(module)]
+    modules = [_Attributes(module) for module in model.modules() if _of_user(module, _ENGINES)]
     changed: set[str] = set()
     try:
         yield changed
@@ -312,13 +366,12 @@ class _Before:
 
 
 class _Attributes:
-    """Plain attributes of a module, such as a count of calls, and its hooks."""
+    """Plain attributes of a module, such as a count of calls."""
 
     def __init__(self, module: nn.Module) -> None:
         own = vars(module)
         self.module = module
         self.plain = {n: v for n, v in own.items() if n not in _OF_EVERY_MODULE and type(v) in _PLAIN}
-        self.hooks = {n: set(own[n]) for n in _OF_EVERY_MODULE if n.endswith("_hooks") and own.get(n) is not None}
 
     def restore(self) -> None:
         own = vars(self.module)
@@ -327,13 +380,10 @@ class _Attributes:
         ]:
             del own[name]  # the class has what it was
         own.update(self.plain)
-        for name, keys in self.hooks.items():
-            for key in set(hooks := vars(self.module)[name]) - keys:
-                del hooks[key]
 
 
-def _of_user(module: nn.Module) -> bool:
-    return any(kind.__module__.split(".")[0] not in _LIBRARIES for kind in type(module).__mro__)
+def _of_user(module: nn.Module, libraries: Collection[str] = _LIBRARIES) -> bool:
+    return any(kind.__module__.split(".")[0] not in libraries for kind in type(module).__mro__)
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

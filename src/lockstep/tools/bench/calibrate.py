@@ -14,6 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -107,6 +108,7 @@ def one(run: Run, steps: int) -> Rates:
     found = read(run.folder)
     if child.status != 0 or found is None:
         raise RunError(f"--calibrate: {run.launch.processes} process(es): {child.reason()}")
+    check_finite(asdict(found))
     return found
 
 
@@ -218,7 +220,8 @@ def link_of(rounds: Sequence[Rates]) -> dict[str, Any]:
 
 
 def write(device: Device, path: Path) -> None:
-    """Errors: `RunError` when it cannot be written."""
+    """Errors: `RunError` when it cannot be written, or holds a figure that is not finite."""
+    check_finite(device.model_dump(mode="python"))
     told = _short(device.model_dump(mode="json", exclude_none=True))
     sources = {"sources": told.pop("sources")}
     text = yaml.safe_dump(told, sort_keys=False, width=120, default_flow_style=None)
@@ -228,6 +231,23 @@ def write(device: Device, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"--out: {path} cannot be written: {error.strerror}") from error
+
+
+def check_finite(figures: Mapping[str, Any]) -> None:
+    """Errors: `RunError` for a figure that is not."""
+    if bad := [key for key, value in flat(figures).items() if not math.isfinite(value)]:
+        raise RunError(f"--calibrate: {bad[0]} was measured as no finite number; nothing is written. Measure again")
+
+
+def flat(thing: Any, at: str = "") -> dict[str, float]:
+    """Every number within, by its place."""
+    if isinstance(thing, dict):
+        parts = thing.items()
+    elif isinstance(thing, list | tuple):
+        parts = dict(enumerate(thing)).items()
+    else:
+        return {at: thing} if isinstance(thing, float) else {}
+    return {key: number for name, part in parts for key, number in flat(part, f"{at}.{name}".lstrip(".")).items()}
 
 
 def _short(thing: Any) -> Any:

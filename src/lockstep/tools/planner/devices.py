@@ -24,7 +24,7 @@ FIGURES = ("memory_bytes", "flops", "memory_bytes_per_s", "operation_s", "links.
 class Link(BaseModel):
     """Between two ranks, one way."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     bytes_per_s: Rate  # of one message, by its bytes
     latency_s: float = Field(ge=0)
 
@@ -36,7 +36,7 @@ class Link(BaseModel):
 class Links(BaseModel):
     """Within a machine, and from one machine to another; for each rank."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     inside: Link
     between: Link
     shared: dict[int, Link] = {}  # ranks of a machine that send at once -> what each then has inside of it
@@ -45,7 +45,7 @@ class Links(BaseModel):
 class Device(BaseModel):
     """What one rank has."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str
     kind: Literal["gpu", "cpu"]
     memory_bytes: float = Field(gt=0)

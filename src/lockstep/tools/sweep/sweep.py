@@ -295,12 +295,14 @@ def sweep(asked: Sweep) -> int:
     folders = [t.run.folder for t in board.ranked() if (t.run.folder / "metrics.jsonl").exists()]
     if folders:
         console.say(f"comparison {write_comparison(folders, asked.folder / 'comparison.html')}")
-    if folders and (best := board.ranked()[0]).state == "done":
-        console.say(f"best       {best.run.folder}/export ({asked.metric.removeprefix('-')} {board.metric(best)})")
+    if folders and (value := board.metric(best := board.ranked()[0])) is not None:
+        console.say(f"best       {best.run.folder}/export ({asked.metric.removeprefix('-')} {value})")
+    if endless := [t.name for t in board.trials if t.state == "done" and board.metric(t) is None]:
+        console.say(f"{asked.metric.removeprefix('-')} is not a finite number in {', '.join(endless)}")
     if stopped or any(trial.state == "stopped" for trial in board.trials):
         console.say("stopped: the same command goes on from there")
         return STOPPED
-    return int(any(trial.state == "failed" for trial in board.trials))
+    return int(bool(endless) or any(trial.state == "failed" for trial in board.trials))
 
 
 def _array(board: Board) -> bool:
