@@ -61,10 +61,13 @@ def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
     """Errors: `RunError` where keys about tables are given, and files are none."""
     if data.columns is not None and len(set(data.columns)) < len(data.columns):
         raise RunError(f"data.columns: {', '.join(data.columns)}: a name is there twice")
-    for key, of in (("columns", " without a header"), ("separator", ""), ("quote", "")):
-        for file in [file for files in local.values() for file in files] if getattr(data, key) is not None else ():
-            if format_of(file) not in tables.SEPARATORS:
-                raise RunError(f"data.{key}: for .csv and .tsv files{of}, and {file} is none")
+    files = [file for some in local.values() for file in some]
+    others = [file for file in files if format_of(file) not in tables.SEPARATORS]
+    if data.columns is not None and others:
+        raise RunError(f"data.columns: for .csv and .tsv files without a header, and {others[0]} is none")
+    for key in ("separator", "quote"):
+        if getattr(data, key) is not None and others == files:
+            raise RunError(f"data.{key}: for .csv and .tsv files, and there are none")
 
 
 def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
