@@ -149,10 +149,6 @@ REFUSED = {
         "cannot be told from its columns",
     ),
     "as many numbers as rows": ([{"text": f"t {i}", "label": i} for i in range(50)], "nearly as many as rows"),
-    "turns": (
-        [{"conversations": [{"from": "human", "value": f"{i}"}, {"from": "gpt", "value": "b"}]} for i in range(50)],
-        "`role` (user, assistant, system) and `content`",
-    ),
 }
 
 

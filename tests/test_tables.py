@@ -158,6 +158,8 @@ def many(rows: int) -> str:
         ("text,label\na,1,\nb,0,\n", {}, "It ends with a separator and the header does not"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "line 3: the row has 1 column(s)"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "Take comments out"),
+        ("sep=,\ntext,label\na,1\n", {}, "line 1: 'sep=,' is for Excel; take it out, and set data.separator"),
+        ("# by hand\ntext,label\na,1\n", {}, "The first line seems to be a comment, '# by hand': take it out"),
         ("text,label,text\na,1,b\n", {}, "columns 1 and 3 are both called 'text'; give each a name of its own"),
         (
             'text,label\n"fine",0\n"b",0\n"never ends,1\n',
@@ -201,7 +203,9 @@ def test_an_index_of_pandas_is_no_column(tmp_path: Path) -> None:
 
 def test_keys_of_tables_are_for_tables(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 1}\n')
-    assert "data.separator: for .csv and .tsv files, and " in refused(source=str(tmp_path / "a.jsonl"), separator=";")
+    assert "data.separator: for .csv and .tsv files, and there are none" in refused(
+        source=str(tmp_path / "a.jsonl"), separator=";"
+    )
     assert "data.quote: for local files" in refused(source="builtin/emotion", quote="none")
     for key, value in (("separator", "ab"), ("separator", '"'), ("quote", "`")):
         with pytest.raises(ValueError, match=key):
@@ -265,3 +269,57 @@ def test_a_header_that_is_missing_may_hold_a_value_twice(here: Path) -> None:
     loaded = load("run.yaml", [])
     assert loaded.data.separator == ";"
     assert row_files.format_of(Path("a.csv")) in tables.SEPARATORS
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (
+            "text;label\n" + "".join(f"words {i};{i % 2};\n" for i in range(60)),
+            "a.csv, line 2: the row has 3 column(s)",
+        ),
+        (
+            "text;label\n" + "".join(f"w{'; more' * (i % 2)};{i % 2}\n" for i in range(60)),
+            "a.csv, line 3: the row has 3",
+        ),
+        ("text\n" + "Hello, world\n" * 60, "a file with a text on each line is called .txt"),
+    ],
+)
+def test_init_takes_no_table_for_one_column(
+    content: str, told: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "a.csv").write_text(content)
+    assert main(["init", "--yes", "--data", "a.csv"]) == 2
+    assert told in " ".join(capfd.readouterr().err.split())
+
+
+# -- wherever tables are read ----------------------------------------------------------------------------------------
+
+
+def test_predict_and_mixtures_read_tables_alike(here: Path) -> None:
+    from lockstep.training import predicting
+
+    write(here / "a.csv", ";")
+    write(here / "b.tsv", "\t", quoting=csv.QUOTE_ALL)
+    wanted = [(row["text"],) for row in judged(here / "a.csv", ";")]
+    run = Run.model_validate({"model": {"type": "gpt2"}, "data": {"source": "a.csv", "separator": ";"}})
+    assert predicting.rows_of(run, "a.csv", ["text"]) == wanted
+    entries = [{"source": "a.csv", "separator": "semicolon"}, {"source": "b.tsv", "quote": "double"}]
+    both = source.load(DataSection.model_validate({"sources": entries}), 0, columns={"task.text": "text"})
+    mixed = both.splits["train"].to_list()
+    assert [(row["text"],) for row in mixed] == wanted * 2
+    (here / "test.jsonl").write_text('{"text": "a", "label": "joy", "note": "b"}\n')
+    keys = {"train": "a.csv", "test": "test.jsonl", "separator": ";"}
+    assert {s: len(d) for s, d in source.load(DataSection.model_validate(keys), 0).splits.items()} == {
+        "train": 40,
+        "test": 1,
+    }
+    with pytest.raises(ValueError, match="separator does not go with"):
+        DataSection.model_validate(keys | {"stream": True})
+
+
+def test_one_file_is_quoted_and_another_is_not(tmp_path: Path) -> None:
+    write(tmp_path / "a.tsv", "\t")
+    (tmp_path / "b.tsv").write_text('text\tlabel\tnote\n"Oh" he said\tjoy\ta\n"no\tsad\tb\n')
+    found = read(train=[str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")])
+    assert found == judged(tmp_path / "a.tsv", "\t") + judged(tmp_path / "b.tsv", "\t", quoting=csv.QUOTE_NONE)

@@ -11,12 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lockstep.config.conditions import Filter
-from lockstep.config.table_keys import Quote, Separator
+from lockstep.config.file_keys import Layout, Quote, Separator
 
 Weight = float | list[tuple[int, float]]
 # Keys that each source has for itself; of `data` they are given where there is one source only.
@@ -43,7 +43,7 @@ class OneSource(BaseModel):
     train: str | list[str] | None = Field(None, description="as data.train")
     validation: str | list[str] | None = Field(None, description="as data.validation")
     test: str | list[str] | None = Field(None, description="as data.test")
-    layout: Literal["rows", "class_folders", "parallel"] = Field("rows", description="as data.layout")
+    layout: Layout = Field("rows", description="as data.layout")
     columns: list[str] | None = Field(None, min_length=1, description="as data.columns")
     separator: Separator | None = Field(None, description="as data.separator")
     quote: Quote | None = Field(None, description="as data.quote")

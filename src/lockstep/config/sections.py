@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from lockstep.config.conditions import Filter
+from lockstep.config.file_keys import LAYOUT, QUOTE, SEPARATOR, Layout, Quote, Separator
 from lockstep.config.mixture import OWN, Mixture
 from lockstep.config.streaming import Streaming
-from lockstep.config.table_keys import QUOTE, SEPARATOR, Quote, Separator
 
 Steps = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -103,13 +103,11 @@ class DataSection(Streaming, Section):
     test: str | list[str] | None = Field(
         None, description="split name or path(s); default: the split called test, if any"
     )
-    layout: Literal["rows", "class_folders", "parallel"] = Field(
-        "rows",
-        description="of local files; class_folders: each text a file, in a folder called by its label; parallel: lines "
-        "of train.en and train.de (or .gz, ...) with the same number are one example",
-    )
+    layout: Layout = Field("rows", description=LAYOUT)
     columns: list[str] | None = Field(
-        None, min_length=1, description="names of the columns, in order, of .csv and .tsv files without a header"
+        None,
+        min_length=1,
+        description="names of the columns, in order, of .csv and .tsv files without a header, and of layout: conll",
     )
     separator: Separator | None = Field(None, description=SEPARATOR)
     quote: Quote | None = Field(None, description=QUOTE)

@@ -19,7 +19,7 @@ CACHE_GB = 20.0
 _ALL_ROWS = "needs all rows of train at once"
 # Keys of `data` that a stream cannot have -> why; those at their defaults are not looked at.
 _REFUSED = {
-    "layout": "a stream reads rows, and no class folders or parallel files",
+    "layout": "a stream reads rows in .jsonl, .txt, .tar and .parquet files",
     "columns": "a stream reads no .csv or .tsv files, whose rows may reach over lines; write .jsonl or .parquet",
     "separator": "a stream reads no .csv or .tsv files; write .jsonl or .parquet",
     "quote": "a stream reads no .csv or .tsv files; write .jsonl or .parquet",

@@ -210,13 +210,19 @@ def left_out(facts: Mapping[str, Any]) -> str:
 
 
 def warnings(facts: Mapping[str, Any]) -> list[str]:
-    """Of texts that were cut, and of examples that a model is trained on and scored by."""
+    """Of texts that were cut, of labels that may be the same, and of examples that a model is trained and scored on."""
     told = [
         f"{found['texts']:,} of {found['of']:,} {split} texts are longer than {found['most']:,} tokens, and their ends "
         f"({found['tokens']:,} tokens) are cut off"
         + f"; {found['nothing']:,} more, in which nothing to learn would be left, are not used" * (found["nothing"] > 0)
         + f". A larger {found['key']} keeps more"
         for split, found in facts.get("cut_texts", {}).items()
+    ]
+    told += [
+        "labels that differ only in blanks around them or in case are learned as different ones: "
+        + ", ".join(f"{name!r} ({count:,})" for name, count in group)
+        + ". If they mean the same, write them alike"
+        for group in facts.get("alike_labels", [])
     ]
     if facts.get("dropped"):
         return told

@@ -57,10 +57,44 @@ class Writing:
         )
 
 
+# What ShareGPT and its kin call those who speak -> the roles of chat templates
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation"), "tool"),
+}
+
+
+def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
+    """The same where messages have `role` and `content`; those of `from` and `value` get these. Errors: `RunError` for
+    one who speaks that has no role here."""
+    inner = getattr(dataset.features[column], "feature", None)
+    if not isinstance(inner, Mapping) or "role" in inner or not {"from", "value"} <= set(inner):
+        return dataset
+
+    def renamed(turn: Mapping[str, Any], row: int) -> dict[str, Any]:
+        role = ROLES.get(str(turn["from"]).strip().lower())
+        if role is None:
+            raise RunError(
+                f"{key}: column {column!r} of the {split} split, row {row}: nothing says which role {turn['from']!r} "
+                f"is; known are {', '.join(ROLES)}"
+            )
+        rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
+        return {"role": role, "content": turn["value"], **rest}
+
+    def batch(rows: dict[str, list], places: list[int]) -> dict[str, list]:
+        held = zip(rows[column], places, strict=True)
+        return {column: [None if told is None else [renamed(turn, row) for turn in told] for told, row in held]}
+
+    return dataset.map(batch, with_indices=True, batched=True)
+
+
 def whole(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
     """The rows in which the assistant says something, and every message has a content, or calls. Errors:
     `RunError`."""
     missing.present(dataset, {"task.messages": column}, split, name)
+    dataset = with_roles(dataset, column, "task.messages", split)
     lacks = []
     for first, part in scan.lists(dataset, column):
         for row, messages in enumerate(part, first):

@@ -7,7 +7,7 @@ and what gives labels codes, or a `RunError` that names the row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,6 +100,16 @@ def codes_of(splits: dict[str, Dataset], column: str, wanted: list[str] | None, 
                 f"not; known are {', '.join(map(repr, values[:20]))}"
             )
     return Codes(column, list(names), values)
+
+
+def alike(counts: Mapping[str, int]) -> dict[str, list[list[tuple[str, int]]]]:
+    """A fact of labels, by how many examples each has in train: groups of those that differ only in blanks around them
+    or in case; nothing where there are none."""
+    groups: dict[str, list[tuple[str, int]]] = {}
+    for name, count in counts.items():
+        groups.setdefault(" ".join(name.split()).casefold(), []).append((name, count))
+    found = [sorted(group, key=lambda each: -each[1]) for group in groups.values() if len(group) > 1]
+    return {"alike_labels": found} if found else {}
 
 
 def told(rows: Dataset, column: str) -> dict[str, list]:

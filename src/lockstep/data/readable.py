@@ -16,6 +16,7 @@ from lockstep.config import errors as messages
 from lockstep.config.run import RunError
 from lockstep.data import compressed
 
+BINARY = (".parquet", ".arrow")  # endings of files that are no text
 # How compressed files begin: `datasets` would unpack them whatever they are called, to any size.
 _PACKED = {
     "gzip": (0, b"\x1f\x8b"),
@@ -34,8 +35,8 @@ def check(file: Path, key: str, encoding: str) -> None:
     Reads the whole file. Errors: `RunError`."""
     blocks = compressed.blocks(file, key)
     start = next(blocks, b"")
-    if file.suffix == ".parquet":
-        return _check_unpacked(file, key)
+    if file.suffix in BINARY:
+        return _check_unpacked(file, key) if file.suffix == ".parquet" else None
     for name, (place, mark) in _PACKED.items():
         if start.startswith(mark, place):
             found = "holds another compressed file" if compressed.is_compressed(file) else "is compressed"

@@ -1,4 +1,4 @@
-"""Rows in local files: .json, .jsonl, .csv, .tsv, .parquet and .txt, also compressed, also of several formats.
+"""Rows in local files: .json, .jsonl, .csv, .tsv, .parquet, .arrow and .txt, also compressed, also of several formats.
 
 In: the files of a split, in order. Out: their rows as a `datasets.Dataset`, or a `RunError` that names the key, the
 file and the line, or in what two files differ. Imports `datasets` only when called.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,12 +29,13 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".csv": ("csv", {}),  # with the options of its dialect
     ".tsv": ("csv", {}),
     ".parquet": ("parquet", {}),
+    ".arrow": ("arrow", {}),  # as save_to_disk writes them
     ".txt": ("lines", {}),
     ".tar": ("archive", {}),
 }
 _INDEX = "__index_level_0__"  # what pandas calls an index without a name, which it writes as a column
 READ = (
-    f"{', '.join(FORMATS)} (all but .parquet also with {', '.join(compressed.ENDINGS)} after it; .tar with "
+    f"{', '.join(FORMATS)} (all but .parquet and .arrow also with {', '.join(compressed.ENDINGS)} after it; .tar with "
     "data.stream=true)"
 )
 
@@ -41,17 +43,31 @@ READ = (
 def format_of(file: Path) -> str | None:
     """The ending, of those that are read, that a file has, whether or not it is compressed; None for any other."""
     found = compressed.plain(file).suffix
-    return found if found in FORMATS and not (found == ".parquet" and compressed.is_compressed(file)) else None
+    return found if found in FORMATS and not (found in readable.BINARY and compressed.is_compressed(file)) else None
+
+
+def is_of_a_saved_set(file: Path) -> bool | None:
+    """Whether a file of a folder that save_to_disk wrote holds rows; None for a file of another folder."""
+    if file.name == "dataset_dict.json":
+        return False
+    try:
+        state = json.loads((file.parent / "state.json").read_bytes())
+        return file.name in {each["filename"] for each in state["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
     """Errors: `RunError` where keys about tables are given, and files are none."""
     if data.columns is not None and len(set(data.columns)) < len(data.columns):
         raise RunError(f"data.columns: {', '.join(data.columns)}: a name is there twice")
-    for key, of in (("columns", " without a header"), ("separator", ""), ("quote", "")):
-        for file in [file for files in local.values() for file in files] if getattr(data, key) is not None else ():
-            if format_of(file) not in tables.SEPARATORS:
-                raise RunError(f"data.{key}: for .csv and .tsv files{of}, and {file} is none")
+    files = [file for some in local.values() for file in some]
+    others = [file for file in files if format_of(file) not in tables.SEPARATORS]
+    if data.columns is not None and others:
+        raise RunError(f"data.columns: for .csv and .tsv files without a header, and {others[0]} is none")
+    for key in ("separator", "quote"):
+        if getattr(data, key) is not None and others == files:
+            raise RunError(f"data.{key}: for .csv and .tsv files, and there are none")
 
 
 def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:

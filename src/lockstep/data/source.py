@@ -18,7 +18,7 @@ from lockstep.config.addresses import is_address
 from lockstep.config.mixture import OWN
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import nested, remote, row_files, selected, text_files
+from lockstep.data import annotated, compressed, nested, remote, row_files, selected, text_files
 from lockstep.data import pinned as pinning
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
@@ -34,10 +34,15 @@ USUAL = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test",),
 }
-# layout -> which files a split has, and how they are read
-_LAYOUTS = {
-    "class_folders": (text_files.class_files, text_files.read_classes),
-    "parallel": (text_files.parallel_files, text_files.read_parallel),
+# layout -> which files a split has, where names of files say that otherwise than of rows
+_FILES = {"class_folders": text_files.class_files, "parallel": text_files.parallel_files}
+# layout -> how they are read
+_READERS = {
+    "class_folders": text_files.read_classes,
+    "parallel": text_files.read_parallel,
+    "conll": annotated.read_conll,
+    "squad": annotated.read_squad,
+    "columns": annotated.read_columns,
 }
 
 
@@ -125,7 +130,7 @@ def load(
     if data.source == BUILTIN and not data.stream:
         source = _builtin(seed)
     elif (files := local_splits(data)) is not None:
-        row_files.check_columns(files, data)
+        _check_keys(files, data)
         source = Source(
             data.source or "local files",
             {
@@ -169,48 +174,66 @@ def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     if data.source is None:
         if not given:
             raise RunError("data: give data.source (a Hub id, a folder or a file) or data.train (files)")
-        if data.layout != "rows":
-            return _LAYOUTS[data.layout][0](data, USUAL)
-        return {split: _expand(value, f"data.{split}") for split, value in given.items()}
+        if data.layout in _FILES:
+            return _FILES[data.layout](data, USUAL)
+        return {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
     if data.source == BUILTIN:
         return None
-    if data.layout != "rows":
-        return _LAYOUTS[data.layout][0](data, USUAL)
+    if data.layout in _FILES:
+        return _FILES[data.layout](data, USUAL)
     root = Path(data.source).expanduser()
     if root.is_dir():
-        found = {split: _in_folder(root, split) for split in USUAL}
+        found = {split: in_folder(root, split, data.layout) for split in USUAL}
         if not any(found.values()) and "train" not in given:
-            single = sorted(f for f in root.iterdir() if _is_rows(f))
+            single = sorted(f for f in root.iterdir() if is_rows(f, data.layout))
             if not single:
+                endings = row_files.READ if data.layout == "rows" else ", ".join(annotated.ENDINGS[data.layout])
                 raise RunError(
                     f"data.source: the folder {root} holds no data file; "
-                    f"wanted are files like train.jsonl with one of the endings {row_files.READ}"
+                    f"wanted are files like train.jsonl with one of the endings {endings}"
                 )
             found["train"] = single
         for split, value in given.items():
-            found[split] = _expand(value, f"data.{split}", root)
+            found[split] = _expand(value, f"data.{split}", data.layout, root)
         return found
     if root.is_file() or _looks_local(data.source):
-        found = {"train": _expand(data.source, "data.source")}
-        return found | {split: _expand(value, f"data.{split}") for split, value in given.items()}
+        found = {"train": _expand(data.source, "data.source", data.layout)}
+        return found | {split: _expand(value, f"data.{split}", data.layout) for split, value in given.items()}
     return None
 
 
-def _in_folder(root: Path, split: str) -> list[Path]:
+def in_folder(root: Path, split: str, layout: str) -> list[Path]:
+    """The files of a folder whose names, or whose folder's, say that they are of this split."""
     for word in USUAL[split]:
-        files = sorted(f for f in root.iterdir() if _is_rows(f) and f.name.split(".")[0] == word)
+        files = sorted(f for f in root.iterdir() if is_rows(f, layout) and f.name.split(".")[0] == word)
         for pattern in (f"{word}[-_]*", f"{word}/*"):
-            files = files or sorted(f for f in root.glob(pattern) if _is_rows(f))
+            files = files or sorted(f for f in root.glob(pattern) if is_rows(f, layout))
         if files:
             return files
     return []
 
 
-def _is_rows(file: Path) -> bool:
-    return file.is_file() and row_files.format_of(file) is not None
+def is_rows(file: Path, layout: str) -> bool:
+    """Whether a file of a folder is one of the data set, by its name."""
+    if not file.is_file():
+        return False
+    if layout != "rows":
+        return compressed.plain(file).suffix in annotated.ENDINGS[layout]
+    ending, saved = row_files.format_of(file), row_files.is_of_a_saved_set(file)
+    return ending is not None and saved is not False and (saved is True or ending != ".arrow")
 
 
-def _expand(value: str | list[str], key: str, root: Path | None = None) -> list[Path]:
+def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
+    """Errors: `RunError` for keys about tables that these files are not."""
+    if data.layout == "rows":
+        row_files.check_columns(files, data)
+        return
+    for key in ("separator", "quote") if data.layout == "conll" else ("columns", "separator", "quote"):
+        if getattr(data, key) is not None:
+            raise RunError(f"data.{key}: does not go with data.layout: {data.layout}; leave it out")
+
+
+def _expand(value: str | list[str], key: str, layout: str, root: Path | None = None) -> list[Path]:
     files: list[Path] = []
     for text in [value] if isinstance(value, str) else value:
         path = Path(text).expanduser()
@@ -220,7 +243,7 @@ def _expand(value: str | list[str], key: str, root: Path | None = None) -> list[
         if not found:
             raise RunError(f"{key}: no such file: {path}")
         for file in found:
-            if row_files.format_of(file) is None:
+            if layout == "rows" and row_files.format_of(file) is None:
                 raise RunError(f"{key}: {file} has none of the endings that can be read: {row_files.READ}")
         files += found
     return files
@@ -228,7 +251,7 @@ def _expand(value: str | list[str], key: str, root: Path | None = None) -> list[
 
 def _read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
     if data.layout != "rows":
-        return _LAYOUTS[data.layout][1](files, key, data.encoding)
+        return _READERS[data.layout](files, key, data)
     return row_files.read(files, key, plain, data)
 
 

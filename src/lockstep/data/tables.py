@@ -31,6 +31,7 @@ VERSION = 1  # of how tables are read
 _NUMBER = re.compile(
     r"\s*[+-]?((?P<whole>[0-9]+)|([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf|infinity)\s*", re.A | re.I
 )
+_EXCEL = re.compile(r'"?sep=."?')
 _TRUTHS = ("true", "True", "TRUE", "false", "False", "FALSE")
 
 csv.field_size_limit(2**31 - 1)  # texts may be books
@@ -74,6 +75,10 @@ class _Lines:
     def __iter__(self) -> Iterator[str]:
         with io.TextIOWrapper(compressed.opened(self.file), readable.codec(self.encoding), newline="") as opened:
             for number, line in enumerate(opened, 1):
+                if number == 1 and _EXCEL.fullmatch(line.strip()):
+                    raise Misfit(
+                        f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator"
+                    )
                 if "\0" in line:
                     raise Misfit(f"{self.file}, line {number:,}: a zero byte stands in the row; take it out")
                 if (self.quote or '"') in line:
@@ -217,8 +222,12 @@ def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSecti
         how = "Take comments out"
     elif len(row) == len(found.names) + 1 and not row[-1]:
         how = f"It ends with a separator and the header does not: end both with one, or none ({called})"
+    if len(found.names) == 1:
+        how += "; a file with a text on each line is called .txt"
+    if len(found.names) == 1 and found.names[0].startswith("#"):
+        how = f"The first line seems to be a comment, {found.names[0][:40]!r}: take it out"
     other = next((mark for mark in NAMES if mark != separator and mark in found.names[0]), None)
-    if other is not None and len(found.names) == 1:
+    if other is not None and len(found.names) == 1 and not found.names[0].startswith("#"):
         how = f"The header seems to be separated by {NAMES[other]}: set data.separator"
     widths = f"the row has {len(row)} column(s), and {wanted} {len(found.names)}"
     return f"{file}, line {line:,}: {widths}: {_shown(row)}. {how}"
@@ -296,15 +305,16 @@ def detected(file: Path, data: DataSection, known: Callable[[str], bool]) -> lis
             good.append((not any(map(known, names)), given | quote))
     if good or len(marks) == 1:
         return [keys for _, keys in sorted(good, key=lambda each: each[0])]
-    shares = {mark: _share(file, data, mark) for mark in marks}
-    best = max(shares, key=lambda mark: shares[mark])
-    return [{"separator": best}] if shares[usual] < 0.5 < 0.9 < shares[best] else []
+    likely = [mark for mark in marks if _is_likely(file, data, mark, known)]
+    return [{"separator": likely[0]}] if likely and likely[0] != usual else []
 
 
 def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, str], list[str]] | None:
     """The value of `quote` with which all rows have as many columns, at least two, and the first row."""
     for quote in ("double", "single", "none") if data.quote is None else (data.quote,):
         try:
+            if len(next(rows(file, data.encoding, Dialect(separator, QUOTES[quote])), (0, []))[1]) < 2:
+                continue
             if quote == "double":
                 found = _found(file, data, separator)
             else:
@@ -314,19 +324,21 @@ def _quotes(file: Path, data: DataSection, separator: str) -> tuple[dict[str, st
         except Misfit:
             continue
         if quote != "double" or data.quote is not None or not _all_single(file, data, found):
-            return ({} if quote == "double" else {"quote": quote}, found.names) if len(found.names) > 1 else None
+            return {} if quote == "double" else {"quote": quote}, found.names
     return None
 
 
-def _share(file: Path, data: DataSection, separator: str) -> float:
-    """Of the first rows, how many have as many columns as the first of all, at least two."""
-    widths = []
+def _is_likely(file: Path, data: DataSection, separator: str, known: Callable[[str], bool]) -> bool:
+    """Whether the first row has names of columns, or nearly all of the first rows as many columns, at least two."""
+    widths: Counter[int] = Counter()
     try:
         for _, row in itertools.islice(rows(file, data.encoding, Dialect(separator, '"')), BATCH):
-            widths.append(len(row))
+            if not widths and len(row) > 1 and any(map(known, row)):
+                return True
+            widths[len(row)] += 1
     except Misfit:
         pass
-    return sum(width == widths[0] > 1 for width in widths) / len(widths) if widths else 0.0
+    return any(width > 1 and count > 0.9 * widths.total() for width, count in widths.items())
 
 
 def _all_single(file: Path, data: DataSection, found: Table) -> bool:

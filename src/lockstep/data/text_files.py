@@ -101,9 +101,11 @@ def _of_classes(folders: Iterable[Path]) -> list[Path]:
     return [file for folder in folders for file in _texts_in(folder)]
 
 
-def read_classes(files: list[Path], key: str, encoding: str) -> Dataset:
+def read_classes(files: list[Path], key: str, data: DataSection) -> Dataset:
     """Columns text and label. Errors: `RunError`."""
     import datasets
+
+    encoding = data.encoding
 
     for file in files:
         readable.check(file, key, encoding)
@@ -177,7 +179,7 @@ def _of_split(root: Path, words: tuple[str, ...]) -> list[Path]:
     return []
 
 
-def read_parallel(files: list[Path], key: str, encoding: str) -> Dataset:
+def read_parallel(files: list[Path], key: str, data: DataSection) -> Dataset:
     """A column for each side, in alphabetical order. Errors: `RunError`, among them for files of unlike length."""
     import datasets
 
@@ -196,7 +198,7 @@ def read_parallel(files: list[Path], key: str, encoding: str) -> Dataset:
                 f"{key}: {called} has {' and '.join(sorted(group))}; wanted are files of the same name for "
                 f"{' and '.join(sides) if len(sides) > 1 else 'two sides'}, such as train.en and train.de"
             )
-        lines = {side: _lines(file, key, encoding) for side, file in sorted(group.items())}
+        lines = {side: _lines(file, key, data.encoding) for side, file in sorted(group.items())}
         counts = {side: len(found) for side, found in lines.items()}
         if len(set(counts.values())) > 1:
             told = ", ".join(f"{group[side]} has {count:,} lines" for side, count in counts.items())

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, missing, scan, source, stream, tokenizer
+from lockstep.data import apart, conversations, documents, missing, scan, source, stream, tokenizer
 from lockstep.data.stream import Stream
 from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
@@ -188,6 +188,8 @@ def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, 
     """The rows with something in every column, and two answers that differ. Errors: `RunError`."""
     missing.present(dataset, options.columns, split, name)
     if options.conversations:
+        for key, column in options.columns.items():
+            dataset = conversations.with_roles(dataset, column, key, split)
         dataset = missing.complete(dataset, options.columns, split, name, drop)
         for key, column in options.columns.items():
             for first, part in scan.lists(dataset, column):

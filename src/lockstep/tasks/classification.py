@@ -104,6 +104,8 @@ class Classification(Task):
             files[split] = _encode(run, dataset, options, codes, str(folder), key)
         called = {"numbers": codes.names} if options.regression else {"labels": codes.names, "of_label": counts}
         facts: dict[str, Any] = called | {"source": data.name}
+        if not options.regression:
+            facts |= labels.alike(dict(zip(codes.names, counts, strict=False)))
         if rows is not None and isinstance(codes, labels.Codes):
             facts["label_values"] = list(codes.place)
             key = digest(VERSION, folder.name, run.data.max_length, kept, codes.names, facts["label_values"])

@@ -6,6 +6,7 @@ entities, all from sums.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, missing, scan, source, stream, tokenizer
+from lockstep.data import apart, documents, labels, missing, scan, source, stream, tokenizer
 from lockstep.data.stream import Stream
 from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
@@ -98,6 +99,9 @@ class TokenClassification(PerToken):
                     f"{run.data.max_length} of data.max_length"
                 )
         facts: dict[str, Any] = {"source": data.name, "labels": names}
+        if rows is None and labels.alike(dict.fromkeys(names, 0)):
+            parts = scan.lists(splits["train"], "tags")
+            facts |= labels.alike(Counter(tag for _, part in parts for tags in part for tag in tags))
         if rows is not None:
             key = digest("token classification", VERSION, folder.name, run.data.max_length, names)
             index = rows.index(cls.example_maker(run, str(folder), facts), key)

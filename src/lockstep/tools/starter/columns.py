@@ -45,6 +45,8 @@ class Look:
     deep: bool = False  # whether columns hold others, which were not looked at
     nearly_apart: tuple[str, tuple[str, ...]] | None = None  # a column that says it of most rows, and what else it says
 
+    hollow: tuple[str, ...] = ()  # columns of mappings that hold nothing in some rows, as answers of questions without
+
     @property
     def texts(self) -> list[str]:
         return [name for name, kind in self.kinds.items() if kind == "text"]
@@ -93,7 +95,12 @@ def look(data: DataSection, seed: int = 0, deep: bool = False) -> Look:
         {name: (min(there), max(there)) for name, there in values.items() if kinds[name] == "decimal"},
         bool(inner) and not deep,
         next(((n, odd) for n in values if kinds[n] == "text" and (odd := _no_splits(set(values[n])))), None),
+        tuple(n for n, kind in kinds.items() if kind == "mapping" and any(map(_is_hollow, train[n]))),
     )
+
+
+def _is_hollow(held: Mapping[str, Any] | None) -> bool:
+    return held is not None and all(value == [] for value in held.values())
 
 
 def _check_texts(whole: Dataset, train: Dataset, name: str, source: str) -> None:

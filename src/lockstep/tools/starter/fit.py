@@ -15,6 +15,7 @@ from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.names import (
     ANCHORS,
     CLASSES,
+    INSTRUCTIONS,
     LABEL,
     MESSAGES,
     NEAR,
@@ -96,6 +97,8 @@ def guess(found: Look) -> tuple[str, Fit]:
     for task in ("question_answering", "embedding"):  # whose columns have names that say it
         if (fitted := fit(task, found)) is not None:
             return task, fitted
+    if _are_instructions(found) and (instructions := _language_modeling(found)) is not None:
+        return "language_modeling", instructions
     if (why := unfit(found)) is not None:
         raise RunError(why)
     for task in TASKS[:-1]:  # the last is for those who ask for it
@@ -105,6 +108,12 @@ def guess(found: Look) -> tuple[str, Fit]:
         f"what {found.source} is for cannot be told from its columns: {found.described()}. "
         "Say it: --task NAME, and its columns as task.text=... task.label=..."
     )
+
+
+def _are_instructions(found: Look) -> bool:
+    """Whether names say that a column answers another one, and none that there is a label."""
+    names = {c.lower() for c in found.texts}
+    return any({*pair} <= names for pair in INSTRUCTIONS) and not {c.lower() for c in found.kinds} & {"label", "labels"}
 
 
 def _is_a_shot(task: str, fitted: Fit) -> bool:
@@ -135,11 +144,6 @@ def unfit(found: Look) -> str | None:
             f"column {many[0]!r} of {found.source} holds one number only, or nearly as many as rows: no classes to "
             "learn. Is it a number to be foretold? Then --task classification "
             f"task.label={many[0]} task.regression=true. {own}"
-        )
-    if turns := [c for c, kind in found.kinds.items() if kind == "turns"]:
-        return (
-            f"column {turns[0]!r} of {found.source} holds conversations of `from` and `value`; read are lists of "
-            "`role` (user, assistant, system) and `content`: rename them"
         )
     return None
 
@@ -280,7 +284,8 @@ def _question_answering(found: Look) -> Fit | None:
     """SQuAD's columns: of texts a question and its context, and answers that say where they begin."""
     if not {"question", "context"} <= set(found.texts) or found.kinds.get("answers") not in ("mapping", "list"):
         return None
-    return Fit({"question": "question", "context": "context", "answers": "answers"})
+    keys = {"question": "question", "context": "context", "answers": "answers"}
+    return Fit(keys | ({"unanswerable": True} if "answers" in found.hollow else {}))
 
 
 def _masked_language_modeling(found: Look) -> Fit | None:
@@ -298,8 +303,9 @@ def _language_modeling(found: Look) -> Fit | None:
     response = first(c for c in called(RESPONSE, texts) if c != prompt)
     if prompt and response:
         doubts = {}
-        if "input" in texts and prompt != "input" and found.characters["input"]:
-            doubts["prompt"] = "the column input is not read; to learn from both, join them into one column first"
+        for more in ("input", "context"):
+            if more in texts and prompt != more and found.characters[more]:
+                doubts["prompt"] = f"the column {more} is not read; to learn from both, join them into one column first"
         if "rejected" in texts:
             doubts["response"] = (
                 "rejected is not read: only the response is learned; --task preference learns from both"
@@ -315,16 +321,16 @@ def _language_modeling(found: Look) -> Fit | None:
 
 def _answer_pairs(found: Look) -> Fit | None:
     """A prompt with two answers, as data of preferences have them."""
-    readable = {c for c in found.kinds if c in found.texts or found.kinds[c] == "messages"}
+    readable = {c for c in found.kinds if c in found.texts or found.kinds[c] in ("messages", "turns")}
     if not {"chosen", "rejected"} <= readable:
         return None
     prompt = first(c for c in PROMPT if c in readable)
-    spoken = any(found.kinds[c] == "messages" for c in ("chosen", "rejected"))
+    spoken = any(found.kinds[c] != "text" for c in ("chosen", "rejected"))
     return Fit({"prompt": prompt} | ({"conversations": True} if spoken else {}))
 
 
 def _messages(found: Look) -> Fit | None:
-    there = [c for c, kind in found.kinds.items() if kind == "messages"]
+    there = [c for c, kind in found.kinds.items() if kind in ("messages", "turns")]
     name = first([c for c in MESSAGES if c in there], there)
     return Fit({"messages": name}) if name else None
 

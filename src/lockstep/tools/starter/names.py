@@ -23,6 +23,9 @@ WORDS = ("tokens", "words")
 TAGS = ("ner_tags", "tags", "pos_tags", "chunk_tags", "labels")
 PROMPT = ("prompt", "instruction", "question", "input", "query")
 RESPONSE = ("response", "completion", "output", "answer", "answers", "chosen", "target")
+INSTRUCTIONS = [  # pairs that say it by themselves, whatever else there is
+    (prompt, response) for prompt in ("instruction", "prompt") for response in ("response", "completion", "output")
+]
 MESSAGES = ("messages", "conversation", "conversations", "dialog", "dialogue")
 CLASSES = 50  # that a column without a telling name has, at most, where it might be the label
 ANCHORS = ("anchor", "query", "question", "sentence")

@@ -11,13 +11,18 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import compressed, readable, row_files, source, tables, text_files
+from lockstep.data import annotated, compressed, readable, row_files, source, tables, text_files
 from lockstep.tools.starter import columns, fit
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.names import is_known
 from lockstep.tools.starter.talk import Talk
 
 _TABLES = set(tables.SEPARATORS)
+_ANNOTATED = {
+    "conll": "lines of a word and its tags, with blank lines between sentences",
+    "squad": "questions as SQuAD has them",
+    "columns": "a list of values for each column",
+}
 _ROWS = 500  # looked at of a file
 _WORDS = {word for words in source.USUAL.values() for word in words}  # what folders of splits are called
 
@@ -26,8 +31,11 @@ def recognised(data: DataSection, talk: Talk) -> DataSection:
     """Errors: `RunError` for what is not there, or cannot be told."""
     if data.source == source.BUILTIN:
         return data
-    if data.layout == "rows" and "layout" not in data.model_fields_set and data.source is not None:
-        data = _layout(data, Path(data.source).expanduser(), talk)
+    if data.layout == "rows" and "layout" not in data.model_fields_set:
+        train = data.train[0] if isinstance(data.train, list) else data.train
+        if (given := data.source or train) is not None:
+            root = Path(given).expanduser()
+            data = _annotated(data, root, talk) or (_layout(data, root, talk) if data.source is not None else data)
     if data.layout != "rows":
         return data
     local = source.local_splits(data)
@@ -65,6 +73,19 @@ def _fits(found: Look) -> int:
         return 1 if set(fit.guess(found)[1].keys) == {"text"} else 2
     except RunError:
         return 0
+
+
+def _annotated(data: DataSection, root: Path, talk: Talk) -> DataSection | None:
+    """With the layout that its first file seems to have, if that is none of rows."""
+    for layout in annotated.ENDINGS:
+        files = [root] if root.is_file() else []
+        if root.is_dir():
+            files = source.in_folder(root, "train", layout)
+            files = files or sorted(f for f in root.iterdir() if source.is_rows(f, layout))
+        if files and annotated.layout_of(files[0], data.encoding) == layout:
+            talk.console.say(f"{files[0].name}: {_ANNOTATED[layout]}: data.layout={layout}")
+            return data.model_copy(update={"layout": layout})
+    return None
 
 
 def _layout(data: DataSection, root: Path, talk: Talk) -> DataSection:

@@ -71,7 +71,7 @@ def _look(moved: Moved, wanted: bool, talk: Talk) -> Look | None:
         looked = columns.look(section)
     except ValueError as error:
         raise RunError(f"data: {error}") from None
-    for key in ("source", "train", "validation", "test", "layout", "columns"):
+    for key in ("source", "train", "validation", "test", "layout", "columns", "separator", "quote"):
         value = getattr(section, key)
         if value is None:
             moved.keys.pop(f"data.{key}", None)

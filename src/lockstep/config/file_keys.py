@@ -1,6 +1,6 @@
-"""The keys of `data` that say how .csv and .tsv files are written: a separator and quotes.
+"""The keys of `data` that say how local files are written: their layout, and of tables a separator and quotes.
 
-In: a character, or its name. Out: the character, or a `ValueError`.
+In: a separator, or its name. Out: the character, or a `ValueError`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator
 
 _NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "bar": "|", "pipe": "|", "space": " "}
+LAYOUT = (
+    "of local files; class_folders: each text a file, in a folder called by its label; parallel: lines of train.en and "
+    "train.de (or .gz, ...) with the same number are one example; conll: lines of a word and its tags, blank lines "
+    "between sentences; squad: SQuAD's own JSON; columns: JSON that maps each column to the list of its values"
+)
 SEPARATOR = (
     "what separates the cells of .csv and .tsv files: one character, or tab, comma, semicolon, bar, space; default: a "
     "comma in .csv, a tab in .tsv"
@@ -34,4 +39,5 @@ def _one(value: str) -> str:
 
 
 Separator = Annotated[str, BeforeValidator(_character), AfterValidator(_one)]
+Layout = Literal["rows", "class_folders", "parallel", "conll", "squad", "columns"]
 Quote = Literal["double", "single", "none"]

@@ -1,0 +1,252 @@
+"""Files of annotated texts whose rows are not lines: CoNLL, SQuAD's own JSON, and JSON that maps columns to values.
+
+In: `data` of a run with `layout: conll`, `squad` or `columns`; files may be compressed. Out: their rows as a
+`datasets.Dataset`, or a `RunError` that names key, file and place. `layout_of` says which of these a file seems to be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config import errors as messages
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data import compressed, readable
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# layout -> endings that its files have in folders
+ENDINGS = {
+    "conll": (".conll", ".conllu", ".iob", ".iob2", ".bio", ".ner", ".txt", ".tsv"),
+    "squad": (".json",),
+    "columns": (".json",),
+}
+_CONLLU = ("id", "tokens", "lemmas", "pos_tags", "xpos", "feats", "heads", "relations", "deps", "misc")
+_CONLL_2003 = ("tokens", "pos_tags", "chunk_tags", "ner_tags")
+_TAG = re.compile(r"O|[BIESLU]-\S+")
+_LOOKED = 5000  # lines, to tell what a file is
+_SMALL = 2**19  # characters that a block has at least, unless the file ends
+_TAGS = 200  # different ones that a file has, at most
+
+
+def layout_of(file: Path, encoding: str) -> str | None:
+    """conll, squad or columns, if a file seems to be that; None for any other."""
+    ending = compressed.plain(file).suffix
+    try:
+        if ending == ".json":
+            return _layout_of_json(_document(file, encoding))
+        if ending in ENDINGS["conll"] and _is_conll(_beginning(file, encoding), ending):
+            return "conll"
+    except (ValueError, RunError, RecursionError):  # whoever reads it says what is wrong
+        pass
+    return None
+
+
+def _beginning(file: Path, encoding: str) -> str:
+    """The first lines, whole ones."""
+    start = next(compressed.blocks(file, "data"), b"").decode(readable.codec(encoding), errors="ignore")
+    whole = start.replace("\r\n", "\n").replace("\r", "\n")
+    return whole[: whole.rfind("\n") + 1] if len(start) > _SMALL else whole
+
+
+# -- CoNLL -----------------------------------------------------------------------------------------------------------
+
+
+def read_conll(files: list[Path], key: str, data: DataSection) -> Dataset:
+    """A row for each sentence, a column of lists for each column of the files. Errors: `RunError`."""
+    import datasets
+
+    names: list[str] = []
+    columns: dict[str, list[list[str]]] = {}
+    for file in files:
+        readable.check(file, key, data.encoding)
+        sentences = list(_sentences(readable.text_of(file, data.encoding)))
+        width = len(sentences[0][0][1]) if sentences else 0
+        numbered = _is_numbered([[cells for _, cells in lines] for lines in sentences])
+        if not names and sentences:
+            names = data.columns or _named(width, numbered)
+            columns = {name: [] for name in names}
+        for lines in sentences:
+            for number, cells in lines:
+                if len(cells) != len(names):
+                    raise RunError(
+                        f"{key}: {file}, line {number:,}: {len(cells)} column(s), and those before have {len(names)} "
+                        f"({', '.join(names)}): {' '.join(cells)[:80]!r}. Each line is a word and its tags, with a tab "
+                        "or spaces between them; a blank line ends a sentence"
+                    )
+            words = [cells for _, cells in lines]
+            if names == list(_CONLLU):  # words that stand for several (1-2), and words that are not written (1.1)
+                words = [cells for cells in words if cells[0].isdigit()]
+            for name, values in zip(names, zip(*words, strict=True), strict=True):
+                columns[name].append(list(values))
+    if not columns:
+        raise RunError(f"{key}: {', '.join(map(str, files))} is empty, it holds no example")
+    return datasets.Dataset.from_dict(columns)
+
+
+def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
+    """Line number and cells of each word, a list for each sentence. Comments and marks of documents are left out."""
+    found: list[tuple[int, list[str]]] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            if found:
+                yield found
+            found = []
+        elif not line.startswith("-DOCSTART-") and not _is_comment(line):
+            found.append((number, line.rstrip().split("\t") if "\t" in line.strip() else line.split()))
+    if found:
+        yield found
+
+
+def _is_comment(line: str) -> bool:
+    """`# text = ...`, and not the word #."""
+    return line.startswith("# ") and "\t" not in line and not _TAG.fullmatch(line.split()[-1])
+
+
+def _is_numbered(sentences: list[list[list[str]]]) -> bool:
+    """Whether the first column counts the words of each sentence."""
+    if not sentences or any(len(words[0]) < 3 for words in sentences):
+        return False
+    counts = ([int(cells[0]) for cells in words if cells[0].isdigit()] for words in sentences)
+    return all(count and count == list(range(1, len(count) + 1)) for count in counts)
+
+
+def _named(width: int, numbered: bool) -> list[str]:
+    """Names of the columns: the last one has the tags, unless it is known otherwise."""
+    if numbered and width == len(_CONLLU):
+        return list(_CONLLU)
+    if numbered:
+        return ["id", *_named(width - 1, False)] if width != 4 else ["id", "tokens", "tags", "column_4"]
+    if width == len(_CONLL_2003):
+        return list(_CONLL_2003)
+    return ["tokens", *(f"column_{i}" for i in range(2, width)), *(["tags"] if width > 1 else [])]
+
+
+def _is_conll(text: str, ending: str) -> bool:
+    """Sentences of words with tags: as many columns everywhere, and few different tags, which look like tags where the
+    ending does not say it."""
+    sentences = list(_sentences("\n".join(text.split("\n")[:_LOOKED])))
+    words = [cells for lines in sentences for _, cells in lines]
+    widths = {len(cells) for cells in words}
+    if len(widths) != 1 or widths == {1} or len(words) == 0:
+        return False
+    tags = {cells[-1] for cells in words}
+    if all(map(_TAG.fullmatch, tags)) and len(sentences) > 1:
+        return True
+    if ending in (".txt", ".tsv"):  # a table has no blank lines, and the end of a sentence is no tag
+        return len(sentences) > 2 and len(tags) <= min(_TAGS, len(words) // 4) and all(map(str.isupper, tags))
+    return True
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def _document(file: Path, encoding: str) -> Any:
+    """Errors: `ValueError`."""
+    text = b"".join(compressed.blocks(file, "data")).decode(readable.codec(encoding))
+    if text.lstrip()[:1] != "{":  # rows
+        return None
+    return json.loads(text)
+
+
+def _layout_of_json(held: Any) -> str | None:
+    if not isinstance(held, Mapping) or not held:
+        return None
+    articles = held.get("data")
+    if isinstance(articles, list) and articles and isinstance(articles[0], Mapping) and "paragraphs" in articles[0]:
+        return "squad"
+    lists = [values for values in held.values() if isinstance(values, list)]
+    if len(lists) == len(held):
+        rows = all(isinstance(value, Mapping) for values in lists for value in values)
+        return "columns" if len({*map(len, lists)}) == 1 and lists[0] and not rows else None
+    maps = [values for values in held.values() if isinstance(values, Mapping)]
+    places = {tuple(values) for values in maps}
+    numbered = len(maps) == len(held) and len(places) == 1 and all(place.isdigit() for each in places for place in each)
+    return "columns" if numbered else None
+
+
+def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
+    """What a .json file of this layout holds. Errors: `RunError`."""
+    readable.check(file, key, data.encoding)
+    try:
+        held = _document(file, data.encoding)
+    except json.JSONDecodeError as error:
+        raise RunError(f"{key}: {file}, line {error.lineno}, column {error.colno}: {error.msg}") from None
+    if _layout_of_json(held) != layout:
+        wanted = {
+            "squad": 'SQuAD\'s JSON: {"data": [{"paragraphs": [{"context": ..., "qas": [...]}]}]}',
+            "columns": 'a mapping of columns to lists that are as long as each other: {"text": [...], "label": [...]}',
+        }
+        raise RunError(f"{key}: {file}: layout: {layout} wants {wanted[layout]}")
+    return held
+
+
+def read_columns(files: list[Path], key: str, data: DataSection) -> Dataset:
+    """The columns that a file maps to their values: lists, or mappings of row numbers to values as pandas writes them.
+    Errors: `RunError`."""
+    import datasets
+
+    parts = []
+    for file in files:
+        held = _read_document(file, key, data, "columns")
+        lists = {name: values if isinstance(values, list) else list(values.values()) for name, values in held.items()}
+        try:
+            parts.append(datasets.Dataset.from_dict(lists))
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{key}: {file}: a column holds values of several kinds: {error}") from None
+    return _together(files, parts, key)
+
+
+def read_squad(files: list[Path], key: str, data: DataSection) -> Dataset:
+    """A row for each question: id, title, context, question, answers. Errors: `RunError`, which names the question."""
+    import datasets
+
+    text, place = datasets.Value("string"), datasets.Value("int64")
+    answers = {"text": datasets.List(text), "answer_start": datasets.List(place)}
+    features = datasets.Features({**dict.fromkeys(("id", "title", "context", "question"), text), "answers": answers})
+    parts = []
+    for file in files:
+        rows = []
+        for article in _read_document(file, key, data, "squad")["data"]:
+            try:
+                rows += list(_questions(article))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                title = article.get("title", "") if isinstance(article, Mapping) else messages.kind(article)
+                raise RunError(f"{key}: {file}: a question of the article {title!r} is not SQuAD's: {error}") from None
+        parts.append(datasets.Dataset.from_list(rows, features=features))
+    return _together(files, parts, key)
+
+
+def _questions(article: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Errors: what Python raises where something is not there."""
+    for paragraph in article["paragraphs"]:
+        for asked in paragraph["qas"]:
+            if "answers" not in asked and not asked.get("is_impossible"):
+                raise ValueError(f"question {asked.get('id')!r} has no answers")
+            answers = [] if asked.get("is_impossible") else asked["answers"]
+            yield {
+                "id": str(asked.get("id", "")),
+                "title": str(article.get("title", "")),
+                "context": paragraph["context"],
+                "question": asked["question"],
+                "answers": {
+                    "text": [each["text"] for each in answers],
+                    "answer_start": [int(each["answer_start"]) for each in answers],
+                },
+            }
+
+
+def _together(files: list[Path], parts: list[Dataset], key: str) -> Dataset:
+    """Errors: `RunError` for files whose columns differ."""
+    import datasets
+
+    from lockstep.data import row_files
+
+    if len(parts) == 1:
+        return parts[0]
+    return datasets.concatenate_datasets(row_files.agreeing(list(zip(files, parts, strict=True)), key))
