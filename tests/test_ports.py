@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from harness import tiny
+from harness import run_on, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore
@@ -24,8 +25,10 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from lockstep.config.run import RunError
 from lockstep.distributed import network, secret, stores, torch_internals, watch
+from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.stores import Sealed
 from lockstep.distributed.world import World
+from lockstep.launchers import torchrun
 from lockstep.launchers.processes import elastic_state as meeting_state
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node, _parsed
 
@@ -79,6 +82,47 @@ def test_a_seal_without_the_secret_opens_nothing_of_a_job_that_has_one() -> None
         rendezvous(first.port, False, "another secret of a stranger")
     with pytest.raises(RendezvousStateError, match="another machine has a LOCKSTEP_SECRET and this one has none"):
         rendezvous(first.port, False, "")
+
+
+OTHER = "another secret of a stranger"
+WAYS = [
+    (KEY, OTHER, "LOCKSTEP_SECRET is not the same on every machine"),
+    (KEY, "", "another machine has a LOCKSTEP_SECRET and this one has none"),
+    ("", KEY, "this machine has a LOCKSTEP_SECRET and another one has none"),
+]
+
+
+@pytest.mark.parametrize(("theirs", "mine", "why"), WAYS)
+def test_a_machine_that_comes_with_another_secret_is_told_so(
+    theirs: str, mine: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = rendezvous(key=theirs)
+    monkeypatch.setenv("LOCKSTEP_SECRET", mine)
+    monkeypatch.setattr(torchrun, "prestart", lambda: None)  # nothing is started
+    options = ["launch.name=torchrun", "launch.machines=2", f"launch.rendezvous=127.0.0.1:{first.port}"]
+    run = tiny(*options, "launch.processes=1")
+    with pytest.raises(RunError, match=rf"launch\.rendezvous: the machines cannot meet at 127\.0\.0\.1:\d+: .*{why}"):
+        torchrun.Torchrun().start(run, torchrun.Torchrun().plan(run))
+    assert first.ended() is None  # the job is none the worse for it
+
+
+def said_of_another(world: World, secrets: tuple[str, str]) -> str:
+    os.environ["LOCKSTEP_SECRET"] = secrets[world.rank]
+    try:
+        world.join()
+    except Unreached as caught:
+        return str(caught)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("theirs", "mine", "why"), WAYS)
+def test_ranks_with_different_secrets_are_told_so(theirs: str, mine: str, why: str) -> None:
+    """Those that meet without a launcher of ours: each says it, and no object is sent."""
+    first, second = run_on(2, said_of_another, (theirs, mine), joined=False)
+    assert re.match(rf"rank 1 of 2 on \S+ cannot train with rank 0: {why}\. Set the same one", second)
+    assert first.startswith("rank 0 of 2 on ")
+    assert run_on(2, said_of_another, (mine, mine), joined=False) == ["", ""]
 
 
 def test_a_forged_end_is_one_message() -> None:

@@ -61,6 +61,20 @@ class Rendezvous:
         except (RuntimeError, network.NetworkError) as caught:
             raise Unreached(self._unreached(caught)) from caught
 
+    def compare_secrets(self, group: dist.ProcessGroup) -> None:
+        """Before an object travels, which nobody could open that has another secret. Collective. Errors: `Unreached`,
+        on every rank that has another one than some other rank."""
+        key = secret.given()
+        mine = torch.frombuffer(bytearray(secret.sealed(key, "ranks", b"")), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=group)
+        for rank, theirs in enumerate(found):
+            if (why := secret.difference(key, "ranks", theirs.numpy().tobytes())) is not None:
+                raise Unreached(
+                    f"rank {self.rank} of {self.size} on {socket.gethostname()} cannot train with rank {rank}: {why}. "
+                    "Set the same one for every process, or none (docs/security.md)"
+                )
+
     @property
     def address(self) -> tuple[str, str]:
         """Host and port where the ranks meet; empty where they meet in a file."""

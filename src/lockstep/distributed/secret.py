@@ -44,15 +44,21 @@ def sealed(secret: str, name: str, content: bytes) -> bytes:
 
 def opened(secret: str, name: str, found: bytes) -> bytes:
     """What `sealed` was given. Errors: `ForgedError`."""
+    if (why := difference(secret, name, found)) is not None:
+        raise ForgedError(f"{name!r} in the store bears no seal of this job: {why}, or somebody else writes there")
+    return found[_TAG:]
+
+
+def difference(secret: str, name: str, found: bytes) -> str | None:
+    """Why what `found` was sealed with is most likely not this secret; None where it is."""
     tag, content = found[:_TAG], found[_TAG:]
-    if not hmac.compare_digest(tag, _tag(secret, name, content)):
-        why = (
-            f"{VARIABLE} is not the same on every machine, or somebody else writes there"
-            if secret
-            else f"another machine has a {VARIABLE} and this one has none, or somebody else writes there"
-        )
-        raise ForgedError(f"{name!r} in the store bears no seal of this job: {why}")
-    return content
+    if hmac.compare_digest(tag, _tag(secret, name, content)):
+        return None
+    if not secret:
+        return f"another machine has a {VARIABLE} and this one has none"
+    if hmac.compare_digest(tag, _tag("", name, content)):
+        return f"this machine has a {VARIABLE} and another one has none"
+    return f"{VARIABLE} is not the same on every machine"
 
 
 def _tag(secret: str, name: str, content: bytes) -> bytes:

@@ -104,6 +104,7 @@ class World:
         """Form a group with the other ranks. Collective. Errors: `Unreached`."""
         if self.members is None:
             self._control = self._rendezvous.join(self.device)
+            self._rendezvous.compare_secrets(self._control)
         else:
             with self.members.forming():
                 store = self.members.store()

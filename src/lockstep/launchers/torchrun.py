@@ -122,7 +122,7 @@ def node_range(value: int | str) -> tuple[int, int]:
 
 
 def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: Sequence[str]) -> int:
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
     from lockstep.checkpoint.manifest import newest_first
     from lockstep.config import plugins
@@ -160,4 +160,6 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
         rendezvous.admit(facts(run, prepare(run, plugins.find("tasks", run.task.name)).key))
     except RendezvousConnectionError as caught:
         raise RunError(f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}") from None
+    except RendezvousError as caught:  # another secret, or what a stranger wrote
+        raise RunError(f"launch.rendezvous: the machines cannot meet at {host}:{port}: {caught}") from None
     return run_agent(run, processes_of(run), rendezvous, entry, (run, tuple(job), variables), say)
