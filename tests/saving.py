@@ -1,17 +1,22 @@
 """What tests of checkpoints share: a job of one process, step by step."""
 
+import io
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import build, digest, tiny
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run
+from lockstep.distributed import launched
 from lockstep.distributed.world import World
+from lockstep.training import loop, rank
 from lockstep.training.feed import Feed
+from lockstep.training.session import Session
 
 SHARD = "shard-00001-of-00001.safetensors"
 
@@ -67,3 +72,23 @@ def disk(folder: Path, kilobytes: int) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def trained(run: Run, after: int = 0, event: Callable[[], None] = lambda: None) -> tuple[int, str]:
+    """A whole run in this process, as its only rank; once `after` updates are done, and what was being saved is, the
+    event happens. Returns its status, and what it said."""
+    real = loop.between_steps
+
+    def disturbed(session: Session, guard: Any, meter: Any, profiler: Any, step: int, *others: bool) -> bool:
+        if step == after:
+            session.checkpoints.settle()
+            event()
+        return real(session, guard, meter, profiler, step, *others)
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
+        patch.setattr(loop, "between_steps", disturbed)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        launched.write(run.folder, launched.here("local", 1))
+        status = rank.main(run)
+    return status, " ".join(said.getvalue().split())

@@ -1,23 +1,20 @@
 """Runs whose disk is too small, or fills up while they train: refused before, warned, and no model is lost."""
 
 import hashlib
-import io
 import os
 import re
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from saving import disk, run_in
+from saving import disk, run_in, trained
 from transformers import AutoModelForSequenceClassification
 
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import finished, newest_first
 from lockstep.config.run import Run
 from lockstep.distributed import launched
-from lockstep.training import delivery, loop, rank
-from lockstep.training.session import Session
+from lockstep.training import delivery, rank
 
 pytestmark = pytest.mark.processes  # mount
 
@@ -30,24 +27,9 @@ def fill(folder: Path, left: int) -> None:
     os.truncate(folder / "ballast", max(0, (folder / "ballast").stat().st_size - left))
 
 
-def trained(run: Run, after: int = 0, left: int = 0) -> tuple[int, str]:
-    """A whole run in this process, as its only rank; once so many updates are done its disk has `left` bytes left.
-    Returns its status, and what it said."""
-    real = loop.between_steps
-
-    def filled(session: Session, guard: Any, meter: Any, profiler: Any, step: int, *others: bool) -> bool:
-        if step == after:
-            session.checkpoints.settle()
-            fill(run.folder.parent, left)
-        return real(session, guard, meter, profiler, step, *others)
-
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
-        patch.setattr(loop, "between_steps", filled)
-        run.folder.mkdir(parents=True, exist_ok=True)
-        launched.write(run.folder, launched.here("local", 1))
-        status = rank.main(run)
-    return status, " ".join(said.getvalue().split())
+def full_after(run: Run, step: int) -> tuple[int, str]:
+    """A run whose disk is full once so many updates are done."""
+    return trained(run, step, lambda: fill(run.folder.parent, 0))
 
 
 def is_consistent(run: Run, status: int, said: str) -> None:
@@ -102,7 +84,7 @@ def test_a_disk_that_fills_up_while_a_run_trains(after: int, tmp_path: Path, wei
     """The model is kept elsewhere, which the message names; it promises what is there, and the same command does it."""
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.every=2")
-        status, said = trained(run, after)
+        status, said = full_after(run, after)
         is_consistent(run, status, said)
         assert status == 1
         assert "make room" in said  # before the end

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from saving import run_in, trained
 
 from lockstep.checkpoint.export import push
 from lockstep.cli import main
@@ -170,3 +171,48 @@ def test_a_newline_ends_no_line_of_a_job_s_file(tmp_path: Path) -> None:
         "sbatch",
         "/data/a b/job.sbatch",
     ]
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("what", ["documents", "another run"])
+def test_an_output_that_a_link_replaces_is_not_written_through(what: str, tmp_path: Path) -> None:
+    """What is behind it stays as it was, and the model is kept elsewhere."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "log.txt").write_text("theirs\n")
+    (theirs / "checkpoints").mkdir()
+    if what == "another run":
+        (theirs / "run.yaml").write_text(yaml.safe_dump(RUN))
+        launched.write(theirs, replace(launched.here("local", 1), main=launched.Process("elsewhere", 1, "")))
+    before = files_in(theirs)
+    run = run_in(tmp_path / "out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.every=2")
+
+    def swap() -> None:
+        run.folder.rename(tmp_path / "moved")
+        run.folder.symlink_to(theirs)
+
+    status, said = trained(run, 3, swap)
+    assert files_in(theirs) == before
+    assert list((theirs / "checkpoints").iterdir()) == []
+    assert status == 1
+    assert f"was replaced by a link to {theirs}, where nothing is written" in said
+    (place,) = (tmp_path / "rescue").iterdir()
+    assert (place / "export/model.safetensors").is_file()
+    assert "begins from the start" in said
+    assert (tmp_path / "moved/checkpoints/step-000002").is_dir()  # what was there before
+
+
+def test_an_output_that_is_moved_and_linked_is_written_on(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "out", "checkpoint.every=2")
+
+    def move() -> None:
+        run.folder.rename(tmp_path / "elsewhere")
+        run.folder.symlink_to(tmp_path / "elsewhere")
+
+    status, said = trained(run, 3, move)
+    assert status == 0, said
+    assert (tmp_path / "elsewhere/checkpoints/step-000006").is_dir()
+    assert (tmp_path / "elsewhere/export/model.safetensors").is_file()

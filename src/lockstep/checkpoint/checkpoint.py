@@ -133,8 +133,9 @@ class Checkpoints:
         """See that there is a buffer for these parts. Returns what went wrong, and where. Collective."""
         from lockstep.checkpoint.storage import Shard
 
-        if not any(self.world.all_gather(self._shard is None or not self._shard.suits(parts))):
-            return []
+        laid_out = self.world.all_gather((self.room.away(), self._shard is None or not self._shard.suits(parts)))
+        if (away := laid_out[0][0]) is not None or not any(new for _, new in laid_out):
+            return [away] if away else []
         self._shard, reason = None, None
         try:
             self._shard = Shard(parts, self.world, self._writes())

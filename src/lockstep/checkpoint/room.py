@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.folder import commit, remove
 from lockstep.checkpoint.manifest import Manifest, newest_first, superfluous
+from lockstep.config.output import led_away
 from lockstep.config.run import Run, RunError
 from lockstep.data.cache import cache_folder
 
@@ -32,7 +33,12 @@ class Room:
         self.run = run
         self.checkpoint = 0  # bytes of one, of all ranks
         self.export = 0  # bytes
+        self._folder = run.folder.resolve()
         self._low = False  # whether `warning` has said so
+
+    def away(self) -> str | None:
+        """Why nothing is written into OUTPUT any more, or None. The words of rank 0 count."""
+        return led_away(self._folder)
 
     def check(self, step: int, steps: int, every: int, processes: int) -> list[str]:
         """Before training goes on after `step` of `steps` updates, with a checkpoint every so many. Returns what the
@@ -90,7 +96,7 @@ class Room:
         newest, the best, or what is needed for an average. `held`: names of those that stay. Returns what was removed,
         in words."""
         gone = []
-        for path in reversed(self._dispensable()):
+        for path in reversed(self._dispensable() if self.away() is None else []):
             free = free_bytes(self.run.folder)
             if free is None or free >= self._next(last):
                 break

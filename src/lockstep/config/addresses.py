@@ -83,3 +83,19 @@ def _of_mirror(text: str) -> str:
 
 
 Mirror = Annotated[str, AfterValidator(_of_mirror)]
+
+
+def _path(text: str) -> str:
+    """Errors: `ValueError` for what cannot be a path, nor the name of something on the Hub."""
+    try:
+        content = text.encode()
+    except UnicodeError:
+        raise ValueError(f"{text[:60]!r} is not UTF-8") from None
+    if b"\0" in content:
+        raise ValueError(f"{text[:60]!r} holds a zero character, as no path does")
+    if "://" not in text and (len(content) > 4000 or any(len(part) > 255 for part in content.split(b"/"))):
+        raise ValueError(f"{text[:40]!r}... has {len(text):,} characters; no path or name is that long")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_path)]

@@ -249,6 +249,14 @@ class Yaml(yaml.SafeLoader):
         self._sizes[id(node)] = values, levels
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:  # a date with a 13th month, a number of 5,000 digits
+            text = str(node.value)
+            text = repr(text) if len(text) <= 40 else f"a value of {len(text):,} characters"
+            raise _fault(node.start_mark, f"{text} cannot be read: {str(error).partition(';')[0]}") from None
+
 
 MOST_LEVELS = 40
 MOST_VALUES = 100_000

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from lockstep.config.addresses import PathText
 from lockstep.config.conditions import Filter
 from lockstep.config.file_keys import Layout, Quote, Separator
 
@@ -37,12 +38,12 @@ class OneSource(BaseModel):
     rename: dict[str, str] = Field(
         default_factory=dict, description="the task's column: what it is called here (also a dotted path)"
     )
-    source: str | None = Field(None, description="as data.source")
+    source: PathText | None = Field(None, description="as data.source")
     config: str | None = Field(None, description="as data.config")
     revision: str | None = Field(None, description="as data.revision")
-    train: str | list[str] | None = Field(None, description="as data.train")
-    validation: str | list[str] | None = Field(None, description="as data.validation")
-    test: str | list[str] | None = Field(None, description="as data.test")
+    train: PathText | list[PathText] | None = Field(None, description="as data.train")
+    validation: PathText | list[PathText] | None = Field(None, description="as data.validation")
+    test: PathText | list[PathText] | None = Field(None, description="as data.test")
     layout: Layout = Field("rows", description="as data.layout")
     columns: list[str] | None = Field(None, min_length=1, description="as data.columns")
     separator: Separator | None = Field(None, description="as data.separator")

@@ -5,6 +5,7 @@ In: a run. Out: OUTPUT/run.yaml, or a `RunError`.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from contextlib import suppress
@@ -29,6 +30,17 @@ def keep(run: Run) -> None:
         replace_text(run.folder / "run.yaml", run.dump())
     except OSError as error:
         raise RunError(f"output: cannot write to {run.folder}: {error.strerror}") from error
+
+
+def led_away(folder: Path) -> str | None:
+    """Why nothing is written any more into a folder that was `resolve`d before: it, or one above it, is a link now, to
+    another folder than that in which rank 0, this process, began; else None."""
+    if (now := folder.resolve()) == folder:
+        return None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads((now / "launch.json").read_bytes())["main"]["pid"] == os.getpid():
+            return None  # it was moved, and a link put in its place
+    return f"{folder} was replaced by a link to {now}, where nothing is written"
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -56,5 +56,8 @@ def _found(value: Any, folder: Path) -> Any:
     if not isinstance(value, str) or not value or value.startswith("~") or os.path.isabs(value):
         return value
     path = folder / value
-    there = path.exists() or (any(mark in value for mark in "*?[") and glob.glob(str(path)))
+    try:
+        there = path.exists() or (any(mark in value for mark in "*?[") and glob.glob(str(path)))
+    except (OSError, ValueError):  # too long for a path, or with characters that none has: the section says so
+        return value
     return os.path.normpath(path) if there else value

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config import choosing, copies, disclosure, foreign_names, hand_over, origins, places, plugins, schedules
 from lockstep.config import errors as messages
-from lockstep.config.addresses import Mirror, is_address
+from lockstep.config.addresses import Mirror, PathText, is_address
 from lockstep.config.bad_usage import RunError as RunError
 from lockstep.config.choosing import AverageSection, EvaluateSection, choose_best
 from lockstep.config.fingerprint import FingerprintSection
@@ -56,7 +56,7 @@ class Run(Section):
     """One training job, complete: everything that decides its arithmetic, and how and where it runs."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder")
-    output: str | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
+    output: PathText | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
     mirror: Mirror | None = Field(
         None,
         description="address in an object store (s3://, gs:// or az://, BUCKET/FOLDER) that checkpoints and the export "

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from lockstep.config.addresses import PathText
 from lockstep.config.conditions import Filter
 from lockstep.config.file_keys import LAYOUT, QUOTE, SEPARATOR, Layout, Quote, Separator
 from lockstep.config.mixture import OWN, Mixture
@@ -88,7 +89,7 @@ class TaskSection(PluginSection):
 
 
 class DataSection(Streaming, Section):
-    source: str | None = Field(None, description="Hub id, local folder, file or glob, or builtin/emotion")
+    source: PathText | None = Field(None, description="Hub id, local folder, file or glob, or builtin/emotion")
     sources: Mixture | None = Field(
         None,
         description="several sources instead of one, each with keys of its own: name, weight, rename, and those of "
@@ -96,11 +97,13 @@ class DataSection(Streaming, Section):
     )
     config: str | None = Field(None, description="configuration of a Hub data set")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub data set")
-    train: str | list[str] | None = Field(None, description="split name or path(s); default: the split called train")
-    validation: str | list[str] | None = Field(
+    train: PathText | list[PathText] | None = Field(
+        None, description="split name or path(s); default: the split called train"
+    )
+    validation: PathText | list[PathText] | None = Field(
         None, description="split name or path(s); default: found by its usual names, or cut from train"
     )
-    test: str | list[str] | None = Field(
+    test: PathText | list[PathText] | None = Field(
         None, description="split name or path(s); default: the split called test, if any"
     )
     layout: Layout = Field("rows", description=LAYOUT)
@@ -190,7 +193,7 @@ class DataSection(Streaming, Section):
 
 
 class ModelSection(Section):
-    source: str | None = Field(
+    source: PathText | None = Field(
         None, description="Hub id or local folder of a pretrained model, an OUTPUT, or a checkpoint in one"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a Hub model")
@@ -248,7 +251,7 @@ class ModelSection(Section):
 
 
 class TokenizerSection(Section):
-    source: str | None = Field(None, description="Hub id or local folder; default: the model's own")
+    source: PathText | None = Field(None, description="Hub id or local folder; default: the model's own")
     train: Literal["bpe", "wordpiece", "wordlevel", "unigram", "character"] | None = Field(
         None, description="train one of this kind on the training texts"
     )
@@ -336,7 +339,7 @@ class CheckpointSection(Section):
     on_failure: Literal["continue", "stop"] = Field(
         "continue", description="when a checkpoint cannot be written: train on, or stop with status 1"
     )
-    rescue: str | None = Field(
+    rescue: PathText | None = Field(
         None,
         pattern=r"^[^\x00-\x1f\x7f]+$",
         description="folder, on another disk, that the model is written to at the end where OUTPUT's has no room for "

@@ -6,12 +6,14 @@ as files that grow in the Hub's cache: the libraries' own bars draw over one ano
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
+from lockstep.config.run import RunError
 from lockstep.distributed.place import PLACE
 
 
@@ -53,3 +55,23 @@ def _bytes_in(folder: Path) -> int:
             with suppress(OSError):  # renamed meanwhile
                 total += file.stat().st_size
     return total
+
+
+@contextmanager
+def reading_weights(source: str) -> Iterator[None]:
+    """Errors: `RunError` in place of what libraries raise of files of weights that are damaged, or hold more than
+    weights."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except Exception as error:
+        held = isinstance(error, pickle.UnpicklingError)
+        if not held and not isinstance(error, SafetensorError | EOFError) and "PytorchStreamReader" not in str(error):
+            raise
+        text = f"they are damaged ({' '.join(str(error).split())[:160] or type(error).__name__})"
+        text = "a pickle of more than tensors is not loaded, because it may run code" if held else text
+        raise RunError(
+            f"model.source: the weights of {source} cannot be read: {text}. Fetch them again, or save the model as "
+            "safetensors where it can be trusted"
+        ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def _check_unpacked(file: Path, key: str) -> None:
             first = next(parquet.iter_batches(batch_size=16, row_groups=[group]), None)
             rows = first.nbytes / len(first) * told.num_rows if first is not None and len(first) else 0
             unpacked += max(rows, told.total_byte_size)
-    except pa.ArrowException:
+    except (pa.ArrowException, OSError):
         return  # its reader says what is wrong with it
     if unpacked >= compressed.LARGE and unpacked > compressed.MOST * size:
         raise RunError(
@@ -119,6 +120,24 @@ def _check_unpacked(file: Path, key: str) -> None:
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
+LEVELS = 200  # of lists and mappings in each other; pyarrow's reader ends the process at some ten thousand
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?')
+_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def check_levels(file: Path, key: str) -> None:
+    """Refuse a .json or .jsonl file, not compressed, with a line that is nested more than `LEVELS` deep. Errors:
+    `RunError`."""
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.count(b"[") + line.count(b"{") <= LEVELS:
+                continue
+            depth = 0
+            for mark in _STRINGS.sub(b"", line).translate(None, _OTHERS):
+                depth += 1 if mark in b"[{" else -1
+                if depth > LEVELS:
+                    raise RunError(f"{key}: {file}, line {number}: nested more than {LEVELS} levels deep")
+
 
 def json_rows(file: Path, encoding: str) -> list[dict[str, Any]]:
     """The rows of a .json or .jsonl file. Errors: `ValueError`, which says what is wrong and on which line."""
@@ -128,6 +147,8 @@ def json_rows(file: Path, encoding: str) -> list[dict[str, Any]]:
             rows = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"line {error.lineno}, column {error.colno}: {_said(error)}") from None
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         for number, row in enumerate(rows):
             _check_row(row, f"row {number}")
         return rows
@@ -140,6 +161,8 @@ def json_rows(file: Path, encoding: str) -> list[dict[str, Any]]:
                 raise ValueError(f"line {number}, column {error.colno}: {_said(error)}: {_shown(line)}") from None
             except RecursionError:
                 raise ValueError(f"line {number}: nested too deeply") from None
+            except ValueError as error:  # a number of 5,000 digits
+                raise ValueError(f"line {number}: {str(error).partition(';')[0]}") from None
             _check_row(rows[-1], f"line {number}")
     return rows
 

@@ -104,6 +104,9 @@ def _read(files: list[Path], ending: str, key: str, plain: str | None, data: Dat
     utf8 = codecs.lookup(encoding).name == "utf-8"
     if builder == "json" and not utf8:  # its reader knows UTF-8 only
         return datasets.Dataset.from_list([row for file in files for row in _rows_of(file, key, encoding)])
+    if builder == "json":
+        for file in files:
+            readable.check_levels(file, key)
     return _loaded(builder, files, key, encoding, options)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lockstep.config.disclosure import struck_all
+from lockstep.config.output import led_away
 from lockstep.config.run import Run
 from lockstep.distributed import phases
 from lockstep.distributed.processor import processor
@@ -32,8 +33,8 @@ class Journal:
     """The journal of one run; `Journal(None)` keeps none."""
 
     def __init__(self, world: World | None, folder: Path | None = None) -> None:
-        self._world, self._given = world, folder
-        self._folder = folder if world is not None and world.is_main else None
+        self._world, self._given = world, folder.resolve() if folder is not None else None
+        self._folder = self._given if world is not None and world.is_main else None
         self._asked: tuple[float, int, int, Callable[[], list[list[float]]]] | None = None
         self._last = 0  # the step of the last log point
         self._saved: int | None = None  # the step of the newest checkpoint
@@ -85,7 +86,7 @@ class Journal:
             self._folder = self._given if self._world.is_main else None
 
     def _write(self, name: str, line: dict[str, Any]) -> None:
-        if self._folder is None:
+        if self._folder is None or led_away(self._folder) is not None:
             return
         with suppress(OSError), open(self._folder / f"{name}.jsonl", "ab+") as file:
             if file.tell():

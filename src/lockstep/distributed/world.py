@@ -49,7 +49,7 @@ class World:
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.host = socket.gethostname()
         self.hosts = [self.host] * self.size  # of every rank, once they have joined
-        self.log = run.folder / LOG
+        self.log = run.folder.resolve() / LOG
         self.device = pick_device(run, self.local_rank, self.local_size)
         self.threads = threads_of(run, self.local_size)
         self.agreed = ""  # the hash of what is the same on every rank: agreement.py

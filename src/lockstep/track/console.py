@@ -35,6 +35,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.config.disclosure import said
+from lockstep.config.output import led_away
 from lockstep.track.best import Best
 from lockstep.track.busy import Busy
 from lockstep.track.samples import joined, on_a_line, shortened
@@ -328,8 +329,9 @@ def error(text: str, log: Path | None = None) -> None:
 
 
 def append(log: Path | None, text: str) -> None:
-    """A line, or more, at the end of a log file. A disk that is full ends no training because of it."""
-    if log is not None:
+    """A line, or more, at the end of a log file, whose folder was `resolve`d. A disk that is full ends no training
+    because of it."""
+    if log is not None and led_away(log.parent) is None:
         with suppress(OSError), open(log, "a", encoding="utf-8") as file:
             file.write(f"{said(text)}\n")
 

@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.output import led_away
 from lockstep.track.tracker import End, Sample, Tracker
 
 
@@ -46,7 +47,7 @@ class Lines:
     held before stays until there is a line to put there."""
 
     def __init__(self, path: Path, after: int) -> None:
-        self.path, self._after = path, after
+        self.path, self._after = path.parent.resolve() / path.name, after
         self._given: list[dict[str, Any]] = []  # not looked at yet
         self._waiting = b""
         self._kept: dict[tuple[int, str | None], bytes] | None = None  # by step and split, once the file was read
@@ -73,6 +74,8 @@ class Lines:
         return kept
 
     def _write(self) -> None:
+        if self._file is None and (fault := led_away(self.path.parent)) is not None:
+            raise OSError(fault)
         if self._given and self._kept is None:
             self._kept = self._read()
         for values in self._given:

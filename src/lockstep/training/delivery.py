@@ -36,6 +36,8 @@ def write_model(
 
     run, task, checkpoints = session.run, session.task, session.checkpoints
     try:
+        if (fault := checkpoints.room.away()) is not None:
+            raise OSError(fault)
         try:
             write_export(run, task, weights, scores, exported)
             return
@@ -47,7 +49,7 @@ def write_model(
             return
     except OSError as caught:
         text = f"{run.folder}/export could not be written ({caught.strerror or caught})"
-    newest = newest_whole(run)
+    newest = newest_whole(run) if fault is None else None
     if newest == steps:
         raise TrainingFailed(f"{text}; the same command writes it from {name_of(newest)}, once there is room")
     again = f"goes on from step {newest}" if newest else "begins from the start: there is no checkpoint"

@@ -87,6 +87,9 @@ def row_of(given: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
             f"predict: this model reads {reads}, as in $'first text\\tsecond text' or on a line of standard input; "
             f"{place} is {' | '.join(found)[:60]!r}"
         )
+    for text in found:
+        if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise RunError(f"predict: {place} is {text[:60]!r}, which is not UTF-8; convert it")
     return found
 
 

@@ -27,7 +27,7 @@ from lockstep.checkpoint.manifest import export_of
 from lockstep.config import plugins
 from lockstep.config.disclosure import said, struck_all
 from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
-from lockstep.config.output import keep, replace_text
+from lockstep.config.output import keep, led_away, replace_text
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.apart import warnings
 from lockstep.data.tokens import Prepared
@@ -66,7 +66,7 @@ from lockstep.training.summary import Promised, closing, digest_of, facts, promi
 def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
     """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1.
     `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks are there."""
-    world = None
+    world, log = None, run.folder.resolve() / LOG
     strike_tracebacks()
     try:
         world = World(run, init_method)
@@ -75,16 +75,16 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
         return note_end(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
     except RunError as caught:
         if world is None or world.local_rank == 0:  # on every machine: its person should know, too
-            error(str(caught), run.folder / LOG if world is None or world.refusal is None else None)
+            error(str(caught), log if world is None or world.refusal is None else None)
         return note_end(run, world, job, BAD)
     except Exception as caught:
         if world is not None and world.stop.came and lost_contact(caught):
             note_end(run, world, job, FAILED)
             end_by_signal()  # another rank did not listen yet when all were asked to stop
         if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
-            tell_failure(caught, world, run.folder / LOG)
+            tell_failure(caught, world, log)
         elif world is None or world.is_main or (isinstance(caught, Unreached) and world.local_rank == 0):
-            error(str(caught), run.folder / LOG)
+            error(str(caught), log)
         elif world.local_rank == 0 and isinstance(caught, TrainingFailed) and caught.everywhere:
             error(str(caught))
         status = caught.status if isinstance(caught, TrainingFailed) else FAILED
@@ -104,7 +104,9 @@ def note_end(run: Run, world: World | None, job: Sequence[str], status: int) -> 
     """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
     if status == EXCLUDED or (status == FAILED and launched.restarts_left()):
         return status  # not the end yet
-    if world is not None and world.is_main and tuple(job) == TRAIN and world.refusal is None:
+    if world is None or led_away(world.log.parent) is not None:
+        return status  # launch.json there is that of another run
+    if world.is_main and tuple(job) == TRAIN and world.refusal is None:
         launched.note(run.folder, status=status, ended=time.time())
     return status
 
@@ -317,9 +319,11 @@ def deliver(
     run, task, steps = session.run, session.task, found.step
     scores = {"step": found.exported, "export": export_of(run), "splits": found.scores}
     told = {"tables.json": found.tables, history.SCORES: scores}
+    ours = led_away(session.world.log.parent) is None
     with suppress(OSError):
-        (run.folder / exported.FILE).unlink()  # the export that is there, if any, is not what these are of
-    for name, values in told.items():  # before the export, which is what says that the run is finished
+        if ours:  # the export that is there, if any, is not what these are of
+            (run.folder / exported.FILE).unlink()
+    for name, values in told.items() if ours else ():  # before the export, which is what says that the run is finished
         try:
             replace_text(run.folder / name, json.dumps(struck_all(values, said)))
         except OSError as caught:
@@ -355,7 +359,7 @@ def conclude(run: Run, prepared: Prepared, steps: int) -> None:
     task = plugins.find("tasks", run.task.name)(run, prepared)
     for name in (".export.partial", ".export.removed"):
         shutil.rmtree(run.folder / name, ignore_errors=True)
-    console = Console(True, run.folder / LOG, run.track.console)
+    console = Console(True, run.folder.resolve() / LOG, run.track.console)
     concluded(run, task, Journal(World(run), run.folder), console, steps)
 
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import tokenizer as tokenizers
-from lockstep.data.downloads import downloading
+from lockstep.data.downloads import downloading, reading_weights
 from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
 from lockstep.distributed.randomness import seed_libraries
@@ -290,7 +290,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         with torch.device("meta" if empty else "cpu"):
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
     else:
-        with downloading(local_or_id(run), "model"):
+        with downloading(local_or_id(run), "model"), reading_weights(str(run.model.source)):
             model = auto.from_pretrained(
                 local_or_id(run),
                 config=config,
