@@ -70,9 +70,6 @@ def arguments(call: Call, at: Reading) -> None:
     """TrainingArguments, SFTConfig and their kin."""
     at.kind = call.name
     given = at.script.arguments(call, ("output_dir",))
-    if at.arguments:
-        at.moved.unclear(str(call), "the script has several of them; leave one")
-        return
     at.arguments |= given.known
     table = trainer.TABLE | trl.TABLE
     for name, code in given.unknown.items():

@@ -88,7 +88,7 @@ class Loop:
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
             self._known(call, "optim.clip", ("parameters", "max_norm"), "max_norm")
-        elif name in ("manual_seed", "set_seed", "seed_everything") and call.node.args:
+        elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
             self._known(call, "seed", ("seed",), "seed")
         elif name in ("autocast", "Accelerator", "GradScaler"):
             self._precision(call)
@@ -242,6 +242,11 @@ class Loop:
             self.moved.drop(str(call), None, "optim.schedule has no such one", True, ("optim.schedule",))
             return
         self.moved.set("optim.schedule", _SCHEDULES[name], f"line {call.line}")
+        if name not in ("constant", "constant_with_warmup"):
+            code = shown(given.nodes["num_training_steps"]) if "num_training_steps" in given.nodes else "its end"
+            self.moved.notes.append(
+                f"optim.schedule ends with the run: num_training_steps ({code}) is taken to be that"
+            )
         if (steps := given.known.get("num_warmup_steps")) and name != "constant":
             self.moved.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
         if name != "constant":

@@ -50,6 +50,9 @@ def read(script: Script) -> tuple[str, Move] | None:
             f"--from: {script.path}: {way} has no counterpart: of TRL's trainers those of SFT, DPO and rewards have, "
             "and CPO's with loss_type simpo"
         )
+    if len(settings) > 1:
+        lines = ", ".join(str(c.line) for c in settings)
+        raise RunError(f"--from: {script.path} calls {settings[0].name} on lines {lines}; leave one")
     parsers = [c for c in calls if c.name in ("HfArgumentParser", "TrlParser")]
     if parsers and not settings and not script.options:
         raise RunError(
