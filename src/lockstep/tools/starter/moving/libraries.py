@@ -24,7 +24,14 @@ _NO_ROLE: tuple[str, ...] = (
 )
 _NO_ROLE += ("TaskType", "DataCollatorWithPadding", "DataCollatorForTokenClassification", "DataCollatorForSeq2Seq")
 _NO_ROLE += ("get_last_checkpoint", "check_min_version", "require_version", "EvalPrediction", "ProgressCallback")
-_NO_ROLE += ("prepare_model_for_kbit_training", "get_peft_model", "get_kbit_device_map", "get_quantization_config")
+_NO_ROLE += (
+    "prepare_model_for_kbit_training",
+    "get_peft_model",
+    "get_kbit_device_map",
+    "get_quantization_config",
+    "HfArgumentParser",
+    "TrlParser",
+)
 _NO_ROLE += ("TensorBoardCallback", "WandbCallback", "PrinterCallback", "AutoPeftModelForCausalLM", "get_peft_config")
 _CALLBACKS = ("EarlyStoppingCallback", "TensorBoardCallback", "WandbCallback", "PrinterCallback", "ProgressCallback")
 # Fields of a model's config that a script may set and that change nothing in training.

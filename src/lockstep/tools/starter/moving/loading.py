@@ -5,6 +5,7 @@ In: a `Call` of transformers', peft's or bitsandbytes'. Out: keys of a run file,
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,8 +124,6 @@ def pretrained(call: Call, at: Reading) -> None:
     task = next((task for ending, task in TASKS.items() if holder.endswith(ending)), None)
     if task is None:
         at.moved.unclear(str(call), "which task a model of this class has", by=("task.name",))
-    elif "task.name" not in at.moved.keys:
-        at.set(call, "task.name", task)
     if code in at.models:
         return  # once more: a reference, or a model for inference
     at.models.append(code)
@@ -136,6 +135,21 @@ def pretrained(call: Call, at: Reading) -> None:
         at.set(call, "model.source", source)
     _model(call, at, given, task)
     at.read(call, f"model.source{f', task.name: {task}' if task else ''}")
+
+
+def task_first(script: Script, moved: Moved) -> None:
+    """The task by the model's class, which decides how what stands before it is read."""
+    for call in script.calls:
+        holder = call.origin.rpartition(".")[0]
+        task = next((task for ending, task in TASKS.items() if holder.endswith(ending)), None)
+        if call.name != "from_pretrained" or task is None:
+            continue
+        about = ast.unparse(script.tree).lower()
+        if task == "translation" and ("summar" in about or "rouge" in about):
+            task = "summarization"
+            moved.notes.append("the script speaks of summaries, so the task is summarization, and not translation")
+        moved.set("task.name", task, f"{holder.rpartition('.')[2]}, line {call.line}")
+        return
 
 
 def _model(call: Call, at: Reading, given: Arguments, task: str | None) -> None:

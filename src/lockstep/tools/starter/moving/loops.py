@@ -329,6 +329,7 @@ class Loop:
     def library_task(self) -> None:
         """The model, the tokenizer and the rows, as in a script with a Trainer."""
         at = Reading(self.script, self.moved)
+        loading.task_first(self.script, self.moved)
         names = {"from_pretrained", "load_dataset", "map", "train_test_split", "BitsAndBytesConfig", *rows.METHODS}
         for call in self.script.calls:
             if call.name in names or call.origin.startswith("peft."):

@@ -239,6 +239,8 @@ def _settle(path: Path, moved: Moved, looked: Look | None, talk: Talk) -> None:
     for key in ("checkpoint.best", "evaluate.patience"):
         if moved.keys.get(key) and not moved.keys.get("evaluate.every"):
             moved.drop(key, moved.keys.pop(key), "it needs evaluations: set evaluate.every", True, ("evaluate.every",))
+    if "evaluate.patience" not in moved.keys:
+        moved.keys.pop("evaluate.min_delta", None)
     if not {"data.validation", "data.validation_fraction"} & moved.keys.keys():
         talk.note("where the data have no validation split, a tenth of train is cut off: data.validation_fraction")
 

@@ -253,7 +253,7 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
 
 
 def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
-    language = task == "language_modeling"
+    language = task in ("language_modeling", "masked_language_modeling")
     key = (
         "task.target_length"
         if at.moved.task in ("translation", "summarization") and "data.max_length" in at.moved.keys

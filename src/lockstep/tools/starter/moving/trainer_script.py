@@ -93,6 +93,7 @@ def _move(script: Script, moved: Moved, processes: int | None) -> None:
     known = {**trainer.TABLE, **trl.TABLE}
     if any(c.name in ("HfArgumentParser", "TrlParser") for c in script.calls):
         at.arguments |= {name: value for name, value in script.options.items() if name in known}
+    loading.task_first(script, moved)
     for call in script.calls:
         read_call(call, at)
     for kind in script.classes.values():
