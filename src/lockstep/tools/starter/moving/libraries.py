@@ -30,6 +30,7 @@ _NO_ROLE += (
     "get_kbit_device_map",
     "get_quantization_config",
     "HfArgumentParser",
+    "load_metric",
     "TrlParser",
 )
 _NO_ROLE += ("TensorBoardCallback", "WandbCallback", "PrinterCallback", "AutoPeftModelForCausalLM", "get_peft_config")

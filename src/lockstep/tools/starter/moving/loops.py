@@ -84,6 +84,11 @@ class Loop:
         root = call.origin.partition(".")[0]
         if name in OPTIMIZERS and root in ("torch", "transformers", "bitsandbytes", "bnb", "optim", "lion_pytorch"):
             self._optimizer(call)
+        elif (
+            call.origin.startswith(("torch.optim.", "optim.")) and name[:1].isupper() and "lr_sched" not in call.origin
+        ):
+            self.optimizers.append(call)
+            self.moved.drop(str(call), None, "`lockstep list` names the optimizers", True, ("optim.name",))
         elif name == "DataLoader":
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
@@ -167,7 +172,7 @@ class Loop:
             return
         self.loader = call
         size = given.known.get("batch_size", None if "batch_size" in given.unknown else 1)
-        self.batch = size if isinstance(size, int) else None
+        self.batch = size if isinstance(size, int) and not given.more else None
         self._unknown(call, given, {"batch_size": "batch_size"})
         self.read(call, "batch_size")
 
@@ -175,10 +180,10 @@ class Loop:
         given = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
         kind = given.known.get("mixed_precision", given.known.get("dtype"))
         if call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in given.nodes):
-            kind = "fp16" if given.known.get("enabled", True) else "no"
+            kind = None if "enabled" in given.unknown else "fp16" if given.known.get("enabled", True) else "no"
         if kind is not None:
             self._set(call, "precision", _PRECISIONS.get(str(kind), kind))
-        self._unknown(call, given, {"mixed_precision": "precision", "dtype": "precision"})
+        self._unknown(call, given, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
         if call.name == "Accelerator":
             self.accumulated = int(given.known.get("gradient_accumulation_steps", 1))
             self._unknown(call, given, {"gradient_accumulation_steps": "micro_batches"})
@@ -267,8 +272,9 @@ class Loop:
                     if target in ("step", "iter", "iteration", "it")
                     else None
                 )
-                if key is not None and len(node.iter.args) == 1 and key not in self.moved.keys:
-                    self._count(key, last, node.lineno)
+                if key is not None and len(node.iter.args) in (1, 2) and key not in self.moved.keys:
+                    first = number(self.script.known(node.iter.args[0], 0)) if len(node.iter.args) == 2 else 0
+                    self._count(key, last, int(first or 0), node.lineno)
         for name, key in _NAMES.items():
             value = number(self._constant(name))
             if (
@@ -289,10 +295,10 @@ class Loop:
         values = self.script.bindings.get((id(None), name), [])
         return self.script.known(values[0]) if len(values) == 1 else None
 
-    def _count(self, key: str, node: ast.expr | None, line: int) -> None:
+    def _count(self, key: str, node: ast.expr | None, first: int, line: int) -> None:
         value = number(self.script.known(node))
         if value is not None:
-            self.moved.set(key, int(value), f"line {line}")
+            self.moved.set(key, int(value) - first, f"line {line}")
             self.moved.read.append(f"line {line}: range({value:g}) -> {key}")
         elif node is not None:
             self.moved.unclear(f"line {line}: range({shown(node)})", loading.RUNS, by=("epochs", "steps"))

@@ -18,6 +18,8 @@ _PAGE = "docs/own-module.md"
 
 def name(script: Script, moved: Moved, optimizers: list[Call], loader: Call | None) -> None:
     moved.set("task.name", "module", "a loop of its own")
+    for key in [key for key in moved.keys if key.startswith("model.")]:
+        moved.drop(moved.told.pop(key, key), moved.keys.pop(key), "task.model makes the model, as it is trained")
     model = _model(script, optimizers)
     data = script.arguments(loader, ("dataset",)).nodes.get("dataset") if loader is not None else None
     more = [c for c in script.calls if c.name == "DataLoader" and c is not loader]

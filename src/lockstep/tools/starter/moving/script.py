@@ -29,6 +29,7 @@ _ENUMERATIONS = ("Strategy", "Type", "Names")  # IntervalStrategy.EPOCH is epoch
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
 _PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_json_file", "parse_yaml_file")
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_CHANGING = ("update", "append", "extend", "insert", "pop", "remove", "setdefault", "clear")
 LONGEST = 76  # characters of a piece of code that is shown
 
 
@@ -87,6 +88,7 @@ class Script:
         self.classes: dict[str, ast.ClassDef] = {}
         self.bindings: dict[tuple[int, str], list[ast.expr | None]] = {}  # scope and name -> values; None: any
         self.scopes: dict[int, Scope | None] = {}  # node -> the function that it stands in
+        self._set_later: set[str] = set()  # attributes that the script sets itself: args.lr
         self.started: Scope | None = None  # the function that fire makes a command of
         self._parsed: dict[str, Any] = {}  # argparse's options and their defaults
         self._dataclasses: set[str] = set()  # names that hold options that a parser of dataclasses has read
@@ -131,6 +133,8 @@ class Script:
             self._target(node.target, node.value, scope, sure)
         elif isinstance(node, ast.AugAssign | ast.For | ast.comprehension | ast.NamedExpr):
             self._target(node.target, None, scope, sure)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
+            self._target(node.func.value, None, scope, sure)  # a mapping or list that is not what it was
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             self._target(node.optional_vars, node.context_expr, scope, sure)
 
@@ -144,6 +148,11 @@ class Script:
             same = len(values) == len(target.elts)
             for index, inner in enumerate(target.elts):
                 self._target(inner, values[index] if same else None, scope, sure)
+
+        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+            self._add(target.value.id, scope, None)
+        elif isinstance(target, ast.Attribute):
+            self._set_later.add(ast.unparse(target))
 
     def _add(self, name: str, scope: Scope | None, value: ast.expr | None) -> None:
         self.bindings.setdefault((id(scope), name), []).append(value)
@@ -269,6 +278,8 @@ class Script:
         return self.value(given[name])
 
     def _attribute(self, node: ast.Attribute) -> Any:
+        if ast.unparse(node) in self._set_later:
+            raise Unknown
         origin = self.origin_of(node)
         if origin.startswith("torch.") and node.attr in _DTYPES:
             return _DTYPES[node.attr]

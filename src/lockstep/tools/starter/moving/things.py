@@ -60,8 +60,9 @@ def _of_call(script: Script, node: ast.Call, depth: int) -> Kind | None:
 
 def is_trainer(script: Script, name: str) -> bool:
     """Whether a class is a Trainer of transformers' or TRL's, or one of the script's own that is made of one."""
-    bases = [script.origin_of(base) for base in script.classes[name].bases] if name in script.classes else []
-    return any(each.rpartition(".")[2].endswith("Trainer") for each in bases or [name])
+    own = script.classes.get(name)
+    names = [script.origin_of(base) for base in own.bases] if own is not None else [name]
+    return any(each.rpartition(".")[2].endswith("Trainer") for each in names)
 
 
 def split_of(script: Script, node: ast.expr | None, depth: int = 0) -> str | None:
