@@ -107,6 +107,7 @@ def fit(
     targets: Callable[[Any], int] | None = None,
     generate: Callable[[Any, Any], Any] | None = None,
     name: str | None = None,
+    output: Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
     show: Callable[[str], object] | None = print,
     on_event: Callable[[Event], object] | None = None,
@@ -116,8 +117,8 @@ def fit(
     `model`: function or class that makes a `torch.nn.Module`; `data`: function that gives data sets by split, or these
     themselves; `loss`: of (outputs, batch). Each is a name at the top of the script or of a module: every process
     imports it. `micro_batches`: default 8, or the batch size where that is less. `name`: of the run; default: the
-    module in which the model is made. `overrides`: further keys of the run file. `show` and `on_event`: as for
-    `train`. Errors: `RunError`, `JobFailed`.
+    module in which the model is made. `output`: the folder of the run; default: outputs/NAME. `overrides`: further keys
+    of the run file. `show` and `on_event`: as for `train`. Errors: `RunError`, `JobFailed`.
     """
     _begins()
     own = {"model": model, "data": data, "loss": loss, "metrics": metrics, "collate": collate}
@@ -125,6 +126,7 @@ def fit(
     task = {key: script.name_of(thing, key) for key, thing in own.items() if thing is not None}
     values: dict[str, Any] = {
         "name": name or task["model"].split(".")[-2],
+        "output": None if output is None else str(output),
         "task": {"name": "module"} | task,
         "epochs": epochs,
         "steps": steps,

@@ -76,7 +76,10 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "freeze_layers": ("model.freeze", "names of weights, with * for any part of a name"),
     "ema_decay": ("average.ema", "the decay of a moving average of the weights, which is evaluated and exported"),
     "use_ema": ("average.ema", "the decay of a moving average of the weights, such as 0.999"),
-    "label_smoothing_factor": ("task.label_smoothing", "a key of the tasks classification and translation"),
+    "label_smoothing_factor": (
+        "task.label_smoothing",
+        "a key of the tasks classification, translation and summarization",
+    ),
     # model and data
     "model_name_or_path": ("model.source", _MODEL),
     "pretrained_model_name_or_path": ("model.source", _MODEL),

@@ -21,8 +21,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="origin",
         metavar="FILE",
-        help="move another system's in: training_args.json, a script with TrainingArguments(...), YAML of axolotl, "
-        "LLaMA-Factory or accelerate config, DeepSpeed JSON",
+        help="move another system's in: a Python script, a command line (.sh), training_args.json, YAML of axolotl, "
+        "LLaMA-Factory, TRL or accelerate config, DeepSpeed JSON; no code is run",
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="with --from: write the file also where it would train something else"
     )
     parser.add_argument("--task", help="default: guessed from the columns")
     parser.add_argument("--model", help="Hub id or folder of a pretrained model, or scratch")
@@ -45,5 +48,7 @@ def main(known: argparse.Namespace) -> int:
     if known.origin is not None:
         if more:
             raise RunError("--from: give --data once; several sources are written by hand: data.sources")
-        return moving.move(path, Path(known.origin), flags, overrides, known.force, ask)
+        return moving.move(path, Path(known.origin), flags, overrides, known.force, ask, known.partial)
+    if known.partial:
+        raise RunError("--partial: it goes with --from")
     return starter.init(path, flags, overrides, known.force, ask, more)

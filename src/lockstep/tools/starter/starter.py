@@ -111,14 +111,28 @@ def _aside(path: Path, text: str) -> Iterator[Path]:
 
 def checked(path: Path, text: str, planned: bool = True) -> Run:
     """Write the file, if what it says can be loaded, and `planned`. Errors: `RunError`; then nothing was written."""
-    from lockstep.launchers.start import launcher_of
-
     with _aside(path, text) as aside:
         run = load(aside, [])
         if planned:
-            launcher_of(run).plan(run)
+            plan(run)
         os.replace(aside, path)
     return run
+
+
+def loaded(path: Path, text: str) -> Run:
+    """The run of a file of this text at this place, which is not written. Errors: `RunError`, which name `path`."""
+    with _aside(path, text) as aside:
+        return load(aside, [])
+
+
+def plan(run: Run) -> None:
+    """What `lockstep plan` checks without the data and the model. Errors: `RunError`."""
+    from lockstep.launchers import start
+    from lockstep.strategies.engines import zero_agreement
+
+    what = start.launcher_of(run).plan(run)
+    zero_agreement.check(run, what.processes)
+    start.check(run, what)
 
 
 # -- what is asked ---------------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.foreign_nowhere import AGAIN
+from lockstep.config.run import RunError
 from lockstep.tools.starter.moving.table import (
     CACHED,
+    EIGHT_BITS,
     OPTIMIZERS,
-    QUANTISED,
     SCHEDULES,
     Moved,
     Row,
@@ -19,12 +20,14 @@ from lockstep.tools.starter.moving.table import (
     length,
     lora,
     number,
+    optimizer,
+    quantized,
     schedule,
     whole,
 )
 
 _KERNELS = "the model's own kernels are used; model.attention chooses attention's"
-_PREFERENCES = "preference learning and rewards are not learned here"
+_TOKENS = "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"
 
 TABLE: Table = {
     "base_model": Row("model.source"),
@@ -34,11 +37,11 @@ TABLE: Table = {
     "datasets": Row("data.source", "path of the one there is; its type says the task's columns", joined=True),
     "test_datasets": Row("data.validation", "path of the one there is, of local files", joined=True),
     "val_set_size": Row("data.validation_fraction", "a share", joined=True),
-    "sequence_len": Row("task.block_size"),
+    "sequence_len": Row("task.block_size", "of preference and reward: data.max_length"),
     "sample_packing": Row("task.packing"),
     "chat_template_jinja": Row("task.chat_template"),
     "field_messages": Row("task.messages"),
-    "adapter": Row("model.adapter", "lora", joined=True),
+    "adapter": Row("model.adapter", "lora; qlora: with model.quantization", joined=True),
     "lora_r": Row("model.adapter", "r", joined=True),
     "lora_alpha": Row("model.adapter", "lora_alpha", joined=True),
     "lora_dropout": Row("model.adapter", "lora_dropout", joined=True),
@@ -51,7 +54,9 @@ TABLE: Table = {
     "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
     "num_epochs": Row("epochs", joined=True),
     "max_steps": Row("steps", joined=True),
-    "optimizer": Row("optim.name", "AdamW (also in 8 bits), SGD, Lion, Muon, schedule-free AdamW", values=OPTIMIZERS),
+    "optimizer": Row(
+        "optim.name", "AdamW (also in 8 bits), SGD, Lion, Muon, schedule-free AdamW, Adafactor", values=OPTIMIZERS
+    ),
     "lr_scheduler": Row("optim.schedule", "all but restarts and those that follow the scores", values=SCHEDULES),
     "learning_rate": Row("optim.learning_rate", joined=True),
     "warmup_steps": Row("optim.warmup_steps", joined=True),
@@ -88,19 +93,34 @@ TABLE: Table = {
     "fsdp": Row("strategy.name", "fsdp2", joined=True),
     "fsdp_version": Row("strategy.name", "fsdp2", joined=True),
     "deepspeed": Row("strategy.name", "see DeepSpeed: `lockstep init --from` its JSON", joined=True),
+    "rl": Row("task.name", "dpo, ipo and simpo: preference", joined=True),
+    "rl_beta": Row("task.beta", "of preference", joined=True),
+    "dpo_beta": Row("task.beta", "the older name of rl_beta", joined=True),
+    "simpo_gamma": Row("task.gamma", "of preference with loss simpo", joined=True),
+    "dpo_label_smoothing": Row("task.label_smoothing", "of preference with loss dpo", joined=True),
+    "reward_model": Row("task.name", "true: reward", joined=True),
+    "center_rewards_coefficient": Row("task.center", "of reward", joined=True),
+    "load_in_4bit": Row("model.quantization", "nf4, as axolotl has it", joined=True),
+    "bnb_4bit_quant_type": Row("model.quantization", "with load_in_4bit", joined=True),
     # what has no counterpart
     "tf32": Row("", "torch's own setting; it changes the bits", default=True),
-    "load_in_8bit": Row("", QUANTISED),
-    "load_in_4bit": Row("", QUANTISED),
+    "load_in_8bit": Row("", EIGHT_BITS, decides=True, by=("model.quantization", "model.dtype")),
     "strict": Row("", "an unknown key is always an error"),
     "model_type": Row("", "the task says which class of transformers it is"),
     "tokenizer_type": Row("", "found by the tokenizer's own files"),
     "is_llama_derived_model": Row("", "found by the model's own config"),
     "base_model_config": Row("", "model.config sets entries of the model's own config"),
-    "special_tokens": Row("", "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"),
-    "tokens": Row("", "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"),
-    "chat_template": Row("", "the tokenizer's own, or task.chat_template as Jinja", default="tokenizer_default"),
-    "train_on_inputs": Row("", "of prompts and conversations the response alone is learned"),
+    "special_tokens": Row("", _TOKENS, joined=True),
+    "tokens": Row("", _TOKENS, decides=True, by=("tokenizer.source",)),
+    "chat_template": Row(
+        "",
+        "the tokenizer's own, or task.chat_template as Jinja",
+        default="tokenizer_default",
+        decides=True,
+        by=("task.chat_template",),
+    ),
+    "train_on_inputs": Row("", "of prompts and conversations the response alone is learned", decides=True),
+    "neftune_noise_alpha": Row("", "no noise is added to embeddings", decides=True),
     "pad_to_sequence_len": Row("", "blocks are full, and others are padded to the longest of their micro-batch"),
     "eval_sample_packing": Row("", "validation is cut as training is", default=True),
     "dataset_prepared_path": Row("", CACHED),
@@ -115,8 +135,6 @@ TABLE: Table = {
     "liger_rms_norm": Row("", _KERNELS),
     "liger_glu_activation": Row("", _KERNELS),
     "liger_fused_linear_cross_entropy": Row("", _KERNELS),
-    "rl": Row("", _PREFERENCES),
-    "reward_model": Row("", _PREFERENCES),
     "resume_from_checkpoint": Row("", "the same command goes on from the newest checkpoint that is whole"),
     "auto_resume_from_checkpoints": Row("", "the same command goes on from the newest checkpoint that is whole"),
     "local_rank": Row("", "a launcher tells a process who it is"),
@@ -126,14 +144,16 @@ TABLE: Table = {
     "wandb_run_id": Row("", "a run keeps its own, also when it is resumed"),
     "hub_strategy": Row("", "only the finished model is uploaded", default="every_save"),
     "fsdp_config": Row("", "strategy.options of fsdp2: docs/strategies"),
-    "lora_model_dir": Row("", "merge that adapter first, or go on with lockstep's own checkpoint"),
+    "lora_model_dir": Row("", "merge that adapter first, or go on with lockstep's own checkpoint", decides=True),
     "lora_fan_in_fan_out": Row("", "peft finds it out"),
     "save_safetensors": Row("", "always", default=True),
     "save_first_step": Row("", "checkpoints begin with the first interval"),
     "eval_table_size": Row("", "task.samples shows what the model writes"),
     "eval_max_new_tokens": Row("", "task.sample_tokens"),
-    "unfrozen_parameters": Row("", "all weights are trained, or those of an adapter"),
-    "s2_attention": Row("", _KERNELS),
+    "unfrozen_parameters": Row(
+        "", "model.freeze names the weights that are not trained", decides=True, by=("model.freeze",)
+    ),
+    "s2_attention": Row("", _KERNELS, decides=True),
     "lora_mlp_kernel": Row("", _KERNELS),
     "lora_qkv_kernel": Row("", _KERNELS),
     "lora_o_kernel": Row("", _KERNELS),
@@ -145,17 +165,29 @@ TYPES = {
     "chat_template": {"task.messages": "messages"},
     "input_output": None,
 }
+_ALPACA = (
+    "axolotl writes Alpaca's sentences around instruction and input; here a prompt is one column, as it is: make a "
+    "column of the whole prompt and name it, or say task.prompt=instruction"
+)
+_PAIRS = {"prompt": "messages", "chosen": "chosen", "rejected": "rejected"}  # axolotl's columns of pairs
+_LOSSES = ("dpo", "ipo", "simpo")
 
 
 def move(theirs: Mapping[str, Any], moved: Moved, processes: int | None) -> None:
-    """Its task is language modelling."""
+    """Its task is language modelling, or learning from pairs of answers. Errors: `RunError`."""
     apply(TABLE, theirs, moved)
-    moved.set("task.name", "language_modeling", "")
+    _task(theirs, moved)
     _data(theirs, moved)
+    for key, value, told in (("optim.weight_decay", 0.0, "weight_decay"), ("optim.schedule", "cosine", "lr_scheduler")):
+        if key not in moved.keys:
+            moved.set(key, value, f"{told}, by axolotl's default")
+    optimizer(moved, "optimizer", theirs.get("optimizer"))
+    for name, token in (theirs.get("special_tokens") or {}).items():
+        moved.drop(f"special_tokens: {name}", token, _TOKENS, name != "pad_token", ("tokenizer.source",))
     each, times = whole(theirs.get("micro_batch_size")), whole(theirs.get("gradient_accumulation_steps"))
     batches(moved, each, times, processes, ("micro_batch_size", "gradient_accumulation_steps"))
     length(moved, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
-    schedule(moved, theirs, "warmup_steps", "warmup_ratio")
+    schedule(moved, theirs, "warmup_steps", "warmup_ratio", theirs.get("lr_scheduler"))
     if (rate := number(theirs.get("learning_rate"))) is not None:
         moved.set("optim.learning_rate", rate, "learning_rate")
     if "adam_beta1" in theirs or "adam_beta2" in theirs:
@@ -177,11 +209,60 @@ def move(theirs: Mapping[str, Any], moved: Moved, processes: int | None) -> None
         moved.drop("deepspeed", theirs["deepspeed"], "`lockstep init --from` that file moves it, too")
 
 
+def _task(theirs: Mapping[str, Any], moved: Moved) -> None:
+    """`rl` and `reward_model`. Errors: `RunError` for a way of learning that there is none of here."""
+    way = theirs.get("rl")
+    if theirs.get("reward_model") or theirs.get("process_reward_model"):
+        way = "process_reward_model" if theirs.get("process_reward_model") else "reward_model"
+    if moved.task is None and way and way not in (*_LOSSES, "reward_model"):
+        raise RunError(
+            f"--from: {'rl: ' if theirs.get('rl') else ''}{way} has no counterpart: preference learns from pairs of "
+            f"answers by {', '.join(_LOSSES)} and hinge, reward scores them; to write another task's file, give --task"
+        )
+    if way in _LOSSES:
+        moved.set("task.name", "preference", f"rl {way}")
+        moved.set("task.loss", way, f"rl {way}")
+        own = theirs.get("dpo") if isinstance(theirs.get("dpo"), Mapping) else {}
+        beta = theirs.get("rl_beta", theirs.get("dpo_beta", (own or {}).get("beta")))
+        for key, value, told in (
+            ("task.beta", beta, "rl_beta"),
+            ("task.gamma", theirs.get("simpo_gamma"), "simpo_gamma"),
+            ("task.label_smoothing", theirs.get("dpo_label_smoothing"), "dpo_label_smoothing"),
+        ):
+            if value is not None:
+                moved.set(key, number(value), told)
+    elif way:
+        moved.set("task.name", "reward", "reward_model")
+        if theirs.get("center_rewards_coefficient") is not None:
+            moved.set("task.center", number(theirs["center_rewards_coefficient"]), "center_rewards_coefficient")
+    else:
+        moved.set("task.name", "language_modeling", "")
+
+
+def _pairs(entry: Mapping[str, Any], moved: Moved) -> None:
+    """The columns of a data set of pairs: `type` says how they become texts."""
+    kind, fields = entry.get("type"), {}
+    names = ("task.prompt", "task.chosen", "task.rejected")
+    if isinstance(kind, Mapping):
+        fields = {part: kind.get(f"field_{part}", part) for part in ("prompt", "chosen", "rejected")}
+        if written := [name for name in ("prompt_format", "chosen_format", "rejected_format") if kind.get(name)]:
+            moved.drop("datasets: type", ", ".join(written), "columns are read as they are", True, names)
+    elif str(kind).partition(".")[0] == "chat_template" or str(kind).endswith(".chat_template"):
+        fields = {part: entry.get(f"field_{column}", column) for part, column in _PAIRS.items()}
+        moved.set("task.conversations", True, f"datasets: type {kind}")
+    else:
+        moved.drop("datasets: type", kind, "name the columns: task.prompt, task.chosen, task.rejected", True, names)
+    for part, column in fields.items():
+        moved.set(f"task.{part}", column, "datasets: type")
+
+
 def _data(theirs: Mapping[str, Any], moved: Moved) -> None:
     sets = theirs.get("datasets") or []
     if len(sets) > 1:
         for more in sets[1:]:
-            moved.drop("datasets", more.get("path"), "one data set a run: join them into files of one folder")
+            moved.drop(
+                "datasets", more.get("path"), "several are written by hand: data.sources", True, ("data.source",)
+            )
     if sets:
         entry = sets[0]
         moved.set("data.source", entry.get("path"), "datasets: path")
@@ -191,23 +272,33 @@ def _data(theirs: Mapping[str, Any], moved: Moved) -> None:
             moved.set("data.train", entry["split"], "datasets: split")
         if entry.get("data_files"):
             moved.set("data.train", entry["data_files"], "datasets: data_files")
-        kind = entry.get("type", "completion")
-        keys = TYPES.get(kind) if isinstance(kind, str) else None
-        if keys is None:
-            moved.drop(
-                "datasets: type", kind, "name the columns: task.text, task.prompt and task.response, task.messages"
-            )
-        for key, column in (keys or {}).items():
-            if key == "task.messages":
-                column = entry.get("field_messages", column)
-            moved.set(key, column, f"datasets: type {kind}")
+        if moved.task in ("preference", "reward"):
+            _pairs(entry, moved)
+        else:
+            _texts(entry, moved)
     for entry in (theirs.get("test_datasets") or [])[:1]:
         moved.set("data.validation", entry.get("path"), "test_datasets: path")
     if share := number(theirs.get("val_set_size")):
         if share < 1:
             moved.set("data.validation_fraction", share, "val_set_size")
         else:
-            moved.drop("val_set_size", theirs["val_set_size"], "data.validation_fraction is a share, below 1")
+            why = "data.validation_fraction is a share, below 1"
+            moved.drop("val_set_size", theirs["val_set_size"], why, True, ("data.validation_fraction",))
+
+
+def _texts(entry: Mapping[str, Any], moved: Moved) -> None:
+    kind = entry.get("type", "completion")
+    keys = TYPES.get(kind) if isinstance(kind, str) else None
+    if keys is None:
+        names = ("task.text", "task.prompt", "task.messages")
+        why = "name the columns: task.text, task.prompt and task.response, task.messages"
+        moved.drop("datasets: type", kind, why, True, names)
+    if kind == "alpaca":
+        moved.drop("datasets: type", kind, _ALPACA, True, ("task.prompt", "task.messages", "task.text"))
+    for key, column in (keys or {}).items():
+        if key == "task.messages":
+            column = entry.get("field_messages", column)
+        moved.set(key, column, f"datasets: type {kind}")
 
 
 def _adapter(theirs: Mapping[str, Any], moved: Moved) -> None:
@@ -224,10 +315,13 @@ def _adapter(theirs: Mapping[str, Any], moved: Moved) -> None:
             "use_rslora": theirs.get("peft_use_rslora"),
         }
         lora(moved, entries, f"adapter {kind}")
-        if kind == "qlora":
-            moved.drop("adapter", kind, f"as lora: {QUANTISED}")
+        if kind == "qlora" or theirs.get("load_in_4bit"):
+            nested = theirs.get("bnb_4bit_use_double_quant", True)
+            quantized(moved, theirs.get("bnb_4bit_quant_type", "nf4"), nested, f"adapter {kind}, load_in_4bit")
     elif kind:
-        moved.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}")
+        moved.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}", True, ("model.adapter",))
+    elif theirs.get("load_in_4bit"):
+        moved.drop("load_in_4bit", True, "weights in 4 bits are the base of an adapter", True, ("model.adapter",))
 
 
 def _tracking(theirs: Mapping[str, Any], moved: Moved) -> None:

@@ -1,7 +1,8 @@
 """`lockstep init --from FILE`: another system's file becomes a commented run file.
 
-In: its path, the data where they are named, overrides. Out: a run file that loads; what has no counterpart is listed in
-it and said, with why.
+In: its path, the data where they are named, overrides. Out: a run file that loads and can be planned; what was read,
+what was not understood and what has no counterpart is said, with why. Nothing is written that would train another
+model, unless it is asked for (`--partial`).
 """
 
 from __future__ import annotations
@@ -16,46 +17,115 @@ from lockstep.config.sections import DataSection
 from lockstep.tools.starter import columns, fit, guesses, shapes, sheet, starter
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.moving import reading
-from lockstep.tools.starter.moving.table import Moved, only_its_own
+from lockstep.tools.starter.moving.table import FILL_IN, Moved, decides, only_its_own
 from lockstep.tools.starter.talk import Ask, Talk
 from lockstep.track.console import Console
 
-FILL_IN = "FILL-IN"  # where nothing says what the data or the model are
+# what `plan` says of a machine that lacks something, and not of a run file
+_OF_MACHINE: tuple[str, ...] = (
+    "not installed",
+    "CUDA device(s)",
+    "runs on GPUs only",
+    "this job has no GPU",
+    "this job has none",
+)
+_OF_MACHINE += ("couldn't connect", "HF_HUB_OFFLINE", "cannot be reached")
 _INTERVALS = ("evaluate.every", "checkpoint.every")
+_COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
+_BESIDE = ("input", "context", "system")  # columns of instructions that a prompt is made of, besides the instruction
 _PLACES = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
 
 
 def move(
-    path: Path, origin: Path, flags: dict[str, str | None], overrides: list[str], force: bool, ask: Ask | None
+    path: Path,
+    origin: Path,
+    flags: dict[str, str | None],
+    overrides: list[str],
+    force: bool,
+    ask: Ask | None,
+    partial: bool = False,
 ) -> int:
-    """The whole command. Errors: `RunError`; then nothing was written."""
+    """The whole command. `partial`: write the file also where it would train another model. Errors: `RunError`; then
+    nothing was written."""
     starter.free(path, force)
     talk, given = Talk(ask, Console(True)), starter.keys_of(overrides)
-    found, moved = reading.read(origin), Moved()
-    for key, (value, told) in found.ours.items():
-        moved.set(key, value, told)
-    moved.left += found.left
-    asked = given.get("launch.processes")
-    found.source.move(found.keys, moved, asked if isinstance(asked, int) else None)
-    only_its_own(moved)
-    talk.console.say(f"{origin}: {found.source.called}, {len(found.keys)} key(s)")
     names = {"data": "data.source", "task": "task.name", "model": "model.source"}
-    for key, value in {**{names[flag]: text for flag, text in flags.items() if text is not None}, **given}.items():
+    by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **given}
+    moved = Moved(by_hand=by_hand)
+    source = reading.read(origin)
+    asked = given.get("launch.processes")
+    source.move(moved, asked if isinstance(asked, int) else None)
+    only_its_own(moved)
+    talk.console.say(f"{origin}: {source.called}")
+    for line in moved.read:
+        talk.console.say(f"read: {line}")
+    for key, value in by_hand.items():
         moved.set(key, value, "")
     looked = _look(moved, flags["data"] is not None, talk)
     _fit(moved, looked, talk)
+    for check in moved.at_end:
+        check(moved)
     if moved.keys.get("model.source") == guesses.SCRATCH:
         _from_scratch(moved, looked)
     _settle(path, moved, looked, talk)
-    run = _written(path, origin, found.source.called, moved, talk)
-    for name, why in moved.left:
-        talk.console.say(f"no counterpart: {name} ({why})")
-    told = "; what has no counterpart is listed in it, too" if moved.left else ""
-    talk.console.say(f"wrote {path}: {run.task.name}{told}")
+    text = _text(path, origin, source.called, moved, talk)
+    for gap in moved.gaps:
+        talk.console.say(str(gap))
+    _complete(origin, moved, partial)
+    run = _written(path, text, partial, talk)
+    listed = "; what is left out is listed in it, too" if moved.gaps else ""
+    talk.console.say(f"wrote {path}: {run.task.name}{listed}")
     empty = [key for key, value in moved.keys.items() if value == FILL_IN]
     first = f"fill in {' and '.join(empty)}; then " if empty else ""
     talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
     return 0
+
+
+def _complete(origin: Path, moved: Moved, partial: bool) -> None:
+    """Errors: `RunError` where the run file lacks what decides the training."""
+    deciding = moved.deciding()
+    if partial or not deciding:
+        return
+    keys = list(dict.fromkeys(key for gap in deciding for key in gap.by))
+    hint = f"give what stands in for it ({', '.join(f'{key}=...' for key in keys[:6])}), or " if keys else ""
+    raise RunError(
+        "\n".join(
+            [
+                f"--from: a run file from {origin} would train something else, so none is written. Left out would be:",
+                *(f"  {gap}" for gap in deciding),
+                f"To go on, {hint}write the rest with --partial",
+            ]
+        )
+    )
+
+
+def _written(path: Path, text: str, partial: bool, talk: Talk) -> Run:
+    """The file, planned before. What this machine lacks is said, and no fault of the file. Errors: `RunError`."""
+    run = starter.loaded(path, text)
+    for each in (run, _with_small_model(run)):
+        if each.model.source == FILL_IN:
+            continue
+        try:
+            starter.plan(each)
+            break
+        except RunError as error:
+            here = any(mark in str(error) for mark in _OF_MACHINE)
+            if not here and not partial:
+                raise RunError(
+                    f"--from: what would be written cannot be planned, so nothing is: {error}. Give another value, as "
+                    "key=value, or write it all the same with --partial"
+                ) from None
+            talk.console.note(f"{'on this machine ' if here else ''}lockstep plan refuses it: {error}")
+    return starter.checked(path, text, planned=False)
+
+
+def _with_small_model(run: Run) -> Run:
+    """The run with a small model from scratch, to plan the rest where its own model cannot be loaded here."""
+    if run.task.name == "module" or "." in run.task.name:
+        return run
+    small = guesses.scratch(run.task.name, 128, 0)["model"]
+    model = {"source": None, "adapter": {}, "quantization": None, "dtype": "float32", "attention": None, **small}
+    return run.model_copy(update={"model": run.model.model_copy(update=model)})
 
 
 def _look(moved: Moved, wanted: bool, talk: Talk) -> Look | None:
@@ -89,7 +159,7 @@ def _fit(moved: Moved, looked: Look | None, talk: Talk) -> None:
         else:
             name, found = fit.guess(looked)
             moved.set("task.name", name, "(by the columns of the data)")
-            _columns(moved, found, talk)
+            _columns(moved, found, looked, talk)
     elif looked is not None and moved.keys["task.name"] in fit.TASKS:
         there = list(looked.languages or looked.kinds)
         if not any(k.startswith("task.") and str(v) in there for k, v in moved.keys.items()):
@@ -98,23 +168,32 @@ def _fit(moved: Moved, looked: Look | None, talk: Talk) -> None:
                     f"--data: {looked.source} seems to have no columns for {moved.keys['task.name']}; it has "
                     f"{looked.described()}. Name them: task.text=... task.label=..., or another --task"
                 )
-            for key in ("task.text", "task.prompt", "task.response", "task.messages"):
+            for key in _COLUMNS:
                 moved.keys.pop(key, None)
-            _columns(moved, other, talk)
+            _columns(moved, other, looked, talk)
     if "." in (task := str(moved.keys["task.name"])):
         return
     known = {"name", *plugins.find("tasks", task).Options.model_fields}  # type: ignore[attr-defined]
-    if task == "language_modeling" and "data.max_length" in moved.keys:
-        moved.keys.setdefault("task.block_size", moved.keys.pop("data.max_length"))
+    lengths = ("data.max_length", "task.block_size")  # the same, of other tasks and of language modelling
+    theirs, ours = lengths if "block_size" in known else lengths[::-1]
+    if theirs in moved.keys:
+        value, told = moved.keys.pop(theirs), moved.told.pop(theirs, "")
+        if ours not in moved.keys:
+            moved.set(ours, value, told)
     for key in [k for k in moved.keys if k.startswith("task.") and k.partition(".")[2] not in known]:
-        moved.drop(moved.told.get(key) or key, moved.keys.pop(key), f"the task {task} has no such key")
+        why = f"the task {task} has no such key"
+        moved.drop(moved.told.get(key) or key, moved.keys.pop(key), why, decides(key) and key not in _COLUMNS)
 
 
-def _columns(moved: Moved, found: fit.Fit, talk: Talk) -> None:
+def _columns(moved: Moved, found: fit.Fit, looked: Look, talk: Talk) -> None:
     for key, column in found.keys.items():
         moved.keys.setdefault(f"task.{key}", column)
     for key, why in found.doubts.items():
         talk.note(f"task.{key}: {found.keys.get(key)}; {why}")
+    more = [name for name in _BESIDE if name in looked.kinds and name not in moved.keys.values()]
+    if "task.prompt" in moved.keys and more and moved.keys["task.prompt"] not in moved.by_hand.values():
+        why = f"a prompt is one column, and {moved.keys['task.prompt']} is read: join the two, or say task.prompt=..."
+        moved.drop(f"column {more[0]} of {looked.source}", None, why, True, ("task.prompt",))
 
 
 def _from_scratch(moved: Moved, looked: Look | None) -> None:
@@ -133,9 +212,10 @@ def _settle(path: Path, moved: Moved, looked: Look | None, talk: Talk) -> None:
     """What depends on other keys: names, paths, lengths, and intervals that were shares of an epoch or of the run."""
     for note in moved.notes:
         talk.note(note)
-    if "data.source" not in moved.keys and "data.train" not in moved.keys:
+    own = moved.keys.get("task.name") == "module"  # which has its own data and model
+    if not own and "data.source" not in moved.keys and "data.train" not in moved.keys:
         moved.set("data.source", FILL_IN, "(to be filled in: the file does not say)")
-    if not {"model.source", "model.type"} & moved.keys.keys():
+    if not own and not {"model.source", "model.type"} & moved.keys.keys():
         moved.set("model.source", FILL_IN, "(to be filled in: the file does not say)")
     for key in _PLACES:
         if key in moved.keys:
@@ -158,7 +238,11 @@ def _settle(path: Path, moved: Moved, looked: Look | None, talk: Talk) -> None:
             talk.note(f"{key} is {moved.keys[key]}, and the run has about {total} steps: it never comes due")
     for key in ("checkpoint.best", "evaluate.patience"):
         if moved.keys.get(key) and not moved.keys.get("evaluate.every"):
-            moved.drop(key, moved.keys.pop(key), "it needs evaluations: set evaluate.every")
+            moved.drop(key, moved.keys.pop(key), "it needs evaluations: set evaluate.every", True, ("evaluate.every",))
+    if "evaluate.patience" not in moved.keys:
+        moved.keys.pop("evaluate.min_delta", None)
+    if not {"data.validation", "data.validation_fraction"} & moved.keys.keys():
+        talk.note("where the data have no validation split, a tenth of train is cut off: data.validation_fraction")
 
 
 def _interval(moved: Moved, key: str, epoch: int | None, total: int | None) -> None:
@@ -178,23 +262,26 @@ def _interval(moved: Moved, key: str, epoch: int | None, total: int | None) -> N
         moved.set(key, max(1, round(whole * share)), f"{told}, about: of {whole} steps")
 
 
-def _written(path: Path, origin: Path, called: str, moved: Moved, talk: Talk) -> Run:
-    """The file; a value that will not do here is listed as one without a counterpart. Errors: `RunError`."""
+def _text(path: Path, origin: Path, called: str, moved: Moved, talk: Talk) -> str:
+    """What the file says; a value that will not do here becomes a gap. Errors: `RunError`."""
     while True:
         filled: dict[str, Any] = {}
         for key, value in moved.keys.items():
             starter.set_key(filled, key, value)
         told = {key: f"+{text}" if text[:1] == "(" else f"+from {text}" for key, text in moved.told.items() if text}
         filled = {key: _name_first(filled[key]) for key in Run.model_fields if filled.get(key) not in (None, {})}
+        text = sheet.write(filled, _header(origin, called, moved, talk), told)
         try:
-            return starter.checked(path, sheet.write(filled, _header(origin, called, moved, talk), told), planned=False)
+            starter.loaded(path, text)
+            return text
         except RunError as error:
-            wrong = [line for line in str(error).splitlines() if line.partition(":")[0] in moved.told]
+            wrong = [line for line in str(error).splitlines() if moved.told.get(line.partition(":")[0])]
             if not wrong:
                 raise
             for line in wrong:
                 key, _, why = line.partition(": ")
-                moved.drop(moved.told.pop(key) or key, moved.keys.pop(key), why.partition(f" ({path}")[0])
+                name = moved.told.pop(key) or key
+                moved.drop(name, moved.keys.pop(key), why.partition(f" ({path}")[0], decides(key), (key,))
 
 
 def _name_first(value: Any) -> Any:
@@ -203,6 +290,7 @@ def _name_first(value: Any) -> Any:
 
 def _header(origin: Path, called: str, moved: Moved, talk: Talk) -> list[str]:
     lines = [f"From {origin.name} ({called}), by `lockstep init --from`.", *(f"Note: {note}." for note in talk.notes)]
-    if moved.left:
-        lines += ["", "No counterpart here:", *(f"  {name} ({why})" for name, why in moved.left)]
+    for title, understood in (("No counterpart here:", True), ("Not understood:", False)):
+        if gaps := [gap for gap in moved.gaps if gap.understood is understood]:
+            lines += ["", title, *(f"  {gap.name} ({gap.why})" for gap in gaps)]
     return [*lines, "", "All keys: `lockstep schema`. The tables: docs/coming-from.md."]

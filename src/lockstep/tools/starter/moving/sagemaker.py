@@ -8,7 +8,7 @@ estimator names: of its hyperparameters those that TrainingArguments has are rea
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from lockstep.config.errors import keys_of, secret
 from lockstep.config.run import Run, RunError
 from lockstep.launchers.cloud.aws import TAGS as CONTAINERS
 from lockstep.tools.starter.moving import trainer
+from lockstep.tools.starter.moving.script import Script
 from lockstep.tools.starter.moving.table import Moved, Row, Table, number
 
 CALLED = "an estimator of SageMaker"
@@ -143,10 +144,21 @@ class Unread:
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
+def read(script: Script) -> tuple[str, Callable[[Moved, int | None], None]] | None:
+    """None: it makes no estimator of sagemaker's. Errors: `RunError` for several."""
+    found = _arguments(script.tree, str(script.path))
+    if found is None:
+        return None
+    return f"{CALLED}, {len(found)} key(s)", lambda moved, processes: move(found, moved, processes)
+
+
 def arguments(text: str, where: str = "the file") -> dict[str, Any] | None:
     """The arguments of the one estimator that a Python file makes, by their names in `TABLE` (others by their own), and
     `inputs`, what it is fitted to; None: it makes none of sagemaker's. Errors: `RunError` for several."""
-    tree = ast.parse(text)
+    return _arguments(ast.parse(text), where)
+
+
+def _arguments(tree: ast.Module, where: str) -> dict[str, Any] | None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     ours = _imported(tree)
     made = [call for call in calls if ours.get(name := ast.unparse(call.func), name).rpartition(".")[2] in ESTIMATORS

@@ -1,12 +1,13 @@
 """A row for each key of another system, and what comes of a file of such keys.
 
 In: a table (their key -> `Row`) and the keys of a file. Out: `Moved`: keys of a run file, what their comments say, and
-what has no counterpart, with why. docs/coming-from.md shows the same tables; a test compares them.
+the gaps: what has no counterpart or is not understood, with why, and whether it decides what is trained.
+docs/coming-from.md shows the same tables; a test compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ from lockstep.config import plugins
 
 # Why there is no counterpart, where several systems have the key.
 CACHED = "tokens are cached by their content"
-QUANTISED = "the base of an adapter can be in 4 bits: model.quantization: nf4"
+EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), and not in 8"
+FILL_IN = "FILL-IN"  # where nothing says what the data, the model or a function is
 _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
 
 
@@ -27,9 +29,45 @@ class Row:
     values: Mapping[Any, Any] | None = None  # their value -> ours; others have no counterpart
     joined: bool = False  # taken together with others, by the source's own function
     default: Any = None  # theirs: of a key without a counterpart, nothing is said of it
+    decides: bool = False  # without a counterpart, and another model is trained without it
+    by: tuple[str, ...] = ()  # keys of a run file, one of which given by hand stands in for it
 
 
 Table = dict[str, Row]
+
+
+# Keys of a run file that decide nothing about the weights that a run ends with, or only at which bits.
+_OUTWARD = ("name", "output", "seed", "launch", "track", "hub", "profile", "strategy", "metrics", "evaluate", "mirror")
+_OUTWARD_KEYS: tuple[str, ...] = (
+    "checkpoint.every",
+    "checkpoint.keep",
+    "task.samples",
+    "task.bleu",
+    "task.rouge",
+    "task.beams",
+)
+_OUTWARD_KEYS += ("model.checkpoint_activations", "model.trust_remote_code", "model.compile", "data.workers")
+
+
+def decides(key: str) -> bool:
+    """Whether a key of a run file decides what is trained."""
+    if key == "evaluate.patience":
+        return True
+    return key.partition(".")[0] not in _OUTWARD and key not in _OUTWARD_KEYS
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something of the other system's that the run file does not have."""
+
+    name: str
+    why: str
+    decides: bool = False  # without it, another model would be trained
+    by: tuple[str, ...] = ()  # keys of a run file, one of which given by hand stands in for it
+    understood: bool = True  # False: it could not be read, so whether there is a counterpart is not known
+
+    def __str__(self) -> str:
+        return f"{'no counterpart' if self.understood else 'not understood'}: {self.name} ({self.why})"
 
 
 @dataclass
@@ -38,17 +76,37 @@ class Moved:
 
     keys: dict[str, Any] = field(default_factory=dict)  # dotted
     told: dict[str, str] = field(default_factory=dict)  # dotted key -> what its comment says
-    left: list[tuple[str, str]] = field(default_factory=list)  # what has no counterpart, and why
+    gaps: list[Gap] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was taken to be so
+    read: list[str] = field(default_factory=list)  # of a script: each line that was read, and what for
+    by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys that were given on the command line
+    at_end: list[Callable[[Moved], None]] = field(default_factory=list)  # once the data were looked at
 
     def set(self, key: str, value: Any, told: str) -> None:
         self.keys[key] = value
         self.told[key] = told
 
-    def drop(self, name: str, value: Any, why: str) -> None:
+    def drop(self, name: str, value: Any, why: str, decides: bool = False, by: tuple[str, ...] = ()) -> None:
         """Has no counterpart. `value`: None where the name says it all."""
         text = "" if value is None else f": {value}"
-        self.left.append((name + (text if len(text) <= 60 else f"{text[:57]}..."), why))
+        self._gap(Gap(name + (text if len(text) <= 60 else f"{text[:57]}..."), why, decides, by))
+
+    def unclear(self, name: str, why: str, decides: bool = True, by: tuple[str, ...] = ()) -> None:
+        """Not understood."""
+        self._gap(Gap(name, why, decides, by, understood=False))
+
+    def _gap(self, gap: Gap) -> None:
+        if gap not in self.gaps:
+            self.gaps.append(gap)
+
+    @property
+    def task(self) -> str | None:
+        """The task, as far as it is known: what was given by hand goes first."""
+        return self.by_hand.get("task.name") or self.keys.get("task.name")
+
+    def deciding(self) -> list[Gap]:
+        """The gaps without which another model would be trained, but for those that a key given by hand closes."""
+        return [gap for gap in self.gaps if gap.decides and not any(key in self.by_hand for key in gap.by)]
 
 
 def apply(table: Table, theirs: Mapping[str, Any], moved: Moved) -> None:
@@ -56,12 +114,12 @@ def apply(table: Table, theirs: Mapping[str, Any], moved: Moved) -> None:
     for name, value in theirs.items():
         row = table.get(name)
         if row is None:
-            moved.drop(name, value, "not a key that is known here")
+            moved.drop(name, value, "not a key that is known here", decides=not _is_off(value))
         elif row.joined:
             continue
         elif not row.here:
             if not _is_off(value) and value != row.default:
-                moved.drop(name, value, row.how)
+                moved.drop(name, value, row.how, row.decides, row.by)
         elif value is None:
             continue
         elif row.values is None:
@@ -71,7 +129,9 @@ def apply(table: Table, theirs: Mapping[str, Any], moved: Moved) -> None:
                 moved.set(row.here, ours, f"{name} {value}")
         elif not _is_off(value):
             wanted = ", ".join(dict.fromkeys(str(v) for v in row.values.values() if v is not None))
-            moved.drop(name, value, f"{row.here} is one of {wanted}; its default is taken")
+            moved.drop(
+                name, value, f"{row.here} is one of {wanted}; its default is taken", decides(row.here), (row.here,)
+            )
 
 
 def number(value: Any) -> float | None:
@@ -112,10 +172,14 @@ def batches(moved: Moved, each: int, accumulated: int, processes: int | None, na
         )
 
 
-def schedule(moved: Moved, theirs: Mapping[str, Any], steps: str, share: str) -> None:
-    """A warm-up in steps, or as a share of all."""
+def schedule(moved: Moved, theirs: Mapping[str, Any], steps: str, share: str, kind: Any = None) -> None:
+    """A warm-up in steps, or as a share of all. `kind`: the schedule's name at transformers, where `constant` has no
+    warm-up, whatever is asked for."""
     fraction, count = number(theirs.get(share)), number(theirs.get(steps))
-    if count and count >= 1:
+    if str(kind).rpartition(".")[2].lower() == "constant" and (count or fraction):
+        name, value = (steps, theirs[steps]) if count else (share, theirs[share])
+        moved.drop(name, value, "transformers' schedule constant has no warm-up, and leaves it out, too")
+    elif count and count >= 1:
         moved.set("optim.warmup_steps", int(count), f"{steps} {int(count)}")
     elif count or fraction:
         name, value = (steps, count) if count else (share, fraction)
@@ -143,14 +207,12 @@ SCHEDULES = {
     "cosine": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
-    "schedulertype.linear": "linear",
-    "schedulertype.cosine": "cosine",
-    "schedulertype.constant": "constant",
     "inverse_sqrt": "inverse_sqrt",
     "polynomial": "polynomial",
     "cosine_with_min_lr": "cosine",
     "warmup_stable_decay": "wsd",
 }
+SCHEDULES |= {f"schedulertype.{name}": ours for name, ours in SCHEDULES.items()}
 _ENDS = {"min_lr_rate": "minimum", "min_lr_ratio": "minimum", "num_decay_steps": "decay_steps", "power": "power"}
 
 
@@ -182,9 +244,25 @@ OPTIMIZERS = {
     "adamw_torch_8bit": "adamw_8bit",
     "paged_adamw_8bit": "adamw_8bit",
     "muon": "muon",
-    "optimizernames.adamw_torch": "adamw",
-    "optimizernames.adamw_torch_fused": "adamw",
+    "adafactor": "adafactor",
+    "adamw_apex_fused": "adamw",
+    "paged_adamw": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "paged_lion_32bit": "lion",
 }
+OPTIMIZERS |= {f"optimizernames.{name}": ours for name, ours in OPTIMIZERS.items()}
+ADAFACTOR = (
+    "Trainer's takes the rate as it is; here, as in torch's, a step is that share of the size of the weights: give "
+    "optim.learning_rate, such as 1e-2"
+)
+
+
+def optimizer(moved: Moved, name: str, value: Any) -> None:
+    """What an optimizer of the same name does otherwise."""
+    if str(value).rpartition(".")[2].lower() == "adafactor":
+        moved.drop(f"{name}: the rate of adafactor", None, ADAFACTOR, True, ("optim.learning_rate",))
+
+
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
@@ -198,6 +276,17 @@ def trackers(moved: Moved, name: str, value: Any) -> None:
             moved.drop(name, each, f"trackers here are {', '.join(TRACKERS)}, or a class of your own")
     if "all" in asked:
         moved.drop(name, "all", f"name them: track.to=[...] of {', '.join(TRACKERS)}")
+
+
+def quantized(moved: Moved, kind: Any, nested: Any, told: str) -> None:
+    """An adapter's base in 4 bits: nf4 or fp4."""
+    kind = str(kind).lower()
+    if kind not in ("nf4", "fp4"):
+        moved.drop(told, kind, "model.quantization is nf4 or fp4", True, ("model.quantization",))
+        return
+    moved.set("model.quantization", kind, told)
+    if nested:
+        moved.notes.append("the scales of the 4-bit weights are in float32: they are not quantised a second time")
 
 
 def lora(moved: Moved, entries: Mapping[str, Any], told: str) -> None:

@@ -19,6 +19,7 @@ from lockstep.tools.starter.moving.table import (
     batches,
     length,
     number,
+    optimizer,
     schedule,
     schedule_ends,
     trackers,
@@ -56,13 +57,17 @@ TABLE: Table = {
     "lr_scheduler_kwargs": Row("optim", "minimum, power, decay_steps, decay_shape", joined=True),
     "warmup_steps": Row("optim.warmup_steps", "below 1: optim.warmup_fraction", joined=True),
     "warmup_ratio": Row("optim.warmup_fraction", joined=True),
-    "optim": Row("optim.name", "AdamW (also in 8 bits), SGD, Lion, Muon, schedule-free AdamW", values=OPTIMIZERS),
+    "optim": Row(
+        "optim.name", "AdamW (also in 8 bits), SGD, Lion, Muon, schedule-free AdamW, Adafactor", values=OPTIMIZERS
+    ),
     "weight_decay": Row("optim.weight_decay"),
     "adam_beta1": Row("optim.betas", "with adam_beta2", joined=True),
     "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
     "adam_epsilon": Row("optim.eps"),
     "max_grad_norm": Row("optim.clip"),
-    "label_smoothing_factor": Row("task.label_smoothing", "of classification and translation", joined=True),
+    "label_smoothing_factor": Row(
+        "task.label_smoothing", "of classification, translation and summarization", joined=True
+    ),
     "bf16": Row("precision", "bf16", values={True: "bf16", "true": "bf16"}),
     "fp16": Row("precision", "fp16", values={True: "fp16", "true": "fp16"}),
     "train_sampling_strategy": Row("data.group_by_length", "group_by_length: 50 steps together", joined=True),
@@ -105,7 +110,7 @@ TABLE: Table = {
     "block_size": Row("task.block_size"),
     "max_train_samples": Row("data.limit"),
     "source_prefix": Row("task.prefix"),
-    "predict_with_generate": Row("task.bleu", "of translation", joined=True),
+    "predict_with_generate": Row("task.bleu", "of translation; of summarization: task.rouge", joined=True),
     "generation_num_beams": Row("task.beams"),
     "text_column_name": Row("task.text"),
     "label_column_name": Row("task.label"),
@@ -144,7 +149,15 @@ _THEIRS: dict[str, Any] = {
     "do_eval": True,
     "do_predict": True,
 }
-TABLE |= {name: Row("", why, default=_THEIRS.get(name)) for name, why in NOWHERE.items()}
+# Of these, what decides what is trained.
+_DECIDING = {"neftune_noise_alpha", "optim_args", "optim_target_modules", "config_name", "label_names"}
+TABLE |= {name: Row("", why, default=_THEIRS.get(name), decides=name in _DECIDING) for name, why in NOWHERE.items()}
+# Fields of older releases that decide nothing.
+_OLDER = "half_precision_backend fp16_backend fp16_opt_level use_mps_device use_ipex jit_mode_eval tpu_num_cores "
+_OLDER += "tpu_metrics_debug include_tokens_per_second include_inputs_for_metrics push_to_hub_model_id mp_parameters "
+_OLDER += "push_to_hub_organization push_to_hub_token ray_scope dispatch_batches split_batches fsdp_min_num_params "
+_OLDER += "fsdp_transformer_layer_cls_to_wrap torchdynamo xpu_backend past_index"
+TABLE |= {name: Row("", "of older releases of transformers") for name in _OLDER.split() if name not in TABLE}
 # What TrainingArguments takes where nothing is said, and lockstep otherwise.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -153,6 +166,7 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "seed": 42,
 }
+_SMOOTHED = ("classification", "translation", "summarization")  # tasks whose label_smoothing is Trainer's
 _GROUPED = 50  # steps whose examples are sorted together, as Trainer does
 
 
@@ -171,7 +185,8 @@ def move(theirs: Mapping[str, Any], moved: Moved, processes: int | None, table: 
         ("per_device_train_batch_size", "gradient_accumulation_steps"),
     )
     length(moved, full["num_train_epochs"], full.get("max_steps"), ("num_train_epochs", "max_steps"))
-    schedule(moved, full, "warmup_steps", "warmup_ratio")
+    schedule(moved, full, "warmup_steps", "warmup_ratio", full.get("lr_scheduler_type"))
+    optimizer(moved, "optim", full.get("optim"))
     kind, ends = str(full.get("lr_scheduler_type", "linear")).lower(), full.get("lr_scheduler_kwargs") or {}
     if isinstance(ends, Mapping):
         schedule_ends(moved, kind, ends, number(full.get("learning_rate")) or 5e-5, "lr_scheduler_kwargs")
@@ -240,14 +255,14 @@ def _engine(full: Mapping[str, Any], moved: Moved) -> None:
     if (size := full.get("ddp_bucket_cap_mb")) is not None:
         moved.set("strategy.options", {"bucket_cap_mb": size}, "ddp_bucket_cap_mb")
     if smoothing := number(full.get("label_smoothing_factor")):
-        if moved.keys.get("task.name") in ("classification", "translation"):
+        if moved.task in (None, *_SMOOTHED):
             moved.set("task.label_smoothing", smoothing, "label_smoothing_factor")
         else:
-            moved.drop(
-                "label_smoothing_factor", smoothing, "classification and translation have it: task.label_smoothing"
-            )
-    if "predict_with_generate" in full and moved.keys.get("task.name") == "translation":
-        moved.set("task.bleu", bool(full["predict_with_generate"]), "predict_with_generate")
+            why = f"{', '.join(_SMOOTHED)} have it: task.label_smoothing; {moved.task} has not"
+            moved.drop("label_smoothing_factor", smoothing, why, True)
+    if "predict_with_generate" in full and moved.task in ("translation", "summarization"):
+        key = "task.bleu" if moved.task == "translation" else "task.rouge"
+        moved.set(key, bool(full["predict_with_generate"]), "predict_with_generate")
 
 
 def _word(value: Any) -> str:
