@@ -116,7 +116,11 @@ def _kept(tokenizer: Any, source: str) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         save(tokenizer, whole := Path(folder) / "whole")
         made_with(_content(whole))
-        return kept(folder_of("tokenizers") / key, lambda aside: shutil.copytree(whole, aside))
+
+        def make(aside: Path) -> None:
+            shutil.copytree(whole, aside)
+
+        return kept(folder_of("tokenizers") / key, make)
 
 
 # What changes tokens, and is no part of a fast tokenizer's own state.

@@ -116,9 +116,9 @@ class Task(ABC):
         """What may make the result another one: in the user's own code by the number of processes, as far as was found;
         a tokenizer that is not trained alike twice."""
         drawn = [
-            "tokenizer.train: unigram is not trained alike twice (ties are broken at random): with another cache, or on "
-            "another machine, tokens and weights are others. For the same ones give tokenizer.source the export of this "
-            "run"
+            "tokenizer.train: unigram is not trained alike twice (ties are broken at random): with another cache, or "
+            "on another machine, tokens and weights are others. For the same ones give tokenizer.source the export of "
+            "this run"
         ]
         return [*self.prepared.facts.get("doubts", []), *drawn * (self.run.tokenizer.train == "unigram")]
 

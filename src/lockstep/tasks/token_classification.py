@@ -100,8 +100,8 @@ class TokenClassification(PerToken):
                 )
         facts: dict[str, Any] = {"source": data.name, "labels": names}
         if rows is None and labels.alike(dict.fromkeys(names, 0)):
-            parts = scan.lists(splits["train"], "tags")
-            facts |= labels.alike(Counter(tag for _, part in parts for tags in part for tag in tags))
+            scanned = scan.lists(splits["train"], "tags")
+            facts |= labels.alike(Counter(tag for _, part in scanned for tags in part for tag in tags))
         if rows is not None:
             key = digest("token classification", VERSION, folder.name, run.data.max_length, names)
             index = rows.index(cls.example_maker(run, str(folder), facts), key)
