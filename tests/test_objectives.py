@@ -1,6 +1,7 @@
 """What `classification` learns: its losses beside torch's own on the whole step, whatever a step is cut into; its
 metrics beside scikit-learn's; its options and weights."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +193,55 @@ def test_metrics_of_numbers_are_the_field_s() -> None:
     assert found["spearman"] == pytest.approx(np.mean([stats.spearmanr(y[:, i], p[:, i]).statistic for i in range(4)]))
     assert found["pearson"] == pytest.approx(np.mean([stats.pearsonr(y[:, i], p[:, i]).statistic for i in range(4)]))
     assert np.array(tables["scatter"]["true"]).T.tolist() == y.tolist()
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("seed", range(40))
+def test_metrics_of_few_examples_are_the_field_s(seed: int) -> None:
+    """One example, one label, equal outputs: NaN where theirs is not defined, and never another number."""
+    theirs, stats = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
+    random = np.random.default_rng(seed)
+    count, labels = int(random.integers(1, 7)), 2 + seed % 2
+    logits = torch.tensor(random.normal(size=(count, labels)).round(seed % 3), dtype=torch.float32)
+    logits = logits[:1].expand(count, -1).contiguous() if seed % 5 == 0 else logits
+    one = random.integers(0, labels, count) if seed % 3 else np.full(count, labels - 1)
+    several = (random.random((count, labels)) < [0.0, 0.3, 1.0][seed % 3]).astype(np.int64)
+    number = random.normal(size=count) if seed % 3 else np.full(count, 0.1)
+
+    def defined(made: Callable[[], float]) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return float(made())
+            except ValueError:  # scikit-learn's, or scipy's
+                return float("nan")
+
+    def scored(objective: Objective, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        return objective.metrics(objective.score(outputs, targets), None)
+
+    names, p = NAMES[:labels], logits.double().softmax(-1).numpy()
+    found = scored(made(names, [1] * labels), logits, torch.tensor(one))
+    wanted = {"macro_f1": theirs.f1_score(one, p.argmax(-1), average="macro")}
+    if labels == 2:
+        wanted["roc_auc"] = defined(lambda: theirs.roc_auc_score(one, p[:, 1]))
+    assert {key: found[key] for key in wanted} == pytest.approx(wanted, abs=1e-9, nan_ok=True)
+    found = scored(made(names, [1] * labels, multi_label=True), logits, torch.tensor(several))
+    q = logits.double().sigmoid().numpy()
+    some = [n for n in range(labels) if several[:, n].any()]
+    told = {"macro_f1": theirs.f1_score(several, q >= found["threshold"], average="macro", zero_division=0)}
+    told["average_precision"] = (
+        np.mean([theirs.average_precision_score(several[:, n], q[:, n]) for n in some]) if some else np.nan
+    )
+    assert {key: found[key] for key in told} == pytest.approx(told, abs=1e-9, nan_ok=True)
+    outputs, x = logits[:, :1], logits[:, 0].double().numpy()
+    targets = torch.tensor(np.stack([np.zeros(count), number], 1))
+    found = scored(made(["x"], [], regression=True), outputs, targets)
+    wanted = {
+        "pearson": defined(lambda: stats.pearsonr(number, x).statistic),
+        "spearman": defined(lambda: stats.spearmanr(number, x).statistic),
+        "r2": np.nan if np.ptp(number) == 0 else defined(lambda: theirs.r2_score(number, x)),
+    }
+    assert {key: found[key] for key in wanted} == pytest.approx(wanted, abs=1e-9, nan_ok=True)
 
 
 def test_a_threshold_decides_between_two_labels() -> None:

@@ -66,7 +66,9 @@ def runs_of(folder: Path, *keys: str) -> dict[str, Run]:
     for split in ("train", "validation"):
         if not (folder / "more" / f"{split}.jsonl").exists():
             write(folder / "more" / f"{split}.jsonl", [row(draw) for _ in range(30)])
-    found = {kind: make(folder, kind, *SMALL, *keys) for kind in ("preference", "reward", "masked", "questions")}
+    found = {
+        kind: make(folder, kind, *SMALL, *keys) for kind in ("preference", "reward", "masked", "questions", "documents")
+    }
     found["without a reference"] = make(folder, "preference", *SMALL, *keys, "task.loss=simpo")
     found["pairs"] = make(folder, "pairs", *SMALL, *keys)
     for kind, values in MORE.items():

@@ -310,9 +310,7 @@ class Embedding(Task):
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """Recall by how many texts are looked at; or the mean cosine of pairs by their score."""
-        gathered = _gathered(sums)
-        if not all(np.isfinite(values).all() for values in gathered.values()):
-            return {}
+        gathered = {} if np.isnan(float(sums["loss"])) else _gathered(sums)
         if "anchors" in gathered:
             query, at = retrieval.ranks_of(gathered)
             within = [k for k in retrieval.CURVE if k <= len(np.unique(gathered["texts"]))]
