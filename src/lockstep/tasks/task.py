@@ -116,9 +116,9 @@ class Task(ABC):
         """What may make the result another one: in the user's own code by the number of processes, as far as was found;
         a tokenizer that is not trained alike twice."""
         drawn = [
-            "tokenizer.train: unigram is not trained alike twice (ties are broken at random): with another cache, or on "
-            "another machine, tokens and weights are others. For the same ones give tokenizer.source the export of this "
-            "run"
+            "tokenizer.train: unigram is not trained alike twice (ties are broken at random): with another cache, or "
+            "on another machine, tokens and weights are others. For the same ones give tokenizer.source the export of "
+            "this run"
         ]
         return [*self.prepared.facts.get("doubts", []), *drawn * (self.run.tokenizer.train == "unigram")]
 
@@ -192,6 +192,10 @@ class Task(ABC):
         """How many of a micro-batch's targets count, as `count_targets` does of its examples, with their weights: a
         scalar. `lockstep verify` asks whether all went through the model."""
         return (targets >= 0).sum()
+
+    def asked_in(self, sample: Mapping[str, str]) -> str:
+        """What the model was asked in one of `samples`, as `lockstep predict` takes it; empty: nothing that it does."""
+        return next(iter(sample.values()), "")
 
     @property
     def asks_first(self) -> int:
