@@ -138,6 +138,12 @@ def _content(folder: Path) -> str:
     return digest([(str(f.relative_to(folder)), hashlib.sha256(f.read_bytes()).hexdigest()) for f in files])
 
 
+def written_by(usage: str, talks: bool, most: int) -> str:
+    """Lines of Python that ask a model a text, for one that writes `most` tokens and may be asked in conversations."""
+    asked = '[{"role": "user", "content": "some text"}]' if talks else '"some text"'
+    return usage.replace('"some text"', f"{asked}, max_new_tokens={most}")
+
+
 def template_of(tokenizer: Any, given: str | None) -> list[Any]:
     """What stands for the chat template in the key of what it has written: nothing where the run file gives one, for
     then that is in the key by itself."""

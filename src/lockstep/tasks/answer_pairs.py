@@ -178,7 +178,8 @@ class AnswerPairs(Task):
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models
 
-        models.save(self.model(), weights, self.tokenizer, folder, self.run)
+        template = self.Options.model_validate(self.run.task.options).chat_template
+        models.save(self.model(), weights, self.tokenizer, folder, self.run, template)
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------

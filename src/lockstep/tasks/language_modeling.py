@@ -241,6 +241,15 @@ class LanguageModeling(PerToken):
         ]
         return [{"prompt": start, "written": text} for start, text in texts]
 
+    def asked_in(self, sample: Mapping[str, str]) -> str:
+        """Of a conversation nothing: the sample has what the chat template has made of it."""
+        return "" if self.options.messages is not None else super().asked_in(sample)
+
+    @property
+    def usage(self) -> str:
+        most = max(1, min(self.options.sample_tokens, self.options.block_size // 2))
+        return tokenizer.written_by(super().usage, self.options.messages is not None, most)
+
     def _beginning(self, columns: Columns, row: int) -> list[int]:
         """What comes before an example's first target, or its first quarter."""
         ids = columns.ragged("input_ids").row(row).tolist()
@@ -297,7 +306,7 @@ class LanguageModeling(PerToken):
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models
 
-        models.save(self.model(), weights, self.tokenizer, folder, self.run)
+        models.save(self.model(), weights, self.tokenizer, folder, self.run, self.options.chat_template)
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------

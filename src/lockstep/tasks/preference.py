@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lockstep.config.run import Run
+from lockstep.data import tokenizer
 from lockstep.data.tokens import Columns
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
 
@@ -85,6 +86,11 @@ class Preference(AnswerPairs):
         from lockstep.tasks.models import models
 
         return models.build(self.run, "causal", self.tokenizer, empty, use_cache=False)
+
+    @property
+    def usage(self) -> str:
+        most = max(1, min(self.options.sample_tokens, self.run.data.max_length // 2))
+        return tokenizer.written_by(super().usage, self.options.conversations, most)
 
     @property
     def asks_first(self) -> int:

@@ -193,6 +193,10 @@ class Task(ABC):
         scalar. `lockstep verify` asks whether all went through the model."""
         return (targets >= 0).sum()
 
+    def asked_in(self, sample: Mapping[str, str]) -> str:
+        """What the model was asked in one of `samples`, as `lockstep predict` takes it; empty: nothing that it does."""
+        return next(iter(sample.values()), "")
+
     @property
     def asks_first(self) -> int:
         """How many numbers of each example the model is asked for before it is trained; `first` gives them."""

@@ -244,6 +244,13 @@ class Translation(Task):
             {"source": a.strip(), "written": w, "reference": r} for a, w, r in zip(asked, written, wanted, strict=True)
         ]
 
+    def asked_in(self, sample: Mapping[str, str]) -> str:
+        """Without the prefix, as the tokenizer writes it: `predict` puts it there."""
+        text, prefix = super().asked_in(sample), self.options.prefix
+        ids = self.tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
+        prefixes = (prefix.strip(), self.tokenizer.decode(ids, skip_special_tokens=True).strip())
+        return next((text.removeprefix(each) for each in prefixes if text.startswith(each)), text).strip()
+
     @property
     def usage(self) -> str:
         """transformers has no pipeline for translation any more."""

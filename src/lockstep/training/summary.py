@@ -125,7 +125,7 @@ def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
         return shlex.join(["lockstep", "evaluate", output])
     if len(task.asked(task.run)) > 1:
         return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
-    text = next(iter(samples[0].values()), "") if samples else ""
+    text = task.asked_in(samples[0]) if samples else ""
     return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or "some text"])
 
 

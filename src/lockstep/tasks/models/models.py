@@ -337,9 +337,17 @@ def seeds_from_torch(model: nn.Module) -> None:
                 setattr(layer, f"_init_{name}", partial(draw, layer, name))
 
 
-def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder: Path, run: Run | None = None) -> None:
+def save(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    tokenizer: Any,
+    folder: Path,
+    run: Run | None = None,
+    template: str | None = None,
+) -> None:
     """Write config, weights and tokenizer so that transformers' `from_pretrained` loads them; of a `run` with an
-    adapter, as it says there."""
+    adapter, as it says there. `template`: the chat template that the model was trained by, in place of the
+    tokenizer's."""
     plain = {name: tensor.cpu() for name, tensor in weights.items()}
     model.load_state_dict(plain)
     for part in texts(model.config):
@@ -349,6 +357,9 @@ def save(model: nn.Module, weights: Mapping[str, Tensor], tokenizer: Any, folder
         adapters.save(run, model, folder, str(load_config(run).dtype).removeprefix("torch."))
     else:
         model.save_pretrained(folder)  # type: ignore[operator]
+    if template is not None:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = template
     tokenizers.save(tokenizer, folder)
 
 
