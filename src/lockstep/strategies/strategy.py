@@ -274,7 +274,7 @@ class Strategy(ABC):
         losses, found = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
         self.sources.agree(found.pop(), losses, self.sum_of_step)
         if found.pop():
-            self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
+            self.effects = self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
         if not any(found):
             raise RunError(
                 "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "

@@ -157,7 +157,7 @@ class Writes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, str] = {}  # storage -> name
-        self.tensors: dict[str, _Known] = {}  # by name
+        self.known: dict[int, _Known] = {}  # by the tensor's id
         self.before: dict[str, tuple[Tensor, Tensor]] = {}  # name -> its memory, and a copy of what was there
         self.moved: set[str] = set()
         self.replaced: set[str] = set()
@@ -165,11 +165,18 @@ class Writes(TorchDispatchMode):
         self.hooked: set[str] = set()
 
     def know(self, module: nn.Module, path: str) -> None:
-        """Watch the memory of a module's own tensors."""
+        """Watch the memory of a module's own tensors. An engine may show others after a while."""
         for last, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or id(tensor) in self.known:
+                continue
             name = f"{path}.{last}".lstrip(".")
-            if tensor is not None and self.names.setdefault(_storage(tensor), name) == name:
-                self.tensors.setdefault(name, _Known(module, last, tensor))
+            self.names.setdefault(_storage(tensor), name)
+            known = self.known[id(tensor)] = _Known(name, module, last, tensor)
+            if known.plain_parameter and any(each.plain_parameter for each in self.of(name) if each is not known):
+                self.replaced.add(name)
+
+    def of(self, name: str) -> list[_Known]:
+        return [each for each in self.known.values() if each.name == name]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -191,29 +198,32 @@ class Writes(TorchDispatchMode):
 
     def look(self) -> None:
         """What became of the tensors since they became known."""
-        for name, known in self.tensors.items():
+        for known in self.known.values():
             now, own = known.module._parameters.get(known.last, known.tensor), known.tensor
-            self.moved |= {name} if _storage(own) != _storage(known.memory) else set()
-            self.switched |= {name} if own.requires_grad != known.trained else set()
-            self.hooked |= {name} if set(own._backward_hooks or ()) - known.hooks else set()
-            self.replaced |= {name} if now is not own and not isinstance(now, DTensor) else set()  # that is FSDP's
+            self.moved |= {known.name} if _storage(own) != _storage(known.memory) else set()
+            self.switched |= {known.name} if own.requires_grad != known.trained else set()
+            self.hooked |= {known.name} if set(own._backward_hooks or ()) - known.hooks else set()
+            if id(now) not in self.known and not isinstance(now, DTensor):
+                self.replaced.add(known.name)
 
     def restore(self) -> None:
         """Put back what was there."""
         for memory, copy in self.before.values():
             if memory.untyped_storage().nbytes() == copy.untyped_storage().nbytes():  # FSDP frees what it has gathered
                 memory.copy_(copy)
-        for name in self.moved:
-            if not isinstance(own := self.tensors[name].tensor, DTensor):
-                own.data = self.tensors[name].memory
+        for known in self.known.values():
+            if known.name in self.moved and not isinstance(known.tensor, DTensor):
+                known.tensor.data = known.memory
 
 
 class _Known:
     """A tensor of a module, and how it was."""
 
-    def __init__(self, module: nn.Module, last: str, tensor: Tensor) -> None:
-        self.module, self.last, self.tensor, self.memory = module, last, tensor, tensor.detach()
+    def __init__(self, name: str, module: nn.Module, last: str, tensor: Tensor) -> None:
+        self.name, self.module, self.last = name, module, last
+        self.tensor, self.memory = tensor, tensor.detach()
         self.trained, self.hooks = tensor.requires_grad, set(tensor._backward_hooks or ())
+        self.plain_parameter = isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -234,12 +244,12 @@ def watching(model: nn.Module) -> Iterator[Writes]:
     when it is called: they are looked for then."""
     writes, paths = Writes(), {module: name for name, module in model.named_modules()}
 
-    def know(module: nn.Module, _: Any) -> None:
-        writes.know(module, paths[module])
+    def know(module: nn.Module, *_: Any) -> None:
+        for part in module.modules():
+            writes.know(part, paths[part])
 
     def begin(*_: Any) -> None:
-        for module, path in paths.items():
-            writes.know(module, path)
+        know(model)
         writes.__enter__()
 
     def end(*_: Any) -> None:
