@@ -41,6 +41,7 @@ from lockstep.strategies.exact.side_effects import SideEffects, first_few, refus
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.treatment import Treated, make_model
 from lockstep.strategies.fsdp2_step import FSDP2Step
+from lockstep.strategies.native import first_inputs
 from lockstep.strategies.strategy import DataParallel, Strategy, summing
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
@@ -282,12 +283,11 @@ class FSDP2(Shared):
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
-        def call() -> None:
-            with torch.no_grad():  # no backward comes that would let go of what is gathered
-                first()
+        def call() -> None:  # the same examples on every rank, and no backward that would let go of what is gathered
+            with torch.no_grad(), self.autocast():
+                self.model(**first_inputs(self.task, self.world.device))
             reshard(self.model)
 
-        first = super().forwards(batch)[0]
         return [call]
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
