@@ -32,12 +32,12 @@ from lockstep.strategies.engines.fsdp import (
     sums_in_float32,
 )
 from lockstep.strategies.engines.fsdp_gate import gate
+from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.engines.tree_scatter import TreeScatter
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import ReductionTree, most_held, share
 from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.exact.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.treatment import Treated, make_model
 from lockstep.strategies.fsdp2_step import FSDP2Step
