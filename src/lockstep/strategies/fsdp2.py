@@ -32,15 +32,16 @@ from lockstep.strategies.engines.fsdp import (
     sums_in_float32,
 )
 from lockstep.strategies.engines.fsdp_gate import gate
+from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.engines.tree_scatter import TreeScatter
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import ReductionTree, most_held, share
 from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.exact.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.treatment import Treated, make_model
 from lockstep.strategies.fsdp2_step import FSDP2Step
+from lockstep.strategies.native import first_inputs
 from lockstep.strategies.strategy import DataParallel, Strategy, summing
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
@@ -282,12 +283,11 @@ class FSDP2(Shared):
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
-        def call() -> None:
-            with torch.no_grad():  # no backward comes that would let go of what is gathered
-                first()
+        def call() -> None:  # the same examples on every rank, and no backward that would let go of what is gathered
+            with torch.no_grad(), self.autocast():
+                self.model(**first_inputs(self.task, self.world.device))
             reshard(self.model)
 
-        first = super().forwards(batch)[0]
         return [call]
 
     def take_effects(self, effects: SideEffects) -> SideEffects:

@@ -21,13 +21,13 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import fsdp_config
 from lockstep.strategies.engines.fsdp import roomy
+from lockstep.strategies.engines.side_effects import SideEffects, first_few
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.messages import Gather, Travelling
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets, layout_of
 from lockstep.strategies.exact.routes import links
 from lockstep.strategies.exact.row_slots import RowSlots
 from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.exact.side_effects import SideEffects, first_few
 from lockstep.strategies.exact.sparse_rows import rows_between
 from lockstep.strategies.exact.treatment import make_model
 from lockstep.strategies.native import Native

@@ -19,8 +19,8 @@ from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
-from lockstep.strategies.engines import blocks, layers
-from lockstep.strategies.exact import held_state, masters, optim, side_effects
+from lockstep.strategies.engines import blocks, layers, writes
+from lockstep.strategies.exact import held_state, masters, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, most_held
 from lockstep.strategies.exact.source_sums import SourceSums
@@ -223,7 +223,7 @@ class Native(Strategy):
     def as_trained(self) -> AbstractContextManager[Any]:
         """In here a model that changes its weights for evaluation, which rwkv divides by powers of two, may do so."""
         names = self.effects.evaluated
-        return side_effects.preserved(self.model, names) if names else nullcontext()
+        return writes.preserved(self.model, names) if names else nullcontext()
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -36,12 +36,12 @@ from lockstep.strategies.engines.pipelining import (
     run_schedule,
     skip_negotiation,
 )
+from lockstep.strategies.engines.side_effects import refuse_own_tensors
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
 from lockstep.strategies.exact.routes import links
 from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.exact.side_effects import refuse_own_tensors
 from lockstep.strategies.exact.treatment import make_model
 from lockstep.strategies.strategy import DataParallel, summing
 from lockstep.tasks.models import models

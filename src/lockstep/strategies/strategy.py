@@ -27,14 +27,16 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Given, Saved, gather
 from lockstep.distributed.transfers import ToHost
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import averaging, held_state, masters, optim, side_effects
+from lockstep.strategies.engines import side_effects
+from lockstep.strategies.engines.side_effects import SideEffects
+from lockstep.strategies.engines.writes import preserved
+from lockstep.strategies.exact import averaging, held_state, masters, optim
 from lockstep.strategies.exact.data_parallel import DataParallel as DataParallel
 from lockstep.strategies.exact.data_parallel import summing as summing
 from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.gradient import NotFinite as NotFinite
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
-from lockstep.strategies.exact.side_effects import SideEffects
 from lockstep.strategies.exact.source_sums import SourceSums
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.optimizers import optimizer as optimizers
@@ -274,7 +276,7 @@ class Strategy(ABC):
         losses, found = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
         self.sources.agree(found.pop(), losses, self.sum_of_step)
         if found.pop():
-            self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
+            self.effects = self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
         if not any(found):
             raise RunError(
                 "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
@@ -302,7 +304,7 @@ class Strategy(ABC):
         names = () if self.statistics is None else self.statistics.names
         self.effects = self.take_effects(side_effects.effects_of(self.model, self.forwards(batch), names))
         scaling = self.scaling.aside() if self.scaling else nullcontext()
-        with side_effects.preserved(self.model, self.effects.written) as changed, scaling:
+        with preserved(self.model, self.effects.written) as changed, scaling:
             self.train_step(batch, 0.0)  # at this rate weights stay what they are
             self.settle()
             then()

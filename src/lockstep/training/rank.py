@@ -43,7 +43,7 @@ from lockstep.distributed.stops import end_by_signal
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import side_effects
+from lockstep.strategies.engines import side_effects
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.best import Best

@@ -97,6 +97,40 @@ def _names(slots: Any) -> Sequence[str]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+class OtherLayers(RuntimeError):
+    """This rank alone has seen that it would run other layers than the others."""
+
+
+def same_order(model: nn.Module) -> None:
+    """Have a sharded model of the user's end with `OtherLayers` before it gathers a block that is not the next one of
+    its first forward in training: ranks that gather different blocks at the same moment crash."""
+    blocks = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    orders: list[list[nn.Module]] = []  # of the first forward, and of the one that is under way
+    under_way = [False]
+
+    def begin(*_: Any) -> None:
+        under_way[0] = model.training  # not while activations are computed again
+        if model.training:
+            orders[1:] = []
+            orders.append([])
+
+    def enter(block: nn.Module, *_: Any) -> None:
+        if under_way[0]:
+            orders[-1].append(block)
+            if orders[-1] != orders[0][: len(orders[-1])]:
+                raise OtherLayers(OTHER_LAYERS)
+
+    def end(*_: Any) -> None:
+        if under_way[0] and orders[-1] != orders[0]:
+            raise OtherLayers(OTHER_LAYERS)
+        under_way[0] = False
+
+    for block in blocks:
+        block.register_forward_pre_hook(enter, prepend=True)
+    model.register_forward_pre_hook(begin, prepend=True)
+    model.register_forward_hook(end)
+
+
 class Uses:
     """Counts the micro-batches that gave each parameter a gradient, and gives zero to those that got none: all ranks
     reduce the same parameters of a block, whatever their micro-batches used."""
@@ -107,6 +141,8 @@ class Uses:
         self._groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in _groups_of(m)]
         for place, group in enumerate(self._groups):
             group.post_backward = self._before(place, group, group.post_backward)
+        if hasattr(model, "lockstep_called_once") and torch.distributed.get_world_size() > 1:
+            same_order(model)
         self.clear()
 
     def clear(self) -> None:

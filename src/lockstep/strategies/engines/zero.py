@@ -20,10 +20,10 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
+from lockstep.strategies.engines.side_effects import refuse_own_tensors
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.exact.side_effects import refuse_own_tensors
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.treatment import make_model
 from lockstep.tasks.task import Task

@@ -17,7 +17,8 @@ from torch import nn
 
 from lockstep.config.optim import OptimSection
 from lockstep.config.run import Run, RunError
-from lockstep.strategies.exact import side_effects
+from lockstep.strategies.engines.side_effects import first_few
+from lockstep.strategies.engines.writes import hooks
 from lockstep.strategies.optimizers.optimizer import Weight, rule
 from lockstep.tasks.task import Task
 
@@ -136,9 +137,9 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != wanted:
             raise RunError(f"model(): {name} is {parameter.dtype}; weights that are trained must be {wanted}")
-    if names := side_effects.hooks(model, after=True):
+    if names := hooks(model, after=True):
         raise RunError(
-            f"model(): {side_effects.first_few(names)} has a hook for after its gradient was added up "
+            f"model(): {first_few(names)} has a hook for after its gradient was added up "
             "(register_post_accumulate_grad_hook): it would see the sum of several micro-batches. Use register_hook"
         )
     for tensor in [*model.parameters(), *model.buffers()]:

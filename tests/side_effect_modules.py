@@ -1,0 +1,164 @@
+"""Modules whose forward changes something by itself, for the task `module`; `Plain` does not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+
+def data() -> TensorDataset:
+    inputs = torch.randint(0, 40, (96, 5), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, torch.stack([inputs.float().mean(-1) / 40, (inputs[:, 0] % 3).float()], -1))
+
+
+loss = F.mse_loss
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 8)
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.second(F.gelu(self.first(self.words(x).mean(1))))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class FrozenRows(Plain):
+    """A hook on a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.weight.register_hook(lambda g: g * (torch.arange(40, device=g.device) >= 10)[:, None])
+
+
+class LateHook(Plain):
+    """The same, put on in the first forward."""
+
+    hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.second.weight.register_hook(lambda g: g * 0.5)
+            self.hooked = True
+        return self.body(x)
+
+
+class HookAfter(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))  # type: ignore[union-attr]
+
+
+class Clamped(Plain):
+    """A limit on weights that the first ones do not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.weight.data.clamp_(-0.26, 0.26)
+        return self.body(x)
+
+
+class ClampedElsewhere(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.weight.data = self.second.weight.data.clamp(-0.26, 0.26)
+        return self.body(x)
+
+
+class Renormed(Plain):
+    """A limit on the rows that a batch looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 8, max_norm=1.0)
+
+
+class Decayed(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.second.weight.mul_(0.999)
+        return self.body(x)
+
+
+class Replaced(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.weight = nn.Parameter(self.second.weight.detach().clone())
+        return self.body(x)
+
+
+class Teacher(Plain):
+    """A moving average of weights, which equals them until they learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 16).requires_grad_(False)
+        self.teacher.load_state_dict(self.first.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            for teacher, student in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
+                teacher.data.lerp_(student.data, 0.1)
+        return self.body(x) + self.teacher(self.words(x).mean(1)).mean()
+
+
+class TeacherBuffer(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("teacher", self.first.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.teacher.lerp_(self.first.weight.detach(), 0.1)
+        return self.body(x) + (self.words(x).mean(1) @ self.teacher.T).mean()
+
+
+class Count(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += self.training
+        return self.body(x)
+
+
+class Switched(Plain):
+    """What is trained depends on a count of calls: from the first one, or after a while."""
+
+    calls, trained = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        self.second.weight.requires_grad_(self.calls <= self.trained)
+        return self.body(x)
+
+
+class SwitchedLate(Switched):
+    trained = 9
+
+
+class Keeps(Plain):
+    """Holds a weight's numbers past the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.second.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.held.mean()
+
+
+class Evaluated(Plain):
+    """Other weights in evaluation, as rwkv has: they are put back by the next forward in training."""
+
+    halved = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.halved == self.training:
+            with torch.no_grad():
+                self.second.weight.mul_(2.0 if self.training else 0.5)
+            self.halved = not self.training
+        return self.body(x)
