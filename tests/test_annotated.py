@@ -15,10 +15,11 @@ from test_init import LAPTOP, written
 
 from lockstep.cli import main
 from lockstep.config import plugins
-from lockstep.config.run import DataSection, RunError
+from lockstep.config.run import DataSection, Run, RunError
 from lockstep.data import annotated, conversations, source
 from lockstep.data.prepare import prepare
 from lockstep.tools.starter import guesses
+from lockstep.training import predicting
 
 WORDS = ["the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody", "was", "there"]
 
@@ -227,6 +228,20 @@ def test_lists_of_columns_are_rows(here: Path) -> None:
     )
 
 
+def test_predict_reads_them_as_training_did(here: Path) -> None:
+    CASES["a.conll"][0](here / "new.txt")
+    CASES["train-v1.1.json"][0](here / "new.json")
+    for name, layout, columns, first in (
+        ("new.txt", "conll", ["tokens"], (text(0),)),
+        ("new.json", "squad", ["question", "context"], ("what 0?", f"{text(0)} and {text(1)}.")),
+    ):
+        run = Run.model_validate({"model": {"type": "gpt2"}, "data": {"source": name, "layout": layout}})
+        found = predicting.rows_of(run, name, columns)
+        assert (len(found), found[0]) == (40, first)
+    run = Run.model_validate({"model": {"type": "gpt2"}, "data": {"source": "a.jsonl"}})
+    assert predicting.rows_of(run, "new.txt", ["text"])[0] == ("-DOCSTART- -X- -X- O",)
+
+
 def test_saved_data_sets_are_what_was_saved(here: Path) -> None:
     saved_alone(here / "one")
     found = source.load(DataSection(source="one"), 0).splits
@@ -237,6 +252,9 @@ def test_saved_data_sets_are_what_was_saved(here: Path) -> None:
         "train": 60,
         "test": 60,
     }
+    for name in ("one/state.json", "one/dataset_info.json"):  # as a copy of its rows alone
+        (here / name).unlink()
+    assert len(rows(source="one")) == 60
 
 
 def test_who_speaks_has_a_role() -> None:

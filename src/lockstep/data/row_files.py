@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,8 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".txt": ("lines", {}),
     ".tar": ("archive", {}),
 }
+_SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
+_ABOUT = ("state.json", "dataset_info.json")  # files of save_to_disk beside the rows
 _INDEX = "__index_level_0__"  # what pandas calls an index without a name, which it writes as a column
 READ = (
     f"{', '.join(FORMATS)} (all but .parquet and .arrow also with {', '.join(compressed.ENDINGS)} after it; .tar with "
@@ -46,15 +47,14 @@ def format_of(file: Path) -> str | None:
     return found if found in FORMATS and not (found in readable.BINARY and compressed.is_compressed(file)) else None
 
 
-def is_of_a_saved_set(file: Path) -> bool | None:
-    """Whether a file of a folder that save_to_disk wrote holds rows; None for a file of another folder."""
-    if file.name == "dataset_dict.json":
-        return False
-    try:
-        state = json.loads((file.parent / "state.json").read_bytes())
-        return file.name in {each["filename"] for each in state["_data_files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def is_of_folder(file: Path) -> bool:
+    """Whether a file of a folder holds rows, by its name: of what save_to_disk wrote, its .arrow files do, and not what
+    it says about them, nor what `map` left there."""
+    ending = format_of(file)
+    if ending == ".arrow":
+        return _SAVED.fullmatch(file.name) is not None
+    about = file.name in _ABOUT and all((file.parent / name).is_file() for name in _ABOUT)
+    return ending is not None and file.name != "dataset_dict.json" and not about
 
 
 def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:

@@ -219,8 +219,7 @@ def is_rows(file: Path, layout: str) -> bool:
         return False
     if layout != "rows":
         return compressed.plain(file).suffix in annotated.ENDINGS[layout]
-    ending, saved = row_files.format_of(file), row_files.is_of_a_saved_set(file)
-    return ending is not None and saved is not False and (saved is True or ending != ".arrow")
+    return row_files.is_of_folder(file)
 
 
 def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:

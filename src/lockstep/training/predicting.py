@@ -16,7 +16,7 @@ from lockstep.config import plugins
 from lockstep.config.output import aside_of
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import compressed, row_files, source, tables
+from lockstep.data import annotated, compressed, row_files, source, tables
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
@@ -102,16 +102,22 @@ def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]
             what = "is a folder; name its files" if _is_folder(path) else "looks like a file, and there is none"
             raise RunError(f"predict: {word} {what}. To ask for it as a text, add --texts")
         return [row_of(word, columns, repr(word[:40]))]
-    ending = row_files.format_of(path)
-    if ending is None:
+    ending, layout = row_files.format_of(path), run.data.layout
+    if layout not in annotated.ENDINGS or annotated.layout_of(path, run.data.encoding) != layout:
+        layout = "rows"
+    if ending is None and layout == "rows":
         raise RunError(f"predict: {word} is a file that cannot be read: its name must end in {row_files.READ}")
-    if ending == ".txt":
+    if ending == ".txt" and layout == "rows":
         try:
             lines = b"".join(compressed.blocks(path, "predict")).decode(run.data.encoding).splitlines()
         except UnicodeError as error:
             raise RunError(f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
         return [row_of(line, columns, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
-    reading = ("encoding", "separator", "quote") if ending in tables.SEPARATORS else ("encoding",)
+    reading = ["encoding"]
+    if layout != "rows":
+        reading += ["layout", "columns"]
+    elif ending in tables.SEPARATORS:
+        reading += ["separator", "quote"]
     section = DataSection.model_validate({"train": word} | {key: getattr(run.data, key) for key in reading})
     data = source.load(section, run.seed).splits["train"]
     return [row_of(_flat(row, columns), columns, f"{word}, row {n}") for n, row in enumerate(data)]
