@@ -6,6 +6,7 @@ In: nothing. Out: `NOWHERE`, for messages about unknown keys, for `lockstep init
 from __future__ import annotations
 
 AGAIN = "a layer is computed again from its inputs, in one way"
+_OLDER = "of older releases of transformers, where it decides nothing about what is trained"
 _SUMS = "sums over the whole step are exact: there is nothing to choose"
 _HUB = "only the finished model is uploaded"
 _FEED = "batches are made in a thread, two steps ahead"
@@ -87,4 +88,27 @@ NOWHERE: dict[str, str] = {
     "sortish_sampler": "data.group_by_length",
     "generation_max_length": "data.max_length is the most that is written",
     "generation_config": "task.beams of translation, task.temperature of language modelling",
+    # of older releases
+    "half_precision_backend": _OLDER,
+    "fp16_backend": _OLDER,
+    "fp16_opt_level": _OLDER,
+    "use_mps_device": _OLDER,
+    "use_ipex": _OLDER,
+    "jit_mode_eval": _OLDER,
+    "tpu_num_cores": _OLDER,
+    "tpu_metrics_debug": _OLDER,
+    "include_tokens_per_second": _OLDER,
+    "include_inputs_for_metrics": _OLDER,
+    "push_to_hub_model_id": _OLDER,
+    "mp_parameters": _OLDER,
+    "push_to_hub_organization": _OLDER,
+    "push_to_hub_token": _OLDER,
+    "ray_scope": _OLDER,
+    "dispatch_batches": _OLDER,
+    "split_batches": _OLDER,
+    "fsdp_min_num_params": _OLDER,
+    "fsdp_transformer_layer_cls_to_wrap": _OLDER,
+    "torchdynamo": _OLDER,
+    "xpu_backend": _OLDER,
+    "past_index": _OLDER,
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.tools.starter.moving import things
-from lockstep.tools.starter.moving.script import Arguments, Call, Script
+from lockstep.tools.starter.moving.script import Arguments, Call, Script, shown
 from lockstep.tools.starter.moving.table import EIGHT_BITS, Moved, quantized
 from lockstep.tools.starter.moving.trl import set_dtype
 
@@ -106,6 +106,8 @@ def pretrained(call: Call, at: Reading) -> None:
                 part["pretrained_model_name_or_path"] = part.pop(name)
     source = given.known.pop("pretrained_model_name_or_path", None)
     unknown = given.unknown.pop("pretrained_model_name_or_path", None)
+    if source is None and unknown is None:  # an option that the command line gives
+        unknown = shown(call.node.args[0]) if call.node.args else "the model's name"
     code = unknown or str(source)
     given.known = {k: v for k, v in given.known.items() if k not in _LOADING or k == "num_labels"}
     given.unknown = {k: v for k, v in given.unknown.items() if k not in _LOADING}

@@ -107,7 +107,7 @@ class Loop:
             self._set(call, "strategy.name", "fsdp2")
         elif name == "get_scheduler" or ("schedule" in name and name.startswith("get_")):
             self._schedule(call)
-        elif "lr_scheduler" in call.origin or name == "LambdaLR":
+        elif ("lr_scheduler" in call.origin and name[:1].isupper()) or name == "LambdaLR":
             self.scheduled = True
             why = "optim.schedule is the rate as a function of the step"
             self.moved.drop(str(call), None, why, True, ("optim.schedule",))

@@ -68,7 +68,9 @@ def load(call: Call, at: Reading) -> None:
     given = at.script.arguments(call, ("path", "name"))
     path, config, split = (given.known.get(name) for name in ("path", "name", "split"))
     at.unknown(call, given, {"path": "data.source", "name": "data.config", "split": "data.train"})
-    if "path" in given.unknown:
+    if path is None:
+        if "path" not in given.unknown:
+            at.moved.unclear(str(call), RUNS, by=("data.source", "data.train"))
         return
     files = given.known.get("data_files")
     if path in _FILES:

@@ -7,26 +7,14 @@ given one once, a default of argparse or of a dataclass, or made of such; everyt
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import RunError
+from lockstep.tools.starter.moving.operators import COMPARISONS, DTYPES, ENUMERATIONS, FUNCTIONS, OPERATORS
 
-_OPERATORS: dict[type, Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Pow: operator.pow,
-}
-_FUNCTIONS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "max": max, "min": min}
-_FUNCTIONS |= {"Path": str, "pathlib.Path": str, "os.path.join": lambda *parts: "/".join(parts), "dict": dict}
-_ENUMERATIONS = ("Strategy", "Type", "Names")  # IntervalStrategy.EPOCH is epoch
-_DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
 _PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_json_file", "parse_yaml_file")
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _CHANGING = ("update", "append", "extend", "insert", "pop", "remove", "setdefault", "clear")
@@ -91,6 +79,7 @@ class Script:
         self._set_later: set[str] = set()  # attributes that the script sets itself: args.lr
         self.started: Scope | None = None  # the function that fire makes a command of
         self._parsed: dict[str, Any] = {}  # argparse's options and their defaults
+        self._namespaces: set[str] = set()  # names that parse_known_args gives them to
         self._dataclasses: set[str] = set()  # names that hold options that a parser of dataclasses has read
         self._evaluating: set[int] = set()
         self._bind(self.tree, None, True)
@@ -127,6 +116,8 @@ class Script:
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 self._target(target, node.value, scope, sure)
+                if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(".parse_known_args"):
+                    self._namespaces.add(ast.unparse(getattr(target, "elts", [target])[0]))
                 if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(_PARSERS):
                     self._dataclasses |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -215,8 +206,8 @@ class Script:
         if isinstance(node, ast.UnaryOp):
             inner = self.value(node.operand)
             return not inner if isinstance(node.op, ast.Not) else -inner if isinstance(node.op, ast.USub) else inner
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](self.value(node.left), self.value(node.right))
         if isinstance(node, ast.BoolOp):
             return self._of_several(node)
         if isinstance(node, ast.IfExp):
@@ -227,9 +218,9 @@ class Script:
             return "".join(str(self.value(p.value if isinstance(p, ast.FormattedValue) else p)) for p in node.values)
         if isinstance(node, ast.Subscript):
             return self.value(node.value)[self.value(node.slice)]
-        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in _FUNCTIONS:
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in FUNCTIONS:
             named = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
-            return _FUNCTIONS[name](*(self.value(each) for each in node.args), **named)
+            return FUNCTIONS[name](*(self.value(each) for each in node.args), **named)
         raise Unknown
 
     def _of_several(self, node: ast.BoolOp) -> Any:
@@ -245,15 +236,7 @@ class Script:
 
     def _compared(self, node: ast.Compare) -> bool:
         left, right = self.value(node.left), self.value(node.comparators[0])
-        ways: dict[type, Any] = {
-            ast.Eq: operator.eq,
-            ast.NotEq: operator.ne,
-            ast.Is: operator.is_,
-            ast.IsNot: operator.is_not,
-        }
-        ways |= {ast.Lt: operator.lt, ast.Gt: operator.gt, ast.LtE: operator.le, ast.GtE: operator.ge}
-        ways |= {ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b}
-        return bool(ways[type(node.ops[0])](left, right))
+        return bool(COMPARISONS[type(node.ops[0])](left, right))
 
     def _named(self, node: ast.Name) -> Any:
         if node.id == "__name__":
@@ -281,9 +264,9 @@ class Script:
         if ast.unparse(node) in self._set_later:
             raise Unknown
         origin = self.origin_of(node)
-        if origin.startswith("torch.") and node.attr in _DTYPES:
-            return _DTYPES[node.attr]
-        if origin.split(".")[-2].endswith(_ENUMERATIONS):
+        if origin.startswith("torch.") and node.attr in DTYPES:
+            return DTYPES[node.attr]
+        if origin.split(".")[-2].endswith(ENUMERATIONS):
             return node.attr.lower()
         if isinstance(node.value, ast.Name) and node.value.id in self._dataclasses:
             return self._of_dataclasses(node.attr)
@@ -307,8 +290,14 @@ class Script:
 
     def _is_options(self, name: ast.Name, holder: ast.expr | None) -> bool:
         """Whether a name holds what argparse has read; a function's argument of such a name does, too."""
+        if name.id in self._namespaces:
+            return True
         if isinstance(holder, ast.Call):
-            return ast.unparse(holder.func).endswith(".parse_args")
+            made = self.functions.get(ast.unparse(holder.func))  # a function of the script's own that reads them
+            inside = made is not None and (
+                ".parse_args(" in (text := ast.unparse(made)) or ".parse_known_args(" in text
+            )
+            return inside or ast.unparse(holder.func).endswith(".parse_args")
         scoped = [v for (_, n), values in self.bindings.items() if n == name.id for v in values if v is not None]
         return len(scoped) == 1 and isinstance(scoped[0], ast.Call) and self._is_options(name, scoped[0])
 

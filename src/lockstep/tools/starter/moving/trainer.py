@@ -152,12 +152,6 @@ _THEIRS: dict[str, Any] = {
 # Of these, what decides what is trained.
 _DECIDING = {"neftune_noise_alpha", "optim_args", "optim_target_modules", "config_name", "label_names"}
 TABLE |= {name: Row("", why, default=_THEIRS.get(name), decides=name in _DECIDING) for name, why in NOWHERE.items()}
-# Fields of older releases that decide nothing.
-_OLDER = "half_precision_backend fp16_backend fp16_opt_level use_mps_device use_ipex jit_mode_eval tpu_num_cores "
-_OLDER += "tpu_metrics_debug include_tokens_per_second include_inputs_for_metrics push_to_hub_model_id mp_parameters "
-_OLDER += "push_to_hub_organization push_to_hub_token ray_scope dispatch_batches split_batches fsdp_min_num_params "
-_OLDER += "fsdp_transformer_layer_cls_to_wrap torchdynamo xpu_backend past_index"
-TABLE |= {name: Row("", "of older releases of transformers") for name in _OLDER.split() if name not in TABLE}
 # What TrainingArguments takes where nothing is said, and lockstep otherwise.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,

@@ -130,6 +130,8 @@ def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
         return libraries.HANDLERS[name]
     if name in rows.HANDLERS:
         return rows.HANDLERS[name]
+    if root == "transformers" and name.endswith(tuple(loading.TASKS)):
+        return loading.scratch
     if root == "peft" and name.endswith("Config"):
         return loading.adapter
     if call.origin == "torch.compile":
