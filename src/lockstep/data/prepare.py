@@ -109,7 +109,7 @@ def _content_of(prepared: Prepared) -> str:
 
 
 def _dump(run: Run, part: str) -> object:
-    return getattr(run, part).model_dump(mode="json")
+    return getattr(run, part).model_dump(mode="json", exclude={"follow_links"})
 
 
 def _files(run: Run) -> list[tuple[str, int, int]]:
