@@ -187,3 +187,60 @@ def test_the_paths_of_a_finished_run_are_not_looked_for_in_its_folder(
     assert load("out/run.yaml", []).data.source == "export"
     write(tmp_path / "out/other.yaml", text.replace("output: out\n", ""))
     assert load("out/other.yaml", []).data.source == "out/export"
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of this machine that no folder of data should have trained on."""
+    write(tmp_path / "home/private/key.txt", "a secret")
+    return tmp_path / "home/private"
+
+
+@pytest.mark.parametrize("link", ["a file", "a folder", "a folder of texts in another link"])
+def test_links_that_lead_out_of_class_folders_are_refused(link: str, secret: Path, tmp_path: Path) -> None:
+    root = classes(tmp_path / "reviews", ("train/",))
+    if link == "a file":
+        (root / "train/pos/9.txt").symlink_to(secret / "key.txt")
+    elif link == "a folder":
+        (root / "train/zzz").symlink_to(secret)
+    else:
+        (tmp_path / "hop").symlink_to(secret)
+        (root / "train/zzz").symlink_to(tmp_path / "hop")
+    said = refused(source=str(root), layout="class_folders")
+    assert said.startswith(f"data.train: {root}/train/")
+    assert f"leads by a link to {secret}/key.txt, out of what the run file names" in said
+    assert "data.follow_links=true" in said
+    texts = [row["text"] for row in read(source=str(root), layout="class_folders", follow_links=True)["train"]]
+    assert "a secret" in texts
+
+
+def test_links_that_lead_out_of_other_folders_are_refused(secret: Path, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    write(secret / "rows.jsonl", '{"text": "a secret", "label": 1}\n')
+    (root / "train.jsonl").symlink_to(secret / "rows.jsonl")
+    assert "leads by a link to" in refused(source=str(root))
+    assert "leads by a link to" in refused(train=f"{root}/*.jsonl")
+    assert "leads by a link to" in refused(sources=[{"source": str(root)}, {"source": "builtin/emotion"}])
+    for side in ("en", "de"):
+        write(secret / f"texts.{side}", "one\n")
+        (root / f"train.{side}").symlink_to(secret / f"texts.{side}")
+    assert "leads by a link to" in refused(source=str(root), layout="parallel")
+
+
+def test_links_that_a_run_file_names_or_that_stay_inside_are_followed(secret: Path, tmp_path: Path) -> None:
+    """A folder of the Hub's cache holds links into the folder beside it."""
+    write(secret / "rows.jsonl", '{"text": "mine", "label": 1}\n')
+    (tmp_path / "mine.jsonl").symlink_to(secret / "rows.jsonl")
+    assert read(train=str(tmp_path / "mine.jsonl"))["train"] == [{"text": "mine", "label": 1}]
+    (tmp_path / "folder").symlink_to(classes(tmp_path / "reviews", ("train/",)))
+    (tmp_path / "reviews/train/pos/9.txt").symlink_to("../neg/1.txt")
+    assert read(source=str(tmp_path / "folder"), layout="class_folders")["train"]
+    cached = tmp_path / "datasets--a--b"
+    write(cached / "blobs/0123", '{"text": "cached", "label": 1}\n')
+    (cached / "snapshots/abc").mkdir(parents=True)
+    (cached / "snapshots/abc/train.jsonl").symlink_to("../../blobs/0123")
+    assert read(source=str(cached / "snapshots/abc"))["train"] == [{"text": "cached", "label": 1}]

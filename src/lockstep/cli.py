@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import errno
 import gc
 import importlib
 import os
@@ -65,6 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
             error(str(caught))
         if getattr(known, "debug", False):
             raise
+        return 2
+    except OSError as caught:
+        if caught.errno != errno.ENAMETOOLONG:
+            raise
+        error(f"{str(caught.filename)[:40]!r}... has {len(str(caught.filename)):,} characters; no path is that long")
         return 2
     except KeyboardInterrupt:
         error("interrupted")

@@ -118,7 +118,7 @@ def pending(run: Run) -> bool:
     try:
         kept = json.loads((run.folder / PUSHED).read_text(encoding="utf-8"))
         return kept["repository"] != run.hub.push_to or kept["export"] != _fingerprint(run.folder / "export")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
 
 

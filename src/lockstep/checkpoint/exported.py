@@ -55,7 +55,7 @@ def damage(output: Path) -> str | None:
         hashes: dict[str, str] = json.loads((output / FILE).read_bytes())
     except FileNotFoundError:
         return f"{FILE} is missing"
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return f"{FILE} cannot be read"
     for name, known in hashes.items():
         try:
@@ -68,7 +68,7 @@ def damage(output: Path) -> str | None:
             return f"{name} is missing"
         except OSError as caught:
             return f"{name}: {caught.strerror}"
-        except ValueError:
+        except (ValueError, RecursionError):
             return f"{name} is not JSON"
         if found != known and name != "README.md":
             return f"{name} does not match its hash"

@@ -252,10 +252,12 @@ class Yaml(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, OverflowError) as error:  # a date with a 13th month, a number of 5,000 digits
-            text = str(node.value)
+        except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+            # a date with a 13th month, a number of 5,000 digits, `!!bool maybe`
+            text = str(node.value) if isinstance(node, yaml.ScalarNode) else node.tag
             text = repr(text) if len(text) <= 40 else f"a value of {len(text):,} characters"
-            raise _fault(node.start_mark, f"{text} cannot be read: {str(error).partition(';')[0]}") from None
+            why = f": {str(error).partition(';')[0]}" if isinstance(error, ValueError) else ""
+            raise _fault(node.start_mark, f"{text} cannot be read{why}") from None
 
 
 MOST_LEVELS = 40

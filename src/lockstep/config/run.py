@@ -184,7 +184,12 @@ class Run(Section):
         for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
             del values["model"][key]
         task: Any = plugins.find("tasks", self.task.name)
-        for key in ("workers", "stream_cache_gb", *(("padding",) if task.own_model else ())):  # its own collate pads
+        for key in (
+            "follow_links",
+            "workers",
+            "stream_cache_gb",
+            *(("padding",) if task.own_model else ()),
+        ):  # its own collate pads
             del values["data"][key]
         for key in task.shown:
             values["task"].pop(key, None)

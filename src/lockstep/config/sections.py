@@ -145,6 +145,10 @@ class DataSection(Streaming, Section):
         False,
         description="leave out, and count, rows that lack a text or a label (null, empty, blank); false: refuse them",
     )
+    follow_links: bool = Field(
+        False,
+        description="read files that links in the folders named lead to, outside of these; false: refuse them",
+    )
     encoding: str = Field("utf-8", description="of text files: utf-8, utf-16, latin-1, cp1252, ..., by Python's names")
     limit: Positive | None = Field(None, description="use at most this many examples of each split")
     max_length: Positive = Field(128, description="tokens an example is truncated to")

@@ -18,7 +18,7 @@ from lockstep.config.addresses import is_address
 from lockstep.config.mixture import OWN
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import annotated, compressed, nested, remote, row_files, selected, text_files
+from lockstep.data import annotated, compressed, links, nested, remote, row_files, selected, text_files
 from lockstep.data import pinned as pinning
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
@@ -75,7 +75,9 @@ def sections(data: DataSection) -> list[DataSection]:
     """What each source of a mixture is read by; `data` itself where it is none."""
     if data.sources is None:
         return [data]
-    common = data.model_dump(include={"limit", "drop_missing", "stream", "stream_window", "stream_cache_gb"})
+    common = data.model_dump(
+        include={"follow_links", "limit", "drop_missing", "stream", "stream_window", "stream_cache_gb"}
+    )
     return [DataSection(**entry.own, **common) for entry in data.sources]
 
 
@@ -167,9 +169,16 @@ def _looks_local(text: str) -> bool:
 
 
 def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
-    """Split -> files, or None when the source is not local. Errors: `RunError`, naming what is not there."""
+    """Split -> files, or None when the source is not local. Errors: `RunError`, naming what is not there, or a link
+    that leads elsewhere."""
     if remote.given(data):
         return None
+    if (found := _local_splits(data)) is not None:
+        links.check(data, found)
+    return found
+
+
+def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     given = {split: getattr(data, split) for split in USUAL if getattr(data, split) is not None}
     if data.source is None:
         if not given:

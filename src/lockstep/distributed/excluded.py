@@ -44,7 +44,7 @@ def of(folder: Path) -> list[Excluded]:
     """Those that are written down, in the order of their steps."""
     found = []
     for path in folder.glob(file_of("*")):
-        with suppress(OSError, ValueError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
             told = json.loads(path.read_text(encoding="utf-8"))
             found.append(Excluded(str(told["host"]), int(told["step"]), float(told["time"])))
     return sorted(found, key=lambda each: (each.step, each.host))

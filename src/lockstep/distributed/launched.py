@@ -136,7 +136,7 @@ def read(folder: Path) -> Launched | None:
         if not all(not name or _NAME.fullmatch(name) for name in names):
             return None
         return record
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -104,5 +104,5 @@ def _where(line: bytes) -> tuple[int, str | None] | None:
     try:
         values = json.loads(line)
         return int(values["step"]), values.get("split")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

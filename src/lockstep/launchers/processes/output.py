@@ -48,7 +48,7 @@ def _written_for(folder: Path) -> bool:
     """Whether its run.yaml is one that lockstep wrote for this folder: with every key, as no person writes it."""
     try:
         values = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return False
     if not isinstance(values, dict) or not set(Run.model_fields) <= values.keys():
         return False

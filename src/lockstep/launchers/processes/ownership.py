@@ -327,7 +327,7 @@ def _parsed(text: bytes) -> Holder | None:
     try:
         values = json.loads(text.partition(b"\n")[2])
         return Holder(**values | {"process": Process(**values["process"])})
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

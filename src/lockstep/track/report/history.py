@@ -220,7 +220,7 @@ def read(folder: Path) -> History:
     text = (folder / "run.yaml").read_text(encoding="utf-8")
     try:
         run = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"run.yaml is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(run, dict):
         raise ValueError("run.yaml holds no mapping of keys")
@@ -258,7 +258,7 @@ def lines_of(path: Path, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         for text in file:  # of bytes: only "\n" ends a line; half a character is a line that cannot be read
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(line, dict) and all(key in line for key in needed):
                 yield line
@@ -278,6 +278,6 @@ def _section(run: dict[str, Any], name: str) -> dict[str, Any]:
 def _object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
