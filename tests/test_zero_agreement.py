@@ -1,15 +1,21 @@
 """A config of DeepSpeed beside a run file: what agrees and what says auto is accepted, the rest is named at once."""
 
+import importlib.metadata
+import importlib.util
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import tiny
+from packaging.requirements import Requirement
 
 from lockstep.cli import main
 from lockstep.config.run import RunError
+from lockstep.strategies.engines import known_bad
 from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, remaining
+from lockstep.strategies.strategy import checked_strategy
 
 ORDINARY: dict[str, Any] = {  # as transformers' documentation has it
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
@@ -131,3 +137,69 @@ def test_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "'many' will not do" in said
     ordinary = json.dumps(ORDINARY | {"steps_per_print": "auto"})
     assert main([*words, f"strategy.options={ordinary}", "optim.schedule=linear"]) == 0
+
+
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+OVERLAP = {"zero_optimization": {"overlap_comm": True}}
+ALONE = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@pytest.mark.parametrize(
+    ("version", "stage", "options", "report"),
+    [
+        ("0.18.0", 2, {}, "DeepSpeed#7718"),
+        ("0.18.2", 2, {}, "DeepSpeed#7718"),
+        ("0.18.2+cu128", 2, {}, "DeepSpeed#7718"),
+        ("0.18.2", 1, {}, None),
+        ("0.18.2", 3, {}, None),
+        ("0.18.3", 2, {}, None),
+        *(("0.18.9", stage, OFFLOAD, "DeepSpeed#7967, DeepSpeed#7981") for stage in (1, 2)),
+        ("0.18.9", 3, OFFLOAD, None),
+        ("0.18.9", 2, {"zero_optimization": {"offload_optimizer": {"device": "none"}}}, None),
+        ("0.18.9", 2, OVERLAP, "DeepSpeed#7965"),
+        ("0.18.9", 1, ALONE, "DeepSpeed#7985"),
+        ("0.18.5", 1, ALONE, None),
+        *(("0.19.0", stage, OFFLOAD | OVERLAP | ALONE, None) for stage in (1, 2, 3)),
+    ],
+)
+def test_versions_known_to_be_wrong_are_refused_by_their_report(
+    monkeypatch: pytest.MonkeyPatch, version: str, stage: int, options: dict[str, Any], report: str | None
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: {"deepspeed": version}[package])
+    if report is None:
+        known_bad.check(stage, options, f"zero{stage}")
+        return
+    with pytest.raises(
+        RunError, match=rf"^strategy\.name: zero{stage} with deepspeed 0\.18\..*\({report}\).*pip install"
+    ):
+        known_bad.check(stage, options, f"zero{stage}")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+@pytest.mark.parametrize(("name", "options"), [("zero2", {}), ("hf_accelerate", {"deepspeed": {"zero_stage": 2}})])
+def test_a_run_does_not_start_with_such_a_version(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
+    found = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda package: "0.18.2" if package == "deepspeed" else found(package)
+    )
+    with pytest.raises(RunError, match=rf"strategy\.name: {name} with deepspeed 0\.18\.2: .*DeepSpeed#7718"):
+        checked_strategy(run_of(options, name), 2)
+
+
+def test_no_such_version_is_installed_by_pip() -> None:
+    """By the extra, by the development tools, or by the lock of `.ci/run`."""
+    root = Path(__file__).parent.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = [Requirement(each) for extra in ("deepspeed", "dev") for each in extras[extra]]
+    ranges = [each.specifier for each in wanted if each.name == "deepspeed"]
+    assert len(ranges) == 2
+    for bad in known_bad.DEEPSPEED:
+        major, minor, patch = map(int, bad.mended.split("."))
+        before = f"{major}.{minor}.{patch - 1}" if patch else f"{major}.{minor - 1}.99"
+        assert not any(each.contains(before) for each in ranges), f"{before} can be installed"
+    locked = (root / ".ci" / "constraints.txt").read_text().split()
+    assert all(
+        each.contains(line.removeprefix("deepspeed==")) for each in ranges for line in locked if "deepspeed=" in line
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.gpus import share_gpus
+from lockstep.strategies.engines import known_bad
 from lockstep.strategies.engines.zero_agreement import OURS, differing, refuse, remaining
 
 
@@ -68,6 +69,8 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
 def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
     """Refuse, before any process starts, what is ours to say, what DeepSpeed does not know and values it does not take.
     `key`: where in the run file the options are. Errors: `RunError`, with everything that is wrong."""
+    if isinstance(options.get("zero_optimization", {}), Mapping):
+        known_bad.check(stage, options, run.strategy.name)
     if run.on_nonfinite == "skip":
         raise RunError("on_nonfinite: DeepSpeed cannot leave a step out; use on_nonfinite=stop, or another strategy")
     if share_gpus(run):

@@ -72,6 +72,8 @@ def check(
     (default: `data.max_length`), which `key` sets. `entries` of the config are set first. Errors: `RunError`."""
     from transformers.models.auto import modeling_auto
 
+    from lockstep.tasks.models import auxiliary_losses  # it builds models to find out
+
     adapters.check(run)
     config = load_config(run)
     _, known, called = HEADS[head]
@@ -90,6 +92,7 @@ def check(
             raise RunError(
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
             )
+    auxiliary_losses.check(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
 
 
@@ -262,10 +265,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     logging.disable_progress_bar()
     auto = getattr(transformers, HEADS[head][0])
     config = load_config(run)
-    for part in texts(config):
-        part.pad_token_id = tokenizer.pad_token_id
-        if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
-            part.use_cache = False
+    _prepare(config, tokenizer)
     laid = padding_refused(run, head) is None
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     options |= {"attn_implementation": unpadded.NAME} if laid else {}
@@ -307,6 +307,18 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     if laid:
         unpadded.install(model)
     return kept.settle(run, model)
+
+
+def _prepare(config: Any, tokenizer: Any) -> None:
+    """Set the padding token, and switch off what training does not use."""
+    from lockstep.tasks.models.auxiliary_losses import ROUTER_LOGITS
+
+    for part in texts(config):
+        part.pad_token_id = tokenizer.pad_token_id
+        if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
+            part.use_cache = False
+        if entry(part, ROUTER_LOGITS):  # their loss is refused or nothing, and transformers cannot write with them
+            setattr(part, ROUTER_LOGITS, False)
 
 
 def freeze_as_from_config(model: Any, auto: Any) -> None:

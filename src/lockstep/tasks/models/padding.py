@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,19 +57,19 @@ def refused(run: Run, head: str) -> str | None:
         return "the model is code from the Hub"
     if (entry := models.leaves_out_layers(config)) is not None:
         return f"layers are left out at random (model.config.{entry})"
-    return _kept(run, head, config, tried)
+    return kept_trial(run, head, config, tried)
 
 
 def crosses(run: Run) -> str | None:
     """Why texts of one block see each other though their positions begin anew with each; None: they do not. Errors:
     `RunError` when the cache cannot be written."""
-    return _kept(run, "causal", models.load_config(run), tried_apart)
+    return kept_trial(run, "causal", models.load_config(run), tried_apart)
 
 
 def foresight(run: Run) -> str | None:
     """What to do about a causal language model whose logits know the tokens after them; None: they do not, or no small
     model of this config can be made. Errors: `RunError` when the cache cannot be written."""
-    return _kept(run, "causal", models.load_config(run), tried_ahead)
+    return kept_trial(run, "causal", models.load_config(run), tried_ahead)
 
 
 def windowed(run: Run, head: str) -> bool:
@@ -82,9 +83,10 @@ def windowed(run: Run, head: str) -> bool:
     return any(isinstance(size, int) for size in inside) and refused(run, head) is None
 
 
-def _kept(run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None]) -> str | None:
+def kept_trial(run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None]) -> str | None:
+    """The answer of a trial on small models of a config, kept in the cache. Errors: `RunError` when that fails."""
     asked = [trial.__name__, run.model.attention, run.data.padding, config.to_dict(), head, run.model.adapter]
-    asked += [torch.__version__, _transformers(), _code()]
+    asked += [torch.__version__, _transformers(), _code(trial)]
     key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def make(aside: Path) -> None:
@@ -392,6 +394,7 @@ def _transformers() -> str:
     return str(transformers.__version__)
 
 
-def _code() -> list[str]:
-    """Of what decides: this file, and what lays end to end."""
-    return [hashlib.sha256(Path(str(each)).read_bytes()).hexdigest() for each in (__file__, unpadded.__file__)]
+def _code(trial: Callable[..., Any]) -> list[str]:
+    """Of what decides: this file, what lays end to end, and the trial's own file."""
+    files = dict.fromkeys([__file__, unpadded.__file__, sys.modules[trial.__module__].__file__])
+    return [hashlib.sha256(Path(str(each)).read_bytes()).hexdigest() for each in files]
