@@ -60,6 +60,8 @@ ELSEWHERE |= {f"launch.{key}" for key in ("name", "device", "processes", "proces
 ELSEWHERE |= {
     "data.workers",
     "data.stream_cache_gb",
+    "data.follow_links",
+    "checkpoint.rescue",
     "model.offload_activations",
     "model.trust_remote_code",
     "task.metrics",

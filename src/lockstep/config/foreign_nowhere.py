@@ -108,7 +108,7 @@ NOWHERE: dict[str, str] = {
     "split_batches": _OLDER,
     "fsdp_min_num_params": _OLDER,
     "fsdp_transformer_layer_cls_to_wrap": _OLDER,
-    "torchdynamo": _OLDER,
+    "torchdynamo": "the older name of torch_compile_backend: model.compile",
     "xpu_backend": _OLDER,
     "past_index": _OLDER,
 }

@@ -116,7 +116,7 @@ def _content_of(prepared: Prepared) -> str:
 
 
 def _dump(run: Run, part: str) -> object:
-    """Without keys that are younger than what the cache holds, where they are not given, and those that change nothing that is read."""
+    """Without keys that change nothing that is read, and those younger than what the cache holds, if not given."""
     values = getattr(run, part).model_dump(mode="json", exclude={"follow_links"})
     for each in (values, *(values.get("sources") or ())) if part == "data" else ():
         for key in _YOUNGER:

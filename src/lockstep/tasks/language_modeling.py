@@ -124,7 +124,7 @@ class LanguageModeling(PerToken):
 
         def make(rows: Dataset) -> pa.RecordBatch:
             found = [each for each, _ in _documents(rows, tok, options, range(len(rows)))]
-            return packing.examples(packing.joined(found, options.packed), options.block_size)
+            return packing.examples(packing.joined(found, options.packed), options.block_size, True)
 
         return make
 

@@ -54,7 +54,7 @@ TABLE: Table = {
     "activation_offloading": Row("model.offload_activations"),
     # what has no counterpart
     "load_in_8bit": Row("", EIGHT_BITS, decides=True, by=("model.quantization", "model.dtype")),
-    "assistant_only_loss": Row("", "of a conversation the assistant's words are learned", joined=True),
+    "assistant_only_loss": Row("", "task.messages: of a conversation the assistant's words are learned", joined=True),
     "completion_only_loss": Row("", "of a prompt and its completion the completion is learned", joined=True),
     "model_init_kwargs": Row("", "model.dtype, model.attention and their kin", decides=True),
     "chat_template_path": Row("", "task.chat_template has the Jinja text", decides=True, by=_TEMPLATE),
@@ -77,7 +77,9 @@ TABLE: Table = {
     ),
     "disable_dropout": Row("", "model.config sets the model's dropout", default=True),
     "precompute_ref_log_probs": Row("", "the reference is asked once, before training"),
-    "precompute_ref_batch_size": Row("", "the reference is asked once, before training"),
+    "precompute_ref_batch_size": Row(
+        "", "task.reference_batch_size: pairs over all processes; the reference is asked once, before training"
+    ),
     "loss_weights": Row("", _LOSSES, decides=True),
     "ld_alpha": Row("", _LOSSES, decides=True),
     "rpo_alpha": Row("", _LOSSES, decides=True),
