@@ -32,7 +32,7 @@ def steps(count: int, decay: int, **keys: Any) -> dict[str, Any]:
 
 def test_trials_are_a_tree_of_stretches() -> None:
     """Rates stay as they are for 7, 17, 17 and 27 steps, and one step more, from which on they fall."""
-    tree = tree_of(steps(10, 3), steps(20, 3), steps(20, 3, **{"optim.minimum": 0.5}), steps(30, 3), steps(18, 1))
+    tree = tree_of(steps(10, 3), steps(20, 3), steps(20, 3, **{"optim.decay_shape": "cosine"}), steps(30, 3), steps(18, 1))
     assert tree.begins == {"t1": ("t0", 8), "t2": ("t1", 18), "t3": ("t1", 18), "t4": ("t1", 18)}
     assert tree.left_at("t0") == [8]
     assert tree.left_at("t1") == [18]

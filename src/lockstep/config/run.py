@@ -193,6 +193,10 @@ class Run(Section):
             del values["data"][key]
         for key in task.shown:
             values["task"].pop(key, None)
+        for part in (values["data"], *(values["data"]["sources"] or ())):
+            for key in ("separator", "quote"):  # younger than checkpoints that there are
+                if part[key] is None:
+                    del part[key]
         if self.strategy.exact:
             values["strategy"] = {"exact": True}
         return messages.flat(values) | ({schedules.REVISION: 2} if schedules.revised(self.optim) else {})
