@@ -183,7 +183,8 @@ class LanguageModeling(PerToken):
             return {}
         told = columns.ragged("openings")
         found = [told.row(int(row)) for row in rows[told.lengths[rows] > 0]]
-        sums = {f"opening_{each}": torch.tensor(float(columns.flat(f"opening_{each}")[rows].sum())) for each in _SIZES}
+        counts = {f"opening_{each}": float(columns.flat(f"opening_{each}")[rows].sum()) for each in _SIZES}
+        sums = {name: torch.tensor(count, dtype=torch.float64) for name, count in counts.items()}
         if not found:
             return sums | {"openings": torch.zeros((), dtype=torch.float64)}
         inputs = {"input_ids": torch.tensor([[begin]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
