@@ -175,11 +175,11 @@ class LanguageModeling(PerToken):
         self, forward: Callable[[Mapping[str, Tensor]], Tensor], columns: Columns, rows: np.ndarray, device: Any
     ) -> Sums:
         """Of tokens that nothing comes before: `openings`, their loss after the token that begins or ends a text, and
-        what they stand for. Not there where the tokenizer has neither."""
+        what they stand for. Not there where the tokenizer has neither, and not of a stream."""
         import torch
 
         begin = documents.before(self.tokenizer)
-        if begin is None:
+        if begin is None or not isinstance(columns, Columns) or "openings" not in columns.names:
             return {}
         told = columns.ragged("openings")
         found = [told.row(int(row)) for row in rows[told.lengths[rows] > 0]]
