@@ -32,7 +32,9 @@ def steps(count: int, decay: int, **keys: Any) -> dict[str, Any]:
 
 def test_trials_are_a_tree_of_stretches() -> None:
     """Rates stay as they are for 7, 17, 17 and 27 steps, and one step more, from which on they fall."""
-    tree = tree_of(steps(10, 3), steps(20, 3), steps(20, 3, **{"optim.decay_shape": "cosine"}), steps(30, 3), steps(18, 1))
+    tree = tree_of(
+        steps(10, 3), steps(20, 3), steps(20, 3, **{"optim.decay_shape": "cosine"}), steps(30, 3), steps(18, 1)
+    )
     assert tree.begins == {"t1": ("t0", 8), "t2": ("t1", 18), "t3": ("t1", 18), "t4": ("t1", 18)}
     assert tree.left_at("t0") == [8]
     assert tree.left_at("t1") == [18]
@@ -59,6 +61,13 @@ def test_a_schedule_that_depends_on_all_steps_shares_nothing() -> None:
     assert tree_of({"steps": 200}, {"steps": 300}, optim=cosine | {"schedule": "constant"}).begins == {
         "t1": ("t0", 200)
     }
+
+
+def test_a_warm_up_to_another_minimum_shares_nothing() -> None:
+    """A schedule begins at its minimum, too, where it warms up."""
+    ends = [steps(30, 3, **{"optim.minimum": least}) for least in (0, 0.5)]
+    assert tree_of(*ends).begins == {}
+    assert tree_of(*(each | {"optim.warmup_steps": 0} for each in ends)).begins == {"t1": ("t0", 28)}
 
 
 def test_what_may_differ_all_the_same() -> None:
@@ -96,7 +105,7 @@ def test_eight_trials_that_share_seventy_percent_cost_three_runs(
 ) -> None:
     monkeypatch.setattr("lockstep.tools.sweep.sweep.Child", Here)
     words = ["--over", "optim.decay_shape=linear,cosine", "--over", "optim.minimum=0,0.1,0.2,0.3"]
-    assert main(swept(tmp_path, {"steps": 20, "optim": RATE | {"decay_steps": 7}}, *words)) == 0
+    assert main(swept(tmp_path, {"steps": 20, "optim": RATE | {"decay_steps": 7, "warmup_steps": 0}}, *words)) == 0
     rows = trials(tmp_path / "out-sweep")
     first = next(iter(rows))
     assert [row["begins_with"] for row in rows.values()] == [None, *[[first, 14]] * 7]
@@ -116,7 +125,8 @@ def test_eight_trials_that_share_seventy_percent_cost_three_runs(
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, cache: Path) -> None:
     """Killed while the first trial trains, and stopped while one trains that began with its steps."""
-    words = swept(tmp_path, {"steps": 60, "optim": RATE | {"decay_steps": 20}}, "--over", "optim.minimum=0,0.1,0.2")
+    rate = RATE | {"decay_steps": 20, "warmup_steps": 0}
+    words = swept(tmp_path, {"steps": 60, "optim": rate}, "--over", "optim.minimum=0,0.1,0.2")
     folder = tmp_path / "out-sweep"
     first, second, third = (folder / f"minimum-{value}" for value in ("0", "0.1", "0.2"))
     for trial, number, status in ((first, signal.SIGKILL, -9), (second, signal.SIGTERM, 75)):

@@ -27,7 +27,12 @@ SCHEMA = pa.schema(
 )
 WITH_STARTS = SCHEMA.append(pa.field("starts", _NUMBERS))
 WITH_LEFT = SCHEMA.append(pa.field("left", pa.int64()))  # tokens that were cut off its text
-OPENINGS = pa.field("openings", _NUMBERS)  # tokens of its text that nothing comes before: not among its targets
+# Tokens of its text that nothing comes before, which are no targets, and what they stand for.
+OPENINGS = (
+    pa.field("openings", _NUMBERS),
+    pa.field("opening_bytes", pa.int64()),
+    pa.field("opening_words", pa.int64()),
+)
 _STREAM = pa.schema(
     [("ids", pa.int32()), ("scored", pa.bool_()), ("bytes", pa.int32()), ("words", pa.int32()), ("starts", pa.bool_())]
 )
@@ -142,6 +147,10 @@ def joined(parts: Sequence[Documents], as_one: bool) -> Documents:
     return replace(whole, lengths=np.array([len(whole)])) if as_one else whole
 
 
+def _with_openings(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([*schema, *OPENINGS])
+
+
 def _openings(documents: Documents, begin: bool) -> np.ndarray:
     """Tokens that stand for text and that nothing comes before: bool [N]."""
     first = documents.within == 0
@@ -153,8 +162,8 @@ def _openings(documents: Documents, begin: bool) -> np.ndarray:
 def examples(documents: Documents, size: int, begin: bool | None = None) -> pa.RecordBatch:
     """Every text cut into parts of `size` + 1 tokens at most, which overlap by one: the last token of a part is the
     first of the next. What is stored of a part: inputs and the targets that follow them; nothing of one in which there
-    is nothing to predict. `begin`: store the tokens, too, that nothing comes before, and count what text they stand
-    for; false where the first token is the last of another part."""
+    is nothing to predict. `begin`: store the tokens, too, that nothing comes before, see `OPENINGS`; false where the
+    first token is the last of another part."""
     some = documents.lengths > 0
     ends = documents.ends[some]
     read, told = np.ones((2, len(documents)), dtype=bool)
@@ -184,13 +193,13 @@ def examples(documents: Documents, size: int, begin: bool | None = None) -> pa.R
         text = np.searchsorted(ends, at, side="right")
         part = (np.cumsum(parts) - parts)[text] + np.maximum(documents.within[at] - 1, 0) // size
         at, part = at[parts[text] > 0], part[parts[text] > 0]
-        for place, numbers in ((3, documents.bytes), (4, documents.words)):
-            more = np.zeros(len(sizes), np.int64)
-            np.add.at(more, part, numbers[at])
-            columns[place] = pa.array(counts[place - 2] + more, pa.int64())
         until = np.searchsorted(part, np.arange(len(sizes) + 1)).astype(np.int32)
         columns.append(pa.ListArray.from_arrays(until, documents.ids[at]))
-        schema = schema.append(OPENINGS)
+        for numbers in (documents.bytes, documents.words):
+            of_each = np.zeros(len(sizes), np.int64)
+            np.add.at(of_each, part, numbers[at])
+            columns.append(pa.array(of_each))
+        schema = _with_openings(schema)
     found = pa.record_batch(columns, schema=schema)
     return found if (counts[0] > 0).all() else found.filter(pa.array(counts[0] > 0))
 
@@ -216,7 +225,7 @@ def write(
     `openings`: which tokens nothing comes before. The caller holds the lock. `key` stands for what they are made of.
     Errors: `RunError` when the cache cannot be written."""
     schema = WITH_STARTS if starts else WITH_LEFT if cut and not packed else SCHEMA
-    schema = schema.append(OPENINGS) if openings else schema
+    schema = _with_openings(schema) if openings else schema
     if not packed:
         return shards.written(key, schema, parts, lambda rows: _examples(make(rows), size, openings), "tokenising")
     path = folder_of("tokens") / f"{key}.arrow"

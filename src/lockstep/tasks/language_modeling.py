@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.decoding import Decoding
 
+_SIZES = ("bytes", "words")  # of texts
 _DOUBTFUL = 700.0  # math.exp of more overflows
 
 
@@ -86,7 +87,7 @@ class LanguageModeling(PerToken):
         for split, dataset in splits.items():
             values = options.values(dataset)
             key = digest("language modelling", VERSION, hashes[split], folder.name, values, options.packed, *written)
-            own = digest("with what was cut", "and openings", key) if options.cut else digest("with openings", key)
+            own = digest(f"with openings{' and what was cut' * options.cut}", key)
             files[split], counts = mixed.each_alone(dataset, own, partial(_encode, tok=tok, options=options))
             names.append((split, f"{digest(key, counts) if counts else key}.arrow"))
             if counts:
@@ -124,7 +125,7 @@ class LanguageModeling(PerToken):
 
         def make(rows: Dataset) -> pa.RecordBatch:
             found = [each for each, _ in _documents(rows, tok, options, range(len(rows)))]
-            return packing.examples(packing.joined(found, options.packed), options.block_size, True)
+            return packing.examples(packing.joined(found, options.packed), options.block_size)
 
         return make
 
@@ -168,28 +169,30 @@ class LanguageModeling(PerToken):
         import torch
 
         device = batch.targets.device
-        measured = {name: int(columns.flat(name)[rows].sum()) for name in ("bytes", "words")}
+        measured = {name: int(columns.flat(name)[rows].sum()) for name in _SIZES}
         return {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in measured.items()}
 
     def score_split(
         self, forward: Callable[[Mapping[str, Tensor]], Tensor], columns: Columns, rows: np.ndarray, device: Any
     ) -> Sums:
-        """`openings`: the loss of tokens that nothing comes before, after the token that begins or ends a text. Not
-        there where the tokenizer has neither."""
+        """Of tokens that nothing comes before: `openings`, their loss after the token that begins or ends a text, and
+        what they stand for. Not there where the tokenizer has neither, and not of a stream."""
         import torch
 
         begin = documents.before(self.tokenizer)
-        if begin is None:
+        if begin is None or not isinstance(columns, Columns) or "openings" not in columns.names:
             return {}
         told = columns.ragged("openings")
         found = [told.row(int(row)) for row in rows[told.lengths[rows] > 0]]
+        counts = {f"opening_{each}": float(columns.flat(f"opening_{each}")[rows].sum()) for each in _SIZES}
+        sums = {name: torch.tensor(count, dtype=torch.float64) for name, count in counts.items()}
         if not found:
-            return {"openings": torch.zeros((), dtype=torch.float64)}
+            return sums | {"openings": torch.zeros((), dtype=torch.float64)}
         inputs = {"input_ids": torch.tensor([[begin]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
         if not self.options.cross_documents:
             inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.zeros(1, 1, dtype=torch.long)}
         logits = forward({name: values.to(device) for name, values in inputs.items()})[0, -1].double().cpu()
-        return {"openings": -logits.log_softmax(-1)[torch.from_numpy(np.concatenate(found)).long()].sum()}
+        return sums | {"openings": -logits.log_softmax(-1)[torch.from_numpy(np.concatenate(found)).long()].sum()}
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Per byte or word it is the loss of the whole text over their number, as in lm-evaluation-harness, which does
@@ -203,7 +206,10 @@ class LanguageModeling(PerToken):
         }
         if "openings" not in sums:
             return found
-        whole, size, count = (float(value) for value in (sums["loss"] + sums["openings"], sums["bytes"], sums["words"]))
+        whole, size, count = (
+            float(sums[one] + sums[other])
+            for one, other in (("loss", "openings"), *((each, f"opening_{each}") for each in _SIZES))
+        )
         if size > 0:
             found |= {"bits_per_byte": whole / math.log(2) / size, "byte_perplexity": _exp(whole / size)}
         if count > 0:
