@@ -248,7 +248,7 @@ class Translation(Task):
         """Without the prefix, as the tokenizer writes it: `predict` puts it there."""
         text, prefix = super().asked_in(sample), self.options.prefix
         ids = self.tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
-        prefixes = (prefix.strip(), self.tokenizer.decode(ids, skip_special_tokens=True).strip())
+        prefixes = (prefix.strip(), str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip())
         return next((text.removeprefix(each) for each in prefixes if text.startswith(each)), text).strip()
 
     @property
