@@ -67,6 +67,15 @@ def test_overrides_in_every_spelling_and_order(
     assert "3, each with 1 or 2 of 4" in said
 
 
+def test_a_step_that_is_smaller_than_the_run_file_says(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for size, told in ((100, 0), (101, 1)):
+        write(here, batch_size=size, micro_batches=2, steps=1, epochs=None, strategy={"name": "single"})
+        for command in ("plan", "train"):
+            assert main([command, "run.yaml", f"output=out-{size}", "launch.processes=1"]) == 0
+            said = capsys.readouterr()
+            assert (said.out + said.err).count("note: batch_size is 101, and train has 100 examples") == told
+
+
 def test_plan_says_what_a_run_amounts_to(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here, epochs=2.5, steps=None, evaluate={"every": "epoch"}, micro_batches=8)
     assert main(["plan", "run.yaml"]) == 0

@@ -114,13 +114,9 @@ def _kept(tokenizer: Any, source: str) -> Path:
     parts += [f"{key}={getattr(tokenizer, key)}" for key in _CHANGING if _differs(tokenizer, key)]
     key = digest("tokenizer", 1, *parts)
     with tempfile.TemporaryDirectory() as folder:
-        save(tokenizer, whole := Path(folder) / "whole")
-        made_with(_content(whole))
-
-        def make(aside: Path) -> None:
-            shutil.copytree(whole, aside)
-
-        return kept(folder_of("tokenizers") / key, make)
+        save(tokenizer, Path(folder) / "whole")
+        made_with(_content(Path(folder)))
+    return kept(folder_of("tokenizers") / key, lambda aside: save(tokenizer, aside))
 
 
 # What changes tokens, and is no part of a fast tokenizer's own state.

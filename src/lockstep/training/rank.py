@@ -60,6 +60,7 @@ from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.going_on import GoingOn
 from lockstep.training.loop import Counts, TrainingFailed, samples
 from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
+from lockstep.training.sizes import too_few
 from lockstep.training.summary import Promised, closing, digest_of, facts, promised
 
 
@@ -215,7 +216,8 @@ def resumed(session: Session, console: Console) -> int:
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
-    for text in (*session.task.doubts, *warnings(session.task.prepared.facts)):
+    prepared = session.task.prepared
+    for text in (*session.task.doubts, *too_few(run, prepared), *warnings(prepared.facts)):
         console.note(text)
     PLACE.at("trying a step with the longest examples")
     try_a_step(session, lambda: try_the_end(session))

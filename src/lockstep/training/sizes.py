@@ -6,6 +6,7 @@ device, where it takes no memory; nothing is trained.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from lockstep.checkpoint.manifest import averaged
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.schedules import drawn
+from lockstep.data import stream
 from lockstep.data.apart import left_out
 from lockstep.data.streamed import Streamed
-from lockstep.data.tokens import Columns, Prepared
+from lockstep.data.tokens import Columns, Prepared, examples_in
 from lockstep.distributed.memory import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.exact.optim import state_bytes
@@ -115,6 +117,18 @@ def length(run: Run, feed: Feed) -> str:
         f"{feed.total:,} steps of {min(run.batch_size, feed.order.examples):,} examples; an epoch has {each:,}: "
         f"{feed.total / each:.4g} epochs; {evaluations:,} evaluations on the way"
     )
+
+
+def too_few(run: Run, prepared: Prepared) -> list[str]:
+    """That a step is smaller than the run file says, because there are no more examples."""
+    file = prepared.splits["train"]
+    examples = sum(stream.about(Path(file))["examples"]) if file.endswith(stream.ENDING) else examples_in(file)
+    if examples >= run.batch_size:
+        return []
+    return [
+        f"batch_size is {run.batch_size:,}, and train has {examples:,} examples: every step takes all of them, and an "
+        f"epoch is one step. A batch_size of {examples:,} says the same; a smaller one makes more steps"
+    ]
 
 
 def units(feed: Feed) -> str:

@@ -86,7 +86,7 @@ def windowed(run: Run, head: str) -> bool:
 def kept_trial(run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None]) -> str | None:
     """The answer of a trial on small models of a config, kept in the cache. Errors: `RunError` when that fails."""
     asked = [trial.__name__, run.model.attention, run.data.padding, config.to_dict(), head, run.model.adapter]
-    asked += [torch.__version__, _transformers(), _code(trial)]
+    asked += [torch.__version__, _transformers(), _code(trial), *_code_of_model(run, config)]
     key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def make(aside: Path) -> None:
@@ -392,6 +392,16 @@ def _transformers() -> str:
     import transformers
 
     return str(transformers.__version__)
+
+
+def _code_of_model(run: Run, config: Any) -> list[str]:
+    """What stands for code that comes with the model: its files, or where on the Hub they are."""
+    if not run.model.trust_remote_code or not getattr(config, "auto_map", None):
+        return []
+    files = sorted(Path(str(run.model.source)).expanduser().glob("*.py"))
+    return [hashlib.sha256(each.read_bytes()).hexdigest() for each in files] or [
+        f"{run.model.source}@{run.model.revision}"
+    ]
 
 
 def _code(trial: Callable[..., Any]) -> list[str]:

@@ -72,7 +72,7 @@ def main(known: argparse.Namespace) -> int:
     if isinstance(found, str):
         console.say(f"note: what it amounts to cannot be told here: {found}")
     else:
-        for text in warnings(found.facts):
+        for text in (*too_few(run, found), *warnings(found.facts)):
             console.note(text)
     for path, text in plan.files.items():
         console.say(f"--- {path}\n{text}")
@@ -104,6 +104,13 @@ def amounts(run: Run) -> dict[str, str]:
         "data": ", ".join(each.name for each in run.data.sources or ()) or str(run.data.source or run.data.train),
         "length": f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs",
     }
+
+
+def too_few(run: Run, prepared: Prepared) -> list[str]:
+    """Notes on a data set that is smaller than a step."""
+    from lockstep.training import sizes
+
+    return sizes.too_few(run, prepared)
 
 
 def sizes_of(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
