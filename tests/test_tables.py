@@ -5,6 +5,7 @@ import gzip
 import random
 from pathlib import Path
 
+import pandas
 import pytest
 from test_init import LAPTOP, written
 
@@ -194,11 +195,25 @@ def test_what_is_blank_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_index_of_pandas_is_no_column(tmp_path: Path) -> None:
-    import pandas
-
     frame = pandas.DataFrame({"text": list("abcd"), "label": [0, 1, 0, 1]})
     frame[frame.label == 1].to_parquet(tmp_path / "a.parquet")
     assert read(source=str(tmp_path / "a.parquet")) == [{"text": "b", "label": 1}, {"text": "d", "label": 1}]
+
+
+def test_a_table_of_the_hub_whose_columns_shift_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    (here / "a.csv").write_text("text,label\nhello, you,1\nmy, dear,0\n")
+    pandas.DataFrame({"text": ["a", "b"], "label": [0, 1]}, index=[3, 5]).to_parquet("a.parquet")
+    load_dataset = datasets.load_dataset
+    for name, kind in (("a.csv", "csv"), ("a.parquet", "parquet")):
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda *_, kind=kind, name=name, **__: load_dataset(kind, data_files=name)
+        )
+        if kind == "csv":
+            assert "a table whose rows have more cells than its header" in refused(source="someone/table")
+        else:
+            assert read(source="someone/table") == [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
 
 
 def test_keys_of_tables_are_for_tables(tmp_path: Path) -> None:
