@@ -134,6 +134,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str, dict]] = {
     "dev-v2.0.json.gz": (put(squad("v2.0")), "squad", QA, {"unanswerable": True}),
     "a.conll": (put(conll()), "conll", TAGS, {"words": "tokens", "tags": "ner_tags"}),
     "ner/train.txt": (put(conll(end="\r\n", blank=" "), "utf-8-sig"), "conll", TAGS, {"tags": "ner_tags"}),
+    "eng.testa": (put(conll()), "conll", TAGS, {"tags": "ner_tags"}),
     "wnut.tsv": (put(conll("\t")), "conll", TAGS, {"words": "tokens", "tags": "tags"}),
     "a.conllu": (put(conllu()), "conll", TAGS, {"words": "tokens", "tags": "pos_tags"}),
     "alpaca.json": (put(ALPACA), "rows", "language_modeling", {"prompt": "instruction", "response": "output"}),
@@ -165,7 +166,7 @@ def test_init_recognises_it(name: str, here: Path) -> None:
 @pytest.mark.processes
 def test_what_it_writes_trains(here: Path, cache: Path) -> None:
     """One process after the other in one, to import torch once."""
-    names = [name for name in CASES if name not in ("dev-v2.0.json.gz", "pandas.json", "saved_alone")]
+    names = [name for name in CASES if name not in ("dev-v2.0.json.gz", "eng.testa", "pandas.json", "saved_alone")]
     for number, name in enumerate(names):
         CASES[name][0](here / name)
         written("--data", name, "--model", "scratch", path=f"r{number}.yaml")
@@ -282,6 +283,7 @@ def test_who_speaks_has_a_role() -> None:
         ("f.json", json.dumps({"text": "one row", "tags": ["a"]})),
         ("g.json", json.dumps({"data": [{"text": "a"}, {"text": "b"}]})),
         ("h.json", "{"),
+        ("train.en", "two words\n\nin lines\n\nof text\n"),
     ],
 )
 def test_other_files_are_rows(name: str, content: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import gzip
 import random
 from pathlib import Path
 
+import pandas
 import pytest
 from test_init import LAPTOP, written
 
@@ -132,11 +133,14 @@ def test_a_file_that_is_plainly_not_quoted(tmp_path: Path) -> None:
 
 
 def test_what_can_be_read_in_two_ways_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.tsv"
-    path.write_text('text\tlabel\n"Oh no\tjoy\nplain\tsad\nhe said"\tjoy\n')
-    assert "can be read in two ways: 1 rows where quotes" in refused(source=str(path))
-    assert len(read(source=str(path), quote="none")) == 3
-    assert read(source=str(path), quote="double") == judged(path, "\t")
+    for name, mark in (("a.tsv", "\t"), ("a.csv", ",")):
+        path = tmp_path / name
+        path.write_text('text\tlabel\n"Oh no\tjoy\nplain\tsad\nhe said"\tjoy\n'.replace("\t", mark))
+        assert "can be read in two ways: 1 rows where quotes" in refused(source=str(path))
+        assert len(read(source=str(path), quote="none")) == 3
+        assert read(source=str(path), quote="double") == judged(path, mark)
+    path.write_text('text\n"first line\nsecond line"\nplain\n')  # of one column any line is a row without quotes
+    assert [row["text"] for row in read(source=str(path))] == ["first line\nsecond line", "plain"]
 
 
 def many(rows: int) -> str:
@@ -169,6 +173,7 @@ def many(rows: int) -> str:
         ('text,label\n"ends" early, really,1\n', {}, 'line 2: something stands between the " at the end of a cell'),
         ("text,label\na\0b,1\n", {}, "line 2: a zero byte stands in the row"),
         ("a,1\nb,0,2\n", {"columns": ["text", "label"]}, "line 2: the row has 3 column(s), and data.columns names 2"),
+        ('text,label\n"Oh" he said,1\nb,0\nlate, and wide,1\n', {}, "line 4: the row has 3 column(s)"),
         ('text,label\n"a \\"b\\" c, d",1\n', {}, "line 2: something stands between"),
         ('text,label\n"a \\"b\\" c",1\n', {}, 'seem to have a backslash (\\"); write them doubled'),
     ],
@@ -194,11 +199,25 @@ def test_what_is_blank_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_index_of_pandas_is_no_column(tmp_path: Path) -> None:
-    import pandas
-
     frame = pandas.DataFrame({"text": list("abcd"), "label": [0, 1, 0, 1]})
     frame[frame.label == 1].to_parquet(tmp_path / "a.parquet")
     assert read(source=str(tmp_path / "a.parquet")) == [{"text": "b", "label": 1}, {"text": "d", "label": 1}]
+
+
+def test_a_table_of_the_hub_whose_columns_shift_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    (here / "a.csv").write_text("text,label\nhello, you,1\nmy, dear,0\n")
+    pandas.DataFrame({"text": ["a", "b"], "label": [0, 1]}, index=[3, 5]).to_parquet("a.parquet")
+    load_dataset = datasets.load_dataset
+    for name, kind in (("a.csv", "csv"), ("a.parquet", "parquet")):
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda *_, kind=kind, name=name, **__: load_dataset(kind, data_files=name)
+        )
+        if kind == "csv":
+            assert "a table whose rows have more cells than its header" in refused(source="someone/table")
+        else:
+            assert read(source="someone/table") == [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
 
 
 def test_keys_of_tables_are_for_tables(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import errors as messages
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import compressed, readable
+from lockstep.data import compressed, readable, row_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -40,7 +40,9 @@ def layout_of(file: Path, encoding: str) -> str | None:
     try:
         if ending == ".json":
             return _layout_of_json(_document(file, encoding))
-        if ending in ENDINGS["conll"] and _is_conll(_beginning(file, encoding), ending):
+        if (ending in ENDINGS["conll"] or row_files.format_of(file) is None) and _is_conll(
+            _beginning(file, encoding), ending
+        ):
             return "conll"
     except (ValueError, RunError, RecursionError):  # whoever reads it says what is wrong
         pass
@@ -138,7 +140,7 @@ def _is_conll(text: str, ending: str) -> bool:
     tags = {cells[-1] for cells in words}
     if all(map(_TAG.fullmatch, tags)) and len(sentences) > 1:
         return True
-    if ending in (".txt", ".tsv"):  # a table has no blank lines, and the end of a sentence is no tag
+    if ending not in ENDINGS["conll"][:-2]:  # a table has no blank lines, and the end of a sentence is no tag
         return len(sentences) > 2 and len(tags) <= min(_TAGS, len(words) // 4) and all(map(str.isupper, tags))
     return True
 
@@ -244,8 +246,6 @@ def _questions(article: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _together(files: list[Path], parts: list[Dataset], key: str) -> Dataset:
     """Errors: `RunError` for files whose columns differ."""
     import datasets
-
-    from lockstep.data import row_files
 
     if len(parts) == 1:
         return parts[0]

@@ -34,7 +34,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
 _ABOUT = ("state.json", "dataset_info.json")  # files of save_to_disk beside the rows
-_INDEX = "__index_level_0__"  # what pandas calls an index without a name, which it writes as a column
+INDEX = "__index_level_0__"  # what pandas calls an index without a name, which it writes as a column
 READ = (
     f"{', '.join(FORMATS)} (all but .parquet and .arrow also with {', '.join(compressed.ENDINGS)} after it; .tar with "
     "data.stream=true)"
@@ -87,7 +87,7 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
             assert ending is not None
             alike = list(some)
             rows = _table(alike, key, data, found) if alike[0] in found else _read(alike, ending, key, plain, data)
-            parts.append((given[alike[0]], rows.remove_columns([c for c in rows.column_names if c == _INDEX])))
+            parts.append((given[alike[0]], without_index(rows)))
     if len(parts) == 1:
         return parts[0][1]
     return datasets.concatenate_datasets(agreeing(parts, key))
@@ -108,6 +108,11 @@ def _read(files: list[Path], ending: str, key: str, plain: str | None, data: Dat
         for file in files:
             readable.check_levels(file, key)
     return _loaded(builder, files, key, encoding, options)
+
+
+def without_index(rows: Dataset) -> Dataset:
+    """Without the column that pandas makes of an index."""
+    return rows.remove_columns(INDEX) if INDEX in rows.column_names else rows
 
 
 def _table(files: list[Path], key: str, data: DataSection, known: dict[Path, tables.Table]) -> Dataset:

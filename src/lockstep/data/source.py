@@ -302,6 +302,12 @@ def _from_hub(data: DataSection) -> Source:
             f"data.source: {data.source!r} is not a local file or folder, and loading it from the Hub failed: "
             f"{explained(error, data.revision)}"
         ) from error
+    for name, rows in found.items():
+        if row_files.INDEX in rows.column_names and rows.info.builder_name == "csv":  # as pandas reads wider rows
+            raise RunError(
+                f"data.source: the {name} split of {data.source} is a table whose rows have more cells than its "
+                "header, so that each text is in the next column; download its files, and name them in data.train"
+            )
     splits: dict[str, Dataset] = {}
     for split, usual in USUAL.items():
         given = getattr(data, split)
@@ -314,7 +320,7 @@ def _from_hub(data: DataSection) -> Source:
                 raise RunError(
                     f"data.{split}: {data.source} has no split {given!r}; it has {', '.join(map(str, found))}"
                 )
-    return Source(data.source, splits)
+    return Source(data.source, {split: row_files.without_index(rows) for split, rows in splits.items()})
 
 
 def _quiet() -> None:

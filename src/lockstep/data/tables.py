@@ -38,7 +38,11 @@ csv.field_size_limit(2**31 - 1)  # texts may be books
 
 
 class Misfit(RunError):
-    """Rows that are not those of a table with this separator and these quotes."""
+    """Rows that are not those of a table with this separator and these quotes, from a line on."""
+
+    def __init__(self, said: str, line: int = 0) -> None:
+        super().__init__(said)
+        self.line = line
 
 
 class TwoWays(Misfit):
@@ -77,10 +81,10 @@ class _Lines:
             for number, line in enumerate(opened, 1):
                 if number == 1 and _EXCEL.fullmatch(line.strip()):
                     raise Misfit(
-                        f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator"
+                        f"{self.file}, line 1: {line.strip()!r} is for Excel; take it out, and set data.separator", 1
                     )
                 if "\0" in line:
-                    raise Misfit(f"{self.file}, line {number:,}: a zero byte stands in the row; take it out")
+                    raise Misfit(f"{self.file}, line {number:,}: a zero byte stands in the row; take it out", number)
                 if (self.quote or '"') in line:
                     self.quoted, self.doubled = True, self.doubled or '""' in line
                 self.last = line
@@ -101,7 +105,8 @@ def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
         except csv.Error as error:
             raise Misfit(
                 f"{lines.file}, line {start:,}: {_quoting(str(error), dialect.quote)}: {_shown([lines.last])}. A quote "
-                "within quotes is doubled; data.quote: none reads quotes as letters"
+                "within quotes is doubled; data.quote: none reads quotes as letters",
+                start,
             ) from None
         if row is None:
             return
@@ -162,8 +167,8 @@ def _found(file: Path, data: DataSection, separator: str) -> Table:
     except Misfit as error:
         try:
             other = _scan(file, data, bare)
-        except Misfit:
-            raise error from None
+        except Misfit as later:
+            raise max(error, later, key=lambda each: each.line) from None  # the way that fits for longer is meant
         if other.escaped:
             raise Misfit(
                 f'{error}. Quotes within quotes seem to have a backslash (\\"); write them doubled ("")'
@@ -171,15 +176,16 @@ def _found(file: Path, data: DataSection, separator: str) -> Table:
         if other.wrapped:  # a file with quotes, in which something is wrong with one
             raise error from None
         return other
-    if not found.quoted or compressed.plain(file).suffix != ".tsv":
+    tabs = compressed.plain(file).suffix == ".tsv"
+    if not found.quoted or (len(found.names) < 2 and not tabs):  # of one column any line is a row without quotes
         return found
     try:
         other = _scan(file, data, bare)
     except Misfit:
         return found
     if other.rows == found.rows:
-        return other if other.needless else found
-    if other.doubled or other.names[0].startswith('"'):
+        return other if other.needless and tabs else found
+    if other.names[0].startswith('"') or (other.doubled and len(found.names) < 2):
         return found
     raise TwoWays(
         f"{file} can be read in two ways: {found.rows:,} rows where quotes stand around cells, some of them of several "
@@ -198,7 +204,7 @@ def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
             found.names = row
             continue
         if len(row) != len(found.names):
-            raise Misfit(_misfit(file, line, row, found, data, lines.last))
+            raise Misfit(_misfit(file, line, row, found, data), line)
         batch.append(row)
         found.rows += 1
         if len(batch) == BATCH:
@@ -212,23 +218,24 @@ def _scan(file: Path, data: DataSection, dialect: Dialect) -> Table:
     return found
 
 
-def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSection, last: str) -> str:
+def _misfit(file: Path, line: int, row: list[str], found: Table, data: DataSection) -> str:
     """What is said of a row that is wider or narrower than the header."""
     wanted = "data.columns names" if data.columns else "the header has"
     separator = found.dialect.separator
     called = NAMES.get(separator, repr(separator))
-    how = f"A cell that holds {called} stands between double quotes"
-    if len(row) == 1 and row[0].lstrip().startswith("#"):
+    alone = found.names[0] if len(found.names) == 1 else ""
+    other = next((mark for mark in NAMES if mark != separator and mark in alone), None)
+    if alone.startswith("#"):
+        how = f"The first line seems to be a comment, {alone[:40]!r}: take it out"
+    elif other is not None:
+        how = f"The header seems to be separated by {NAMES[other]}: set data.separator"
+    elif len(row) == 1 and row[0].lstrip().startswith("#"):
         how = "Take comments out"
     elif len(row) == len(found.names) + 1 and not row[-1]:
         how = f"It ends with a separator and the header does not: end both with one, or none ({called})"
-    if len(found.names) == 1:
-        how += "; a file with a text on each line is called .txt"
-    if len(found.names) == 1 and found.names[0].startswith("#"):
-        how = f"The first line seems to be a comment, {found.names[0][:40]!r}: take it out"
-    other = next((mark for mark in NAMES if mark != separator and mark in found.names[0]), None)
-    if other is not None and len(found.names) == 1 and not found.names[0].startswith("#"):
-        how = f"The header seems to be separated by {NAMES[other]}: set data.separator"
+    else:
+        how = f"A cell that holds {called} stands between double quotes"
+        how += "; a file with a text on each line is called .txt" if alone else ""
     widths = f"the row has {len(row)} column(s), and {wanted} {len(found.names)}"
     return f"{file}, line {line:,}: {widths}: {_shown(row)}. {how}"
 
