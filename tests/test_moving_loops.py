@@ -1,9 +1,12 @@
 """`lockstep init --from` of scripts with a loop, of command lines, and of files that would train something else."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from moving_scripts import ACCELERATE, DDP, LIGHTNING, NANO, QLORA, TRAINER, moved, refused
+
+from lockstep.cli import main
 
 
 @pytest.fixture
@@ -15,8 +18,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- loops -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_loop_becomes_a_module_that_trains(here: Path) -> None:
+def test_a_plain_loop_becomes_a_module(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     run = moved("points.py", DDP)
+    assert "points" not in sys.modules  # nothing was imported
     assert (run.task.name, run.strategy.name, run.seed) == ("module", "ddp", 0)
     options = {k: run.task.options[k] for k in ("model", "model_arguments", "data", "data_arguments", "loss")}
     assert options == {
@@ -28,6 +34,9 @@ def test_a_plain_loop_becomes_a_module_that_trains(here: Path) -> None:
     }
     assert (run.epochs, run.batch_size, run.optim.name, run.optim.learning_rate) == (4, 20, "sgd", 0.01)
     assert (run.optim.momentum, run.optim.weight_decay, run.optim.clip, run.optim.schedule) == (0, 0, 0, "constant")
+    monkeypatch.syspath_prepend(here)
+    assert main(["plan", "moved.yaml", "launch.device=cpu", "launch.processes=1"]) == 0  # which makes the model
+    assert "points.Points: 540 train, 60 validation examples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
