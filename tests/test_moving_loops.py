@@ -131,6 +131,31 @@ def test_commands_of_trl(here: Path) -> None:
     assert (run.task.name, run.task.options["beta"], run.model.adapter["r"]) == ("preference", 0.4, 8)
 
 
+@pytest.mark.parametrize(
+    "command", ["axolotl train", "accelerate launch -m axolotl.cli.train", "python -m axolotl.cli.train"]
+)
+def test_a_command_that_names_a_file_of_settings(command: str, here: Path) -> None:
+    (here / "ax.yaml").write_text("base_model: a/b\nmicro_batch_size: 3\ndatasets: [{path: c/d, type: completion}]\n")
+    run = moved("run.sh", f"{command} ax.yaml\n")
+    assert (run.model.source, run.data.source, run.batch_size) == ("a/b", "c/d", 3)
+
+
+def test_options_of_other_examples(here: Path) -> None:
+    usual = "python run_{}.py --do_train --model_name_or_path a/b --dataset_name c/d --output_dir o "
+    run = moved(
+        "s.sh", usual.format("summarization") + "--text_column long --summary_column short --max_target_length 40\n"
+    )
+    options = {key: run.task.options[key] for key in ("source", "target", "target_length")}
+    assert (run.task.name, options) == ("summarization", {"source": "long", "target": "short", "target_length": 40})
+    run = moved("q.sh", usual.format("qa") + "--version_2_with_negative --doc_stride 64 --max_seq_length 384\n")
+    options = {key: run.task.options[key] for key in ("unanswerable", "stride")}
+    assert (run.task.name, options, run.data.max_length) == (
+        "question_answering",
+        {"unanswerable": True, "stride": 64},
+        384,
+    )
+
+
 def test_a_command_whose_script_is_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "torchrun --nproc_per_node 2 train.py --learning_rate 2e-5 --output_dir o\n"
     assert "the script is not here" in refused("run.sh", text, capsys)
