@@ -63,6 +63,39 @@ def test_a_loop_that_runs_when_it_is_imported_is_refused(here: Path, capsys: pyt
     assert ": main() (every process imports the file, and would run this" in said
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        (
+            "data = Points(600)",
+            "data = Points(600)\n    model.load_state_dict(torch.load(FILE))",
+            "model.load_state_dict(",
+        ),
+        ("sampler=Distributed", "sampler=Weighted", "sampler=WeightedSampler(data) (every example is drawn once"),
+        (
+            "batch_size=20,",
+            "batch_size=20, collate_fn=lambda rows: rows,",
+            "collate_fn=lambda rows: rows (task.collate",
+        ),
+        ("batch_size=20", "**how", "the batch size (no DataLoader with one was seen)"),
+        (
+            "    criterion =",
+            "    for w in model.parameters():\n        w.requires_grad = False\n    criterion =",
+            "w.requires_grad",
+        ),
+    ],
+)
+def test_what_a_loop_does_to_its_model_and_batches_is_not_lost(
+    old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert wanted in refused("points.py", DDP.replace(old, new, 1), capsys)
+
+
+def test_weights_that_a_loop_of_accelerate_freezes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ACCELERATE.replace("optimizer = torch", "model.classifier.weight.requires_grad = False\noptimizer = torch")
+    assert "model.freeze names the weights" in refused("acc.py", text, capsys)
+
+
 def test_a_loop_of_accelerate_with_a_model_of_transformers(here: Path) -> None:
     run = moved("acc.py", ACCELERATE)
     assert (run.task.name, run.task.options["text"], run.task.options["text_pair"]) == (

@@ -21,17 +21,12 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import apart
 from lockstep.data.source import BUILTIN, local_splits
-from lockstep.tools.starter import fit, guesses, several, shapes, sheet
+from lockstep.tools.starter import fit, guesses, planning, several, shapes, sheet
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.guesses import CHAT, SCRATCH, Here
 from lockstep.tools.starter.talk import Ask, NoAnswerMends, Talk, one_of
 from lockstep.track.console import Console
 
-# what `plan` says of a machine that lacks something, and not of a run file
-_OF_MACHINE = (
-    *("not installed", "CUDA device(s)", "runs on GPUs only", "this job has no GPU", "this job has none"),
-    *("couldn't connect", "HF_HUB_OFFLINE", "cannot be reached"),
-)
 _RETRIES = 5  # remedies tried on one run file
 
 
@@ -119,7 +114,7 @@ def checked(path: Path, text: str, planned: bool = True) -> Run:
     with _aside(path, text) as aside:
         run = load(aside, [])
         if planned:
-            plan(run)
+            planning.plan(run)
         os.replace(aside, path)
     return run
 
@@ -128,35 +123,6 @@ def loaded(path: Path, text: str) -> Run:
     """The run of a file of this text at this place, which is not written. Errors: `RunError`, which name `path`."""
     with _aside(path, text) as aside:
         return load(aside, [])
-
-
-def plan(run: Run) -> list[str]:
-    """Make the checks of `lockstep plan`, but for those of the data. Returns what this machine lacks for the run; then
-    a small model stands in for its own, so that the rest is checked. Errors: `RunError` for a fault of the run file."""
-    from lockstep.launchers import start
-    from lockstep.strategies.engines import zero_agreement
-
-    lacking: list[str] = []
-    for each in (run, with_small_model(run)):
-        try:
-            what = start.launcher_of(each).plan(each)
-            zero_agreement.check(each, what.processes)
-            start.check(each, what)
-            break
-        except RunError as error:
-            if not any(mark in str(error) for mark in _OF_MACHINE):
-                raise
-            lacking.append(str(error))
-    return lacking
-
-
-def with_small_model(run: Run) -> Run:
-    """The run with a small model from scratch in place of its own; a model of the user's stays."""
-    if run.task.name == "module" or "." in run.task.name:
-        return run
-    small = guesses.scratch(run.task.name, 128, 0)["model"]
-    model = {"source": None, "adapter": {}, "quantization": None, "dtype": "float32", "attention": None, **small}
-    return run.model_copy(update={"model": run.model.model_copy(update=model)})
 
 
 # -- what is asked ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.tools.starter import columns, fit, guesses, shapes, sheet, starter
+from lockstep.tools.starter import columns, fit, guesses, planning, shapes, sheet, starter
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.moving import reading
 from lockstep.tools.starter.moving.table import FILL_IN, Moved, decides, only_its_own
@@ -94,7 +94,7 @@ def _written(path: Path, text: str, partial: bool, talk: Talk) -> Run:
     """The file, planned before. What this machine lacks is said, and no fault of the file. Errors: `RunError`."""
     run = starter.loaded(path, text)
     try:
-        for lacking in starter.plan(starter.with_small_model(run) if run.model.source == FILL_IN else run):
+        for lacking in planning.plan(planning.with_small_model(run) if run.model.source == FILL_IN else run):
             talk.console.note(f"on this machine lockstep plan refuses it: {lacking}")
     except RunError as error:
         if not partial:
