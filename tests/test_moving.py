@@ -253,6 +253,7 @@ def test_accelerate_config(here: Path) -> None:
     assert run.strategy.options == {"zero_optimization": {"offload_param": {"device": "cpu"}}}
 
 
+@pytest.mark.processes  # as above
 def test_deepspeed_passes_through_untouched_but_for_what_the_run_file_says(here: Path) -> None:
     config = {
         "train_batch_size": 64,

@@ -1,9 +1,12 @@
 """`lockstep init --from` of scripts with a loop, of command lines, and of files that would train something else."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from moving_scripts import ACCELERATE, DDP, LIGHTNING, NANO, QLORA, TRAINER, moved, refused
+
+from lockstep.cli import main
 
 
 @pytest.fixture
@@ -15,8 +18,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- loops -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_loop_becomes_a_module_that_trains(here: Path) -> None:
+def test_a_plain_loop_becomes_a_module(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     run = moved("points.py", DDP)
+    assert "points" not in sys.modules  # nothing was imported
     assert (run.task.name, run.strategy.name, run.seed) == ("module", "ddp", 0)
     options = {k: run.task.options[k] for k in ("model", "model_arguments", "data", "data_arguments", "loss")}
     assert options == {
@@ -28,6 +34,9 @@ def test_a_plain_loop_becomes_a_module_that_trains(here: Path) -> None:
     }
     assert (run.epochs, run.batch_size, run.optim.name, run.optim.learning_rate) == (4, 20, "sgd", 0.01)
     assert (run.optim.momentum, run.optim.weight_decay, run.optim.clip, run.optim.schedule) == (0, 0, 0, "constant")
+    monkeypatch.syspath_prepend(here)
+    assert main(["plan", "moved.yaml", "launch.device=cpu", "launch.processes=1"]) == 0  # which makes the model
+    assert "points.Points: 540 train, 60 validation examples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -52,6 +61,39 @@ def test_a_loop_whose_functions_have_no_names_is_said_to_be_one(
 def test_a_loop_that_runs_when_it_is_imported_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused("points.py", DDP.replace('if __name__ == "__main__":\n    main()', "main()"), capsys)
     assert ": main() (every process imports the file, and would run this" in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        (
+            "data = Points(600)",
+            "data = Points(600)\n    model.load_state_dict(torch.load(FILE))",
+            "model.load_state_dict(",
+        ),
+        ("sampler=Distributed", "sampler=Weighted", "sampler=WeightedSampler(data) (every example is drawn once"),
+        (
+            "batch_size=20,",
+            "batch_size=20, collate_fn=lambda rows: rows,",
+            "collate_fn=lambda rows: rows (task.collate",
+        ),
+        ("batch_size=20", "**how", "the batch size (no DataLoader with one was seen)"),
+        (
+            "    criterion =",
+            "    for w in model.parameters():\n        w.requires_grad = False\n    criterion =",
+            "w.requires_grad",
+        ),
+    ],
+)
+def test_what_a_loop_does_to_its_model_and_batches_is_not_lost(
+    old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert wanted in refused("points.py", DDP.replace(old, new, 1), capsys)
+
+
+def test_weights_that_a_loop_of_accelerate_freezes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ACCELERATE.replace("optimizer = torch", "model.classifier.weight.requires_grad = False\noptimizer = torch")
+    assert "model.freeze names the weights" in refused("acc.py", text, capsys)
 
 
 def test_a_loop_of_accelerate_with_a_model_of_transformers(here: Path) -> None:
@@ -120,6 +162,31 @@ def test_commands_of_trl(here: Path) -> None:
     text = "trl dpo --model_name_or_path a/b --dataset_name c/d --beta 0.4 --use_peft --lora_r 8 --output_dir o\n"
     run = moved("dpo.sh", text)
     assert (run.task.name, run.task.options["beta"], run.model.adapter["r"]) == ("preference", 0.4, 8)
+
+
+@pytest.mark.parametrize(
+    "command", ["axolotl train", "accelerate launch -m axolotl.cli.train", "python -m axolotl.cli.train"]
+)
+def test_a_command_that_names_a_file_of_settings(command: str, here: Path) -> None:
+    (here / "ax.yaml").write_text("base_model: a/b\nmicro_batch_size: 3\ndatasets: [{path: c/d, type: completion}]\n")
+    run = moved("run.sh", f"{command} ax.yaml\n")
+    assert (run.model.source, run.data.source, run.batch_size) == ("a/b", "c/d", 3)
+
+
+def test_options_of_other_examples(here: Path) -> None:
+    usual = "python run_{}.py --do_train --model_name_or_path a/b --dataset_name c/d --output_dir o "
+    run = moved(
+        "s.sh", usual.format("summarization") + "--text_column long --summary_column short --max_target_length 40\n"
+    )
+    options = {key: run.task.options[key] for key in ("source", "target", "target_length")}
+    assert (run.task.name, options) == ("summarization", {"source": "long", "target": "short", "target_length": 40})
+    run = moved("q.sh", usual.format("qa") + "--version_2_with_negative --doc_stride 64 --max_seq_length 384\n")
+    options = {key: run.task.options[key] for key in ("unanswerable", "stride")}
+    assert (run.task.name, options, run.data.max_length) == (
+        "question_answering",
+        {"unanswerable": True, "stride": 64},
+        384,
+    )
 
 
 def test_a_command_whose_script_is_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from harness import lockstep_environment
 from own_modules import MEAN
 
+from lockstep import api
 from lockstep.config import plugins
 from lockstep.config.run import RunError
 from lockstep.tools import script
@@ -86,3 +87,15 @@ def test_the_import_of_a_script_stops_where_it_starts_a_job(tmp_path: Path, monk
     assert plugins.attribute("mine_stops.before") == 1
     with pytest.raises(plugins.PluginError, match="no attribute 'after'"):
         plugins.attribute("mine_stops.after")
+
+
+def test_the_output_folder_is_one_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_output.py").write_text(MEAN)
+    module: Any = plugins.attribute("mine_output.build").__globals__
+    monkeypatch.setattr(api, "train", lambda run, show, on_event: runs.append(run))
+    monkeypatch.setattr(api, "_begins", lambda: None)
+    for output in (tmp_path / "here", None):
+        api.fit(module["build"], module["data"], module["loss"], steps=1, output=output)
+    assert [run.folder for run in runs] == [tmp_path / "here", Path("outputs/mine_output")]

@@ -21,7 +21,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import apart
 from lockstep.data.source import BUILTIN, local_splits
-from lockstep.tools.starter import fit, guesses, several, shapes, sheet
+from lockstep.tools.starter import fit, guesses, planning, several, shapes, sheet
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.guesses import CHAT, SCRATCH, Here
 from lockstep.tools.starter.talk import Ask, NoAnswerMends, Talk, one_of
@@ -114,7 +114,7 @@ def checked(path: Path, text: str, planned: bool = True) -> Run:
     with _aside(path, text) as aside:
         run = load(aside, [])
         if planned:
-            plan(run)
+            planning.plan(run)
         os.replace(aside, path)
     return run
 
@@ -123,16 +123,6 @@ def loaded(path: Path, text: str) -> Run:
     """The run of a file of this text at this place, which is not written. Errors: `RunError`, which name `path`."""
     with _aside(path, text) as aside:
         return load(aside, [])
-
-
-def plan(run: Run) -> None:
-    """What `lockstep plan` checks without the data and the model. Errors: `RunError`."""
-    from lockstep.launchers import start
-    from lockstep.strategies.engines import zero_agreement
-
-    what = start.launcher_of(run).plan(run)
-    zero_agreement.check(run, what.processes)
-    start.check(run, what)
 
 
 # -- what is asked ---------------------------------------------------------------------------------------------------

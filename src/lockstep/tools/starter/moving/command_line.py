@@ -18,7 +18,7 @@ from lockstep.config import errors as messages
 from lockstep.config.run import RunError
 from lockstep.tools.starter.moving import engines, trainer, trl
 from lockstep.tools.starter.moving.script import Script
-from lockstep.tools.starter.moving.table import Moved, number
+from lockstep.tools.starter.moving.table import CACHED, Moved, Row, Table, number
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "trl", "llamafactory-cli", "axolotl")
 # The examples of transformers and TRL, by what their names begin with.
@@ -50,6 +50,34 @@ _GLUE = {
     "qqp": ("question1", "question2"),
     "qnli": ("question", "sentence"),
     "mnli": ("premise", "hypothesis"),
+}
+# Options of those examples, beside the fields of `TrainingArguments`.
+EXAMPLES: Table = {
+    "text_column": Row("task.source", "of summarization"),
+    "summary_column": Row("task.target", "of summarization"),
+    "source_lang": Row("task.source", "of translation"),
+    "target_lang": Row("task.target", "of translation"),
+    "max_target_length": Row("task.target_length"),
+    "mlm_probability": Row("task.masked", "of masked language modelling"),
+    "doc_stride": Row("task.stride", "of question answering"),
+    "max_answer_length": Row("task.answer_tokens", "of question answering"),
+    "version_2_with_negative": Row("task.unanswerable", "of question answering"),
+    "max_eval_samples": Row("evaluate.limit"),
+    "torch_dtype": Row(
+        "model.dtype", "float32, bfloat16", values={"float32": "float32", "bfloat16": "bfloat16", "auto": None}
+    ),
+    "attn_implementation": Row("model.attention"),
+    "pad_to_max_length": Row("", "what is padded changes nothing", default=True),
+    "line_by_line": Row("", "task.packing: false", joined=True),
+    "max_predict_samples": Row("", "a test split is always used whole"),
+    "preprocessing_num_workers": Row("", CACHED),
+    "overwrite_cache": Row("", CACHED),
+    "cache_dir": Row("", "HF_HOME says where downloads are kept"),
+    "token": Row("", "secrets come from the environment: HF_TOKEN"),
+    "use_fast_tokenizer": Row("", "a fast tokenizer is used where there is one", default=True),
+    "ignore_mismatched_sizes": Row("", "a head of another size is drawn anew"),
+    "low_cpu_mem_usage": Row("", "weights are loaded once a process"),
+    "return_entity_level_metrics": Row("", "a task has its own scores"),
 }
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 _SWITCHES = {  # of the launchers, which take no value
@@ -150,12 +178,14 @@ def _command(words: list[str], line: int) -> Command:
         rest = rest[1:]
     elif starter == "accelerate":
         return command
-    if starter.startswith("python") and rest[:1] == ["-m"]:  # torch's launcher as a module
-        rest = rest[2:]
+    if starter.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1].startswith("torch.distributed"):
+        rest = rest[2:]  # torch's launcher as a module
     if starter in ("trl", "llamafactory-cli", "axolotl"):
         command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
     else:
         while rest and not rest[0].endswith(".py"):
+            if not rest[0].startswith("-") and {"m", "module"} & command.launcher.keys():
+                break  # python -m package.module
             rest = _option(rest, command.launcher, _SWITCHES)
         command.program, rest = (rest[0], rest[1:]) if rest else ("", [])
     while rest:
@@ -301,7 +331,7 @@ def _example(command: Command, stem: str, task: str | None, moved: Moved, proces
     moved.set("task.name", task, command.program)
     options = dict(command.options)
     glue = options.pop("task_name", None) if task == "classification" else None
-    trainer.move(options, moved, processes)
+    trainer.move(options, moved, processes, trainer.TABLE | EXAMPLES)
     if not options.get("do_train"):
         moved.notes.append(f"line {command.line}: without --do_train it trains nothing")
     if glue is not None:

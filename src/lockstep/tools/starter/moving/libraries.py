@@ -48,7 +48,7 @@ _METHODS = {  # of a model, that change no weight and no loss
         "config",
         "from_pretrained",
     ),
-    *("bfloat16", "requires_grad_"),
+    "requires_grad_",
 }
 # Of SFTTrainer's own arguments, those that its config has in newer releases.
 OLDER: tuple[str, ...] = (
@@ -82,7 +82,7 @@ def arguments(call: Call, at: Reading) -> None:
     table = trainer.TABLE | trl.TABLE
     for name, code in given.unknown.items():
         row = table.get(name)
-        deciding = row is not None and (row.decides or (bool(row.here) and decides(row.here)))
+        deciding = row is None or row.decides or (bool(row.here) and decides(row.here))
         by = (row.here,) if row is not None and row.here else ()
         at.moved.unclear(f"line {call.line}: {name}={code}", f"{RUNS}; a default is taken", deciding, by)
     for code in given.more:

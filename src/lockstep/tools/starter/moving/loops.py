@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.tools.starter.moving import loading, own_functions, rows, trainer_script
+from lockstep.tools.starter.moving import libraries, loading, own_functions, trainer_script
 from lockstep.tools.starter.moving.loading import Reading
 from lockstep.tools.starter.moving.script import Arguments, Call, Script, shown
 from lockstep.tools.starter.moving.table import Moved, batches, number, trackers
@@ -336,10 +336,10 @@ class Loop:
         """The model, the tokenizer and the rows, as in a script with a Trainer."""
         at = Reading(self.script, self.moved)
         loading.task_first(self.script, self.moved)
-        names = {"from_pretrained", "load_dataset", "map", "train_test_split", "BitsAndBytesConfig", *rows.METHODS}
         for call in self.script.calls:
-            if call.name in names or call.origin.startswith("peft."):
+            if call.name not in (*OPTIMIZERS, "set_seed") and "schedule" not in call.name:  # which are read above
                 trainer_script.read_call(call, at)
+        libraries.settings(at)
         trainer_script.own_tokenizer(at)
         if not at.mapped:
             why = "no function was seen that makes tokens of them"

@@ -14,22 +14,13 @@ from typing import Any
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.tools.starter import columns, fit, guesses, shapes, sheet, starter
+from lockstep.tools.starter import columns, fit, guesses, planning, shapes, sheet, starter
 from lockstep.tools.starter.columns import Look
 from lockstep.tools.starter.moving import reading
 from lockstep.tools.starter.moving.table import FILL_IN, Moved, decides, only_its_own
 from lockstep.tools.starter.talk import Ask, Talk
 from lockstep.track.console import Console
 
-# what `plan` says of a machine that lacks something, and not of a run file
-_OF_MACHINE: tuple[str, ...] = (
-    "not installed",
-    "CUDA device(s)",
-    "runs on GPUs only",
-    "this job has no GPU",
-    "this job has none",
-)
-_OF_MACHINE += ("couldn't connect", "HF_HUB_OFFLINE", "cannot be reached")
 _INTERVALS = ("evaluate.every", "checkpoint.every")
 _COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
 _BESIDE = ("input", "context", "system")  # columns of instructions that a prompt is made of, besides the instruction
@@ -102,30 +93,17 @@ def _complete(origin: Path, moved: Moved, partial: bool) -> None:
 def _written(path: Path, text: str, partial: bool, talk: Talk) -> Run:
     """The file, planned before. What this machine lacks is said, and no fault of the file. Errors: `RunError`."""
     run = starter.loaded(path, text)
-    for each in (run, _with_small_model(run)):
-        if each.model.source == FILL_IN:
-            continue
-        try:
-            starter.plan(each)
-            break
-        except RunError as error:
-            here = any(mark in str(error) for mark in _OF_MACHINE)
-            if not here and not partial:
-                raise RunError(
-                    f"--from: what would be written cannot be planned, so nothing is: {error}. Give another value, as "
-                    "key=value, or write it all the same with --partial"
-                ) from None
-            talk.console.note(f"{'on this machine ' if here else ''}lockstep plan refuses it: {error}")
+    try:
+        for lacking in planning.plan(planning.with_small_model(run) if run.model.source == FILL_IN else run):
+            talk.console.note(f"on this machine lockstep plan refuses it: {lacking}")
+    except RunError as error:
+        if not partial:
+            raise RunError(
+                f"--from: what would be written cannot be planned, so nothing is: {error}. Give another value, as "
+                "key=value, or write it all the same with --partial"
+            ) from None
+        talk.console.note(f"lockstep plan refuses it: {error}")
     return starter.checked(path, text, planned=False)
-
-
-def _with_small_model(run: Run) -> Run:
-    """The run with a small model from scratch, to plan the rest where its own model cannot be loaded here."""
-    if run.task.name == "module" or "." in run.task.name:
-        return run
-    small = guesses.scratch(run.task.name, 128, 0)["model"]
-    model = {"source": None, "adapter": {}, "quantization": None, "dtype": "float32", "attention": None, **small}
-    return run.model_copy(update={"model": run.model.model_copy(update=model)})
 
 
 def _look(moved: Moved, wanted: bool, talk: Talk) -> Look | None:

@@ -35,6 +35,9 @@ def name(script: Script, moved: Moved, optimizers: list[Call], loader: Call | No
         if given:
             moved.set(f"task.{key}_arguments", given, "the script's")
         moved.read.append(f"line {getattr(node, 'lineno', 0)}: {shown(node)} -> task.{key}")  # type: ignore[arg-type]
+    if loader is not None:
+        _batches(script, moved, loader)
+    _changed(script, moved, model)
     loss = _loss(script)
     if loss is None:
         _missing(moved, "loss", "a function of (outputs, batch)")
@@ -43,6 +46,38 @@ def name(script: Script, moved: Moved, optimizers: list[Call], loader: Call | No
         moved.read.append(f"{loss} -> task.loss")
     if FILL_IN not in (moved.keys.get("task.model"), moved.keys.get("task.data")):
         _importable(script, moved)
+
+
+def _batches(script: Script, moved: Moved, loader: Call) -> None:
+    """How the loader makes batches: by a function of the script's, in an order of its own."""
+    given = script.arguments(loader, ("dataset", "batch_size", "shuffle", "sampler"))
+    collate, sampler = given.nodes.get("collate_fn"), given.nodes.get("sampler", given.nodes.get("batch_sampler"))
+    if isinstance(collate, ast.Name) and collate.id in script.functions and script.path.stem.isidentifier():
+        moved.set("task.collate", f"{script.path.stem}.{collate.id}", f"collate_fn, line {loader.line}")
+    elif collate is not None and not (isinstance(collate, ast.Constant) and collate.value is None):
+        moved.unclear(
+            f"line {loader.line}: collate_fn={shown(collate)}", "task.collate is a name", by=("task.collate",)
+        )
+    made = script.bound(sampler, last=True) if isinstance(sampler, ast.Name) else sampler
+    inner = made.body if isinstance(made, ast.IfExp) else made
+    name = script.origin_of(inner.func).rpartition(".")[2] if isinstance(inner, ast.Call) else None
+    if sampler is not None and name not in ("DistributedSampler", "RandomSampler"):
+        why = "every example is drawn once an epoch, in an order of the seed"
+        moved.drop(f"line {loader.line}: sampler={shown(sampler)}", None, why, True)
+
+
+def _changed(script: Script, moved: Moved, model: ast.expr | None) -> None:
+    """What is done to the model after it was made, which `task.model` would have to do."""
+    name = ast.unparse(model) if model is not None else "model"
+    why = "task.model is to give the model as it is trained"
+    for call in script.calls:
+        receiver = ast.unparse(call.receiver) if call.receiver is not None else ""
+        if call.name in ("load_state_dict", "requires_grad_", "apply", "half") and receiver.partition(".")[0] == name:
+            moved.unclear(str(call), why, by=("task.model",))
+    for node in ast.walk(script.tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Attribute) and target.attr == "requires_grad":
+            moved.unclear(f"line {target.lineno}: {shown(node)}", why, by=("task.model",))
 
 
 def _missing(moved: Moved, key: str, what: str) -> None:

@@ -292,6 +292,10 @@ def _labels(function: Scope, at: Reading) -> None:
             at.moved.read.append(f"line {node.lineno}: {shown(node)} -> task.label")
         elif task == "classification":
             at.moved.unclear(f"line {node.lineno}: {shown(node)}", "which column holds the labels", by=("task.label",))
+        elif task == "language_modeling" and ("input_ids" not in (text := ast.unparse(node.value)) or "100" in text):
+            where = f"line {node.lineno}: {shown(node)}"
+            names_ = ("task.prompt", "task.messages", "task.text")
+            at.moved.unclear(where, "labels of its own: which tokens are learned is not known", by=names_)
     if at.moved.task == "token_classification":
         tags = [n for n in ast.walk(function) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
         names = [name for n in tags if isinstance(name := at.script.known(n.slice), str) and "tag" in name]
