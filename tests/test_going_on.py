@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import striking
-from command import LOCKSTEP, bits, each_step_once, ended, finish, ranks_of, start, step_of, until, write
+from command import LOCKSTEP, bits, each_step_once, ended, finish, ranks_of, saved, start, step_of, until, write
 from marks import long, slow
 
 pytestmark = [
@@ -109,6 +109,25 @@ def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
     assert "resuming after step" not in out
     assert bits(tmp_path) == bits(untouched)
     each_step_once(tmp_path, untouched)
+
+
+def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, cache: Path) -> None:
+    """In the moment in which its process is there, long before it listens; nobody else is asked."""
+    write(tmp_path, steps=400, checkpoint={"every": 1000}, evaluate={"every": 1000})
+    (tmp_path / "hold").write_text("5")
+    options = ["launch.on_loss=continue", "launch.max_restarts=1", "strategy.name=held_steps.HeldTogether"]
+    process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=HERE)
+    until(lambda: step_of(tmp_path) >= 5, "step 5", process)
+    before = ranks_of(process, tmp_path)
+    os.kill(before[1], signal.SIGKILL)
+    until(lambda: set(ranks_of(process, tmp_path)) - set(before), "another", process)
+    (comes,) = set(ranks_of(process, tmp_path)) - set(before)
+    os.kill(comes, signal.SIGTERM)
+    status, out, err = ended(process)
+    assert status == 75, (out, err)
+    assert "stopped on request after step" in out
+    assert saved(tmp_path) >= 5
+    assert "SIGTERM" not in err
 
 
 def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,7 +236,43 @@ def test_a_folder_that_is_deleted_is_no_success(
 
 def test_deleted_in_the_last_moment(tmp_path: Path) -> None:
     lock = take(tmp_path / "out", nothing, beat_s=1000)
-    (tmp_path / "out" / FILE).unlink()
+    shutil.rmtree(tmp_path / "out")
+    assert lock.verdict(0) == 1
+    lock.release()
+
+
+def test_another_folder_of_that_name_is_not_what_was_trained_into(tmp_path: Path) -> None:
+    lock = take(tmp_path / "out", nothing, beat_s=1000)
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    assert lock.verdict(0) == 1
+    lock.release()
+
+
+def test_a_lock_that_is_deleted_alone_is_made_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lock = take(tmp_path / "out", nothing, beat_s=1000)
+    (tmp_path / "out/run.yaml").touch()
+    for _ in range(2):
+        (tmp_path / "out" / FILE).unlink()
+        assert lock.verdict(0) == 0
+    with pytest.raises(RunError, match=HELD):
+        take(tmp_path / "out", nothing)
+    said = capfd.readouterr().err
+    assert said.count(".lock was deleted while") == 2
+    assert "moved away" not in said
+    lock.release()
+    assert not (tmp_path / "out" / FILE).exists()
+
+
+@pytest.mark.parametrize("also", [True, False])
+def test_a_folder_that_is_emptied_is_no_success(also: bool, tmp_path: Path) -> None:
+    """With the lock in it or without."""
+    lock = take(tmp_path / "out", nothing, beat_s=1000)
+    (tmp_path / "out/run.yaml").touch()
+    assert lock.verdict(0) == 0
+    (tmp_path / "out/run.yaml").unlink()
+    if also:
+        (tmp_path / "out" / FILE).unlink()
     assert lock.verdict(0) == 1
     lock.release()
 

@@ -96,3 +96,17 @@ def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_pa
     status, out, err = train(tmp_path, cache, option, PYTHONPATH=HERE)
     assert status == 0, (out, err)
     assert "resuming after step" in out
+
+
+def test_a_finished_run_whose_other_files_are_gone_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:
+    """OUTPUT was moved away in the last moment: a new folder holds the last checkpoint and the export."""
+    shutil.copytree(untouched, tmp_path, dirs_exist_ok=True)
+    for name in ("run.yaml", "launch.json", "metrics.jsonl", "report.html"):
+        (tmp_path / "out" / name).unlink()
+    status, out, err = train(tmp_path, cache)
+    assert status == 0, err
+    assert "is finished" in out
+    assert "holds the model and no metrics.jsonl" in " ".join(out.split())
+    assert "could not be written" not in out
+    assert (tmp_path / "out/report.html").is_file()
+    assert (tmp_path / "out/run.yaml").is_file()

@@ -189,6 +189,58 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         assert not ranks.ended()
 
 
+@pytest.mark.parametrize("first", ["it", "launcher"])
+def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(first: str, store: Any) -> None:
+    roll = Roll(store, "room", "", ["a"])
+    b = member(store, "b", apart=True)
+    if first == "it":
+        assert b.withdraw()
+        assert not roll.admit("b")
+        assert b.withdraw()
+    else:
+        assert roll.admit("b")
+        assert not b.withdraw()
+        assert roll.admit("b")  # every machine's launcher may be the one that decides
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "told"),
+    [
+        (75, True, 0),  # it listened
+        (-signal.SIGTERM, True, 0),  # it did not listen yet
+        (-signal.SIGUSR1, True, 0),
+        (-signal.SIGKILL, False, 1),
+        (1, False, 0),  # its own words say why
+    ],
+)
+def test_a_stop_signal_that_only_one_that_comes_has_heard(code: int, asked: bool, told: int, store: Any) -> None:
+    """It asks all, as one to any other process of the job does; nobody takes the place of that one."""
+    roll = Roll(store, "room", "", ["0", "1"])
+    lost: list[int] = []
+
+    def place(name: str, apart: bool) -> Place:
+        return Place("", 0, "", name, apart)
+
+    def loss(local: int, pid: int, code: int) -> None:
+        lost.append(local)
+
+    ranks = Unstarted(print, (), {local: {} for local in range(2)}, roll, place, loss, lambda: True)
+    member(store, "0").ready()
+    ranks.processes[1].exitcode = -9
+    assert ranks._go_on({1: ranks.processes[1]})
+    there[0].take(roll.newest)
+    there[0].trains()
+    ranks.let_in()
+    assert ranks.joining == {1}
+    lost.clear()
+    ranks.processes[1].exitcode = code
+    assert ranks._go_on({1: ranks.processes[1]})
+    assert ranks.stop_asked is asked
+    assert len(lost) == told
+    ranks.let_in()
+    assert ranks.joining == ({1} if told else set())
+
+
 def test_who_does_not_come_out_of_a_group_that_was_cut_off_counts_as_lost(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

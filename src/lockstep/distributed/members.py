@@ -36,6 +36,7 @@ VARIABLE = "LOCKSTEP_MEMBER"  # set by a launcher that keeps a roll: who this pr
 SOON_S = 30.0  # until the launcher has seen what a rank has felt, and until ranks that live have come to a generation
 LOOK_S = 0.1  # between two looks for a newer generation
 STUCK_S = 45.0  # that a rank may sleep in a group whose connections were cut off: longer than it forms one, `SOON_S`
+IN, OUT = "in", "out"  # what becomes of one that is ready to come in: whoever says it first, it or its launcher
 NOBODYS = 0x10CC  # the tag of messages that nobody waits for
 
 
@@ -105,6 +106,10 @@ class Roll:
         """Whether all of them hold a state, and can go on without those that are lost."""
         return not self.store.check(["over"]) and all(self.store.check([f"ready/{member}"]) for member in members)
 
+    def admit(self, member: str) -> bool:
+        """Whether this one, which is ready, may be posted: from here on it does not leave by itself. False: it has."""
+        return self.store.compare_set(f"fate/{member}", "", IN) == IN.encode()
+
     def accused(self, member: str) -> bool:
         """Whether another rank says that this one has been silent for too long."""
         return self.store.check([f"silent/{member}"])
@@ -156,6 +161,10 @@ class Members:
     def ready(self) -> None:
         """This rank can come in from here on, or go on where another is lost."""
         self._store.set(f"ready/{self.me}", "1")
+
+    def withdraw(self) -> bool:
+        """Leave before this rank has come in. False: it is let in at this moment, and the others will wait for it."""
+        return self._store.compare_set(f"fate/{self.me}", "", OUT) == OUT.encode()
 
     def over(self) -> None:
         """Training is over: from here on a loss is another matter."""

@@ -108,7 +108,8 @@ class Accelerate(Launcher):
             status, asked = once(run, plan, job)
             if status != 1 or asked or not left:
                 return status
-            error(f"accelerate launch has failed; restarting from the last checkpoint ({left} restart(s) left)")
+            where = "from the last checkpoint" if newest_whole(run) is not None else "from the beginning"
+            error(f"accelerate launch has failed; restarting {where} ({left} restart(s) left)")
         return 1
 
     def check_address(self, run: Run) -> None:

@@ -99,7 +99,7 @@ def prestart() -> None:
     Errors: `RunError` when it cannot be reached, as under a TMPDIR too long for the name of a socket."""
     import multiprocessing
     import tempfile
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.training.preload"])
@@ -107,6 +107,9 @@ def prestart() -> None:
     # Only the main thread may set a handler.
     ignored = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    resource_tracker.ensure_running()  # which unblocks some of them
+    # What comes to a rank that is forked from it, before `entry` has said what is done with signals, waits until then.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         forkserver.ensure_running()
     except OSError as caught:
@@ -115,6 +118,7 @@ def prestart() -> None:
             "needs; set TMPDIR to another folder that exists, with a name of less than 80 characters"
         ) from caught
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
@@ -131,6 +135,7 @@ def entry(run: str | Run, job: Sequence[str], variables: Mapping[str, str] | Non
         number
     ) in STOP_SIGNALS:  # until the rank listens itself; what a terminal sends, the launcher passes on as SIGTERM
         signal.signal(number, signal.SIG_IGN if number in (signal.SIGINT, signal.SIGHUP) else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     for name, value in (variables or {}).items():
         os.environ.setdefault(name, value)
     from lockstep.training import rank as worker

@@ -91,6 +91,8 @@ def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | N
         if not history.told_whole(run.folder):  # the start before was killed after its export
             from lockstep.training.rank import conclude
 
+            if not (run.folder / "run.yaml").is_file():  # of a folder that was moved away while it was trained into
+                keep(run)
             conclude(run, prepared, manifest.step)
         return manifest.step
     if manifest is not None and ended(run, manifest) and (run.folder / "export").exists():

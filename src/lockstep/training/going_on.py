@@ -123,9 +123,9 @@ class GoingOn:
                 strategy: Any = self.session.strategy
                 strategy.part()
             world.part()
-            generation = members.awaited(limit_s, lambda: world.apart and world.stop.came)
-            if generation is None and world.apart:
-                raise SystemExit(STOPPED)  # the others end without it
+            generation = members.awaited(limit_s, lambda: world.apart and world.stop.came and members.withdraw())
+            if generation is None and world.apart and not members.given_up:
+                raise SystemExit(STOPPED)  # by which its launcher knows that all are asked to stop
             if generation is None and members.given_up:
                 raise TrainingFailed("the ranks that are left cannot go on by themselves")
             if generation is None:

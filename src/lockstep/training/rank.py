@@ -362,6 +362,11 @@ def conclude(run: Run, prepared: Prepared, steps: int) -> None:
     for name in (".export.partial", ".export.removed"):
         shutil.rmtree(run.folder / name, ignore_errors=True)
     console = Console(True, run.folder.resolve() / LOG, run.track.console)
+    if not (run.folder / "metrics.jsonl").is_file():
+        console.note(
+            f"{run.folder} holds the model and no metrics.jsonl: the folder was moved away or deleted while it was "
+            "trained into; the report has no curves"
+        )
     concluded(run, task, Journal(World(run), run.folder), console, steps)
 
 

@@ -24,6 +24,7 @@ from lockstep.config.exit_status import EXCLUDED, STOPPED
 from lockstep.distributed.members import Place, Roll
 
 POLL_S = 0.1
+ASKED = (STOPPED, -signal.SIGTERM, -signal.SIGUSR1)  # how one ends that was asked to stop: listening, or not yet
 
 
 class Ranks:
@@ -53,6 +54,7 @@ class Ranks:
         self._vacant: list[int] = []  # local ranks that nobody has
         self._spares: set[int] = set()  # local ranks of processes that were started in the place of lost ones
         self._started = len(variables)
+        self.stop_asked = False  # whether one was asked to stop before it came in, by somebody who asked nobody else
         self.why = ""  # this machine's ranks have ended, where none of them has failed
         for local in variables:
             self._start(local, apart)
@@ -101,7 +103,13 @@ class Ranks:
 
     def failed(self, gone: Mapping[int, Any]) -> RunProcsResult:
         """All of them end, because of these."""
-        if not all(process.exitcode == STOPPED for process in gone.values()):
+        if not gone:
+            pass
+        elif all(process.exitcode == STOPPED for process in gone.values()):
+            self._see_who_trains()
+            for local in self.joining:  # they hold nothing, and those that they wait for have gone
+                self.processes[local].kill()
+        else:
             # so that those that wait for the others wait no more
             self.roll.give_up(f"a rank has ended on {socket.gethostname()}")
         self.close()
@@ -146,11 +154,15 @@ class Ranks:
         return True
 
     def without_comers(self, gone: Mapping[int, Any]) -> dict[int, Any]:
-        """But for those that have failed before they came in, whose own words say why."""
+        """But for those that have ended by themselves before they came in: they have failed, and their own words say
+        why, or they were asked to stop."""
         members = self.roll.newest.members
-        for local in [local for local in gone if self.names[local] not in members and gone[local].exitcode > 0]:
-            self.joining.discard(local)
-            self.processes.pop(local)
+        for local in [local for local in gone if self.names[local] not in members]:
+            code = gone[local].exitcode
+            self.stop_asked |= local in self.joining and code in ASKED
+            if code > 0 or (local in self.joining and code in ASKED):
+                self.joining.discard(local)
+                self.processes.pop(local)
         return {local: process for local, process in gone.items() if local in self.processes}
 
     def able(self, left: Sequence[str]) -> bool:
@@ -170,7 +182,7 @@ class Ranks:
     def let_in(self) -> None:
         """Start what takes the places of those that are lost, and offer the others those that are ready to come in:
         both only while all that are left train."""
-        if not self._vacant and not self.coming():
+        if self.stop_asked or (not self._vacant and not self.coming()):
             return
         if not self.roll.settled():
             return
@@ -182,7 +194,7 @@ class Ranks:
                 self._spares.add(local)
                 self.joining.add(local)
                 self._start(local, True)
-        if able := [name for name in self.coming() if self.roll.ready([name])]:
+        if able := [name for name in self.coming() if self.roll.ready([name]) and self.roll.admit(name)]:
             self.roll.post([*self.roll.newest.members, *able])
 
     def coming(self) -> list[str]:

@@ -39,6 +39,7 @@ class Survivors(LocalElasticAgent):
     job: Run
     say: Callable[[str], None]
     memory: Memory
+    asked: bool  # to stop
     goes_on = False  # whether ranks may be lost one by one in this formation
     _room = "", 0  # that this machine comes into, and how many machines formed the job there
     _in = _dead = ""  # the room of this machine's ranks; one in which nobody lives
@@ -190,8 +191,10 @@ class Survivors(LocalElasticAgent):
             return super()._monitor_workers(worker_group)
         assert self._pcontext is not None
         with self.rendezvous.reading():
-            if (found := self._pcontext.wait(0)) is None:
-                return RunResult(WorkerState.HEALTHY)
+            found = self._pcontext.wait(0)
+        self.asked |= isinstance(self._pcontext, Ranks) and self._pcontext.stop_asked
+        if found is None:
+            return RunResult(WorkerState.HEALTHY)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         if found.is_failed() or found.return_values == {}:
             if not found.failures:

@@ -90,6 +90,8 @@ class Lock:
         self.folder, self.holder, self.lost = folder, holder, False
         self._path, self._descriptor, self._made, self._beat_s = folder / FILE, descriptor, made, beat_s
         self._beats, self._over, self._turn = 0, threading.Event(), threading.Lock()
+        self._folder = os.open(folder, os.O_RDONLY)  # while it is open, no other folder has its number
+        self._written = False  # whether a run has written here
         self._thread = threading.Thread(target=self._run, name="lockstep-lock", daemon=True)
         self._thread.start()
 
@@ -112,6 +114,7 @@ class Lock:
                 with suppress(OSError):
                     self._path.unlink()
             os.close(self._descriptor)
+            os.close(self._folder)
         for path in self._made:
             with suppress(OSError):  # not empty: a run was there
                 path.rmdir()
@@ -127,14 +130,18 @@ class Lock:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _look_after(self) -> None:
-        """Beat; make the lock anew where somebody has deleted it; end this process at once where another has it."""
+        """Beat; make the lock anew where somebody has deleted it, alone or with all that is in OUTPUT; end this process
+        at once where another has it."""
         state = self._state()
-        if state == "gone":
+        if not self._there() and state in ("mine", "gone") and not self.lost:
             self.lost = True
             error(
                 f"{self.folder} was deleted or moved away while it was trained into: what the run had written is not "
                 "there any more. The run ends with status 1; what it could still save is in a new folder of that name"
             )
+        elif state == "gone":
+            error(f"{self._path} was deleted while {self.folder} is trained into; it is made anew")
+        if state == "gone":
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if (created := _created(self._path, self.holder)) is None:
@@ -149,6 +156,18 @@ class Lock:
         with suppress(OSError):
             os.pwrite(self._descriptor, b"%012d" % self._beats, 0)
             os.fsync(self._descriptor)
+
+    def _there(self) -> bool:
+        """Whether OUTPUT is the folder that it was, with what the run has written there."""
+        try:
+            here, own = os.stat(self.folder), os.fstat(self._folder)
+        except FileNotFoundError:
+            return False
+        except OSError:  # a network disk that does not answer
+            return True
+        written = any((self.folder / name).exists() for name in ("run.yaml", launched.FILE))
+        gone, self._written = self._written and not written, self._written or written
+        return (here.st_dev, here.st_ino) == (own.st_dev, own.st_ino) and not gone
 
     def _state(self) -> Literal["mine", "gone", "taken", "unknown"]:
         try:
