@@ -38,56 +38,16 @@ KINDS = ("run", "text", "rows", "words")
 LIMIT_S = 60
 DEEP = 30_000
 
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
 # Values that no key expects, or hardly any.
 TEXTS = (
-    *(
-        "",
-        " ",
-        "a" * 5000,
-        "\x00",
-        "\ud800",
-        "\u202e",
-        "é",
-        "😀",
-        "null",
-        "~",
-        "~nobody/x",
-        "*",
-        "[",
-        "${HOME}",
-        "$(id)",
-        "../x",
-    ),
-    *(
-        "a/b",
-        "a.b",
-        "a.b.C",
-        ".",
-        "/",
-        "-",
-        "--help",
-        "0x10",
-        "1_000",
-        "1:30",
-        "1e400",
-        "nan",
-        "9" * 5000,
-        "2020-01-01",
-        "=",
-        "a=b",
-    ),
-    *(
-        "s3://",
-        "https://",
-        "hf://x",
-        "file:///x",
-        "http://[",
-        "x.jsonl",
-        "x.parquet",
-        "x.csv.gz",
-        "builtin/emotion",
-        "builtin/x",
-    ),
+    *("", " ", "a" * 5000, "9" * 5000, "\x00", "\ud800", "\u202e", "é", "😀"),
+    *_words("null ~ ~nobody/x * [ ${HOME} $(id) ../x a/b a.b a.b.C . / - --help 0x10 1_000 1:30 1e400 nan = a=b"),
+    *_words("s3:// https:// hf://x file:///x http://[ x.jsonl x.parquet x.csv.gz builtin/emotion builtin/x"),
 )
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, -(10**30), 0.0, 0.5, -0.5, 1e308, 1e-320),
@@ -96,32 +56,9 @@ VALUES: tuple[Any, ...] = (
 )
 # What a text of YAML may have besides.
 YAML = (
-    *(
-        "&a [*a]",
-        "&a {b: *a}",
-        "!!python/object:os.system x",
-        "!!binary x",
-        "!!set {a, b}",
-        "!!int x",
-        "!!timestamp x",
-        "*nobody",
-    ),
-    *(
-        "<<: [1]",
-        "? [a]\n: b",
-        "? {a: b}\n: c",
-        "\t",
-        "%YAML 9.9\n---\n",
-        "---\n---\n",
-        "...\n",
-        "'",
-        '"\\ud800"',
-        "|",
-        ">-",
-        "{",
-        "}",
-    ),
-    *("0b2", "0o9", "1__", "-.inf", ".nan", "12:30:45", "2020-13-45", "2020-01-01T99:00:00Z", "=", "<<", "y", "off"),
+    *("&a [*a]", "&a {b: *a}", "!!python/object:os.system x", "!!binary x", "!!set {a, b}", "!!int x", "!!timestamp x"),
+    *("<<: [1]", "? [a]\n: b", "? {a: b}\n: c", "\t", "%YAML 9.9\n---\n", "---\n---\n", "...\n", "'", '"\\ud800"'),
+    *_words("*nobody | >- { } 0b2 0o9 1__ -.inf .nan 12:30:45 2020-13-45 2020-01-01T99:00:00Z = << y off"),
 )
 
 
@@ -246,21 +183,11 @@ class Fuzz:
 
     def _json_value(self) -> str:
         odd = (
-            "NaN",
-            "Infinity",
-            "1e999",
             "9" * 400,
             "9" * 5000,
-            '"\\ud800"',
-            '"\\u0000"',
-            "tru",
             "",
-            "[]",
-            "{}",
-            "null",
             '[1, "a"]',
-            "-0",
-            "01",
+            *_words('NaN Infinity 1e999 "\\ud800" "\\u0000" tru [] {} null -0 01'),
         )
         if self.chance.random() < 0.3:
             count = self.chance.choice((20, 200, 1500, DEEP))
@@ -317,22 +244,7 @@ class Fuzz:
         for name in ("run.yaml", "launch.json", "metrics.jsonl", "config.json", "export.json"):
             if self.chance.random() < 0.5:
                 Path("folder", name).write_bytes(self._jsonl([{"step": 1, "split": "train"}] * 3))
-        commands = (
-            "train",
-            "train",
-            "train",
-            "status",
-            "logs",
-            "stop",
-            "report",
-            "predict",
-            "evaluate",
-            "diff",
-            "schema",
-            "list",
-            "attest",
-            "replay",
-        )
+        commands = _words("train train train status logs stop report predict evaluate diff schema list attest replay")
         words = [self.chance.choice(commands), *(["run.yaml"] if self.chance.random() < 0.4 else ["folder"])]
         keys = sorted(messages.keys_of(Run))
         for _ in range(self.chance.choice((0, 1, 1, 2, 3))):

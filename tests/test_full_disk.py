@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import finished, newest_first
+from lockstep.config.exit_status import HALTED
 from lockstep.config.run import Run
 from lockstep.distributed import launched
 from lockstep.training import delivery, rank
@@ -120,6 +121,14 @@ def test_a_disk_that_is_full_once_the_last_checkpoint_is_there(tmp_path: Path, w
         status, said = trained(run)
         is_consistent(run, status, said)
         assert (status, weights_in(run.folder / "export")) == (0, weights)
+
+
+def test_a_job_that_had_starts_left_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would train once more, and meet the same disk."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue")
+        assert full_after(run, 1)[0] == HALTED
 
 
 def test_a_disk_that_is_full_once_the_export_is_there(tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 from harness import digest
-from saving import Job, here, run_in
+from saving import Job, here, run_in, trained
 from store_server import BUCKET, SECRET, Asked, Store
 
 from lockstep.checkpoint import mirror as mirrors
+from lockstep.checkpoint import storage
 from lockstep.checkpoint.manifest import FILE
 from lockstep.config.run import RunError
 from lockstep.data.object_store import Bucket, Patience
+from lockstep.training import delivery
 
 pytestmark = pytest.mark.extras
 MIRROR = f"s3://{BUCKET}/runs/tiny"
@@ -372,3 +374,26 @@ def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> N
         mirrors.check(other.run, other.task.prepared)
     with pytest.raises(RunError, match="or give another mirror"):
         other.checkpoints.resume(other.strategy)
+
+
+def test_a_model_that_output_does_not_take_is_in_the_mirror_too(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is: without a checkpoint of it the run is not finished."""
+    run = run_in(tmp_path / "out", f"mirror={MIRROR}", f"checkpoint.rescue={tmp_path}/rescue")
+    real = delivery.write_export
+
+    def full(*given: Any) -> Path:
+        if len(given) < 6:
+            raise OSError(28, "No space left on device")
+        return real(*given)
+
+    monkeypatch.setattr(delivery, "write_export", full)
+    monkeypatch.setattr(storage, "write", lambda *_: full())
+    status, said = trained(run)
+    (place,) = (tmp_path / "rescue").iterdir()
+    assert status == 1
+    assert f"; a copy is in {MIRROR}/export" in said
+    weights = (place / "export/model.safetensors").read_bytes()
+    assert store.get("runs/tiny/export/model.safetensors") == weights
+    assert steps_in(store) == []

@@ -1,5 +1,6 @@
 """`lockstep status`, `logs` and `stop` from another terminal than the one that trains."""
 
+import errno
 import json
 import os
 import shlex
@@ -278,3 +279,30 @@ def test_the_last_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for tail, expected in (("2", "2\n3\n"), ("9", "1\n2\n3\n"), ("0", "")):
         assert main(["logs", str(tmp_path / "out"), "--tail", tail]) == 0
         assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_launch_json_on_a_full_disk_is_written_in_its_place(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no room there; another disk's refusal is what `write` returns."""
+    before = launched.here("local", 2)
+    assert launched.write(tmp_path, before)
+
+    def refused(path: Path, text: str) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(launched, "replace_text", refused)
+    assert launched.note(tmp_path, status=75) is (number == errno.ENOSPC)
+    assert launched.read(tmp_path) == replace(before, status=75 if number == errno.ENOSPC else None)
+    assert not launched.write(tmp_path / "new", before)
+
+
+def test_advice_on_a_run_that_is_done_without_its_last_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(tiny(f"output={tmp_path}").dump())
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/config.json").write_text("{}")
+    run, _ = run_of(str(tmp_path))
+    said = advice(run, State("done", status=0), False, None)
+    assert said.startswith(f"the model is in {tmp_path}/export, its checkpoint is not here")
+    assert said.endswith("trains again from the start")

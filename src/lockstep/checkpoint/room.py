@@ -59,9 +59,8 @@ class Room:
             parts = [f"a checkpoint ({_size(self.checkpoint)})"] * bool(saves)
             parts += [f"the export ({_size(self.export)})", f"its records ({_size(records)})"]
             fault = f"{has}, and the run needs {_size(least - spare)}: for {', '.join(parts)}"
-            if (rescue := self.run.checkpoint.rescue) is None or (
-                free_bytes(Path(rescue).expanduser()) or 0
-            ) < self.export:
+            rescue = self.run.checkpoint.rescue
+            if rescue is None or (free_bytes(Path(rescue).expanduser()) or 0) < self.export:
                 raise RunError(
                     f"{fault}. Make room, or give another output=FOLDER; to train all the same, "
                     "checkpoint.rescue=FOLDER on another disk, which has room for the export"

@@ -98,9 +98,9 @@ def here(launcher: str, processes: int, job: str | None = None, facts: Mapping[s
     return Launched(launcher, processes, time.time(), Process.this(), job, facts or {})
 
 
-def write(folder: Path, launched: Launched) -> None:
-    """Write OUTPUT/launch.json as a whole; on a full disk in the place of what it held, which takes no room. A folder
-    that cannot be written to is told by what needs it, not here."""
+def write(folder: Path, launched: Launched) -> bool:
+    """Write OUTPUT/launch.json as a whole; on a full disk in the place of what it held, which takes no room. Returns
+    whether that could be done; a folder that cannot be written to is told by what needs it, not here."""
     text = json.dumps(asdict(launched), indent=1) + "\n"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +113,8 @@ def write(folder: Path, launched: Launched) -> None:
                 raise
             with open(folder / FILE, "r+b", buffering=0) as file:  # it is smaller than a block of any disk
                 file.truncate(file.write(text.encode()))
+        return True
+    return False
 
 
 def sweep_up(folder: Path) -> None:
@@ -158,10 +160,10 @@ def inside(path: Path, folder: Path) -> Path:
     return path
 
 
-def note(folder: Path, **changes: Any) -> None:
-    """Change what OUTPUT/launch.json says, where there is one."""
-    if (launched := read(folder)) is not None:
-        write(folder, replace(launched, **changes))
+def note(folder: Path, **changes: Any) -> bool:
+    """Change what OUTPUT/launch.json says, where there is one. Returns whether it says so now, or there is none."""
+    launched = read(folder)
+    return launched is None or write(folder, replace(launched, **changes))
 
 
 def arrived(folder: Path, processes: int, steps: int) -> None:

@@ -25,7 +25,7 @@ from lockstep.distributed.stops import listen_no_more
 from lockstep.launchers.further import further
 from lockstep.launchers.processes import accelerate_config, ownership, srun
 from lockstep.strategies.engines import zero_agreement
-from lockstep.track.console import Console
+from lockstep.track.console import Console, error
 from lockstep.track.report import history
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def started(run: Run, launcher: Launcher, plan: Plan) -> int:
         return status  # the others have written how they ended
     if record is not None and (record.began, record.status) == (mine.began, 0):
         status = 0  # rank 0 came to the end of all there was to do, whatever became of others that waited for it
-    launched.note(run.folder, status=status, ended=time.time())
+    if not launched.note(run.folder, status=status, ended=time.time()):
+        error(f"{run.folder / launched.FILE} could not be written: `lockstep status` cannot know that this was the end")
     return status
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint.export import pending, push_pending, write_export
 from lockstep.checkpoint.manifest import name_of, newest_whole
 from lockstep.checkpoint.mirror import Mirror, finish
-from lockstep.config.exit_status import DONE, FAILED, STOPPED
+from lockstep.config.exit_status import DONE, FAILED, HALTED, STOPPED
 from lockstep.config.run import Run
 from lockstep.data.object_store import StoreError
+from lockstep.distributed import launched
 from lockstep.distributed.stops import Stopped
 from lockstep.track.console import Console, error
 
@@ -49,9 +50,10 @@ def write_model(
             return
     except OSError as caught:
         text = f"{run.folder}/export could not be written ({caught.strerror or caught})"
+    status = HALTED if launched.restarts_left() else FAILED  # started again by itself, it would meet the same disk
     newest = newest_whole(run) if fault is None else None
     if newest == steps:
-        raise TrainingFailed(f"{text}; the same command writes it from {name_of(newest)}, once there is room")
+        raise TrainingFailed(f"{text}; the same command writes it from {name_of(newest)}, once there is room", status)
     again = f"goes on from step {newest}" if newest else "begins from the start: there is no checkpoint"
     for folder in checkpoints.room.elsewhere():
         try:
@@ -62,8 +64,8 @@ def write_model(
             continue
         text += f". The model is in {place} instead ({task.loader} loads it): keep it"
         text += _mirrored(run, place.parent, checkpoints.mirror)
-        raise TrainingFailed(f"{text}. The same command {again}")
-    raise TrainingFailed(f"{text}, nor anywhere else: the model is lost. The same command {again}")
+        raise TrainingFailed(f"{text}. The same command {again}", status)
+    raise TrainingFailed(f"{text}, nor anywhere else: the model is lost. The same command {again}", status)
 
 
 def _mirrored(run: Run, folder: Path, mirror: Mirror | None) -> str:

@@ -95,7 +95,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
                 world.stop.wait(1.0)  # so that the launcher sees the rank that failed by itself first
             sys.stdout.flush()
             os._exit(status)  # leaving properly would wait for ranks that may be gone
-        return FAILED
+        return status
     finally:
         if world is not None:
             world.close()

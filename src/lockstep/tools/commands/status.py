@@ -187,6 +187,11 @@ def advice(run: Run, state: State, finished: bool, newest: int | None) -> str:
         return (
             f"goes on from {where} when its turn comes" if state.word == "waiting" else f"from {where}, if killed now"
         )
+    if state.word == "done" and (run.folder / "export" / "config.json").exists():
+        where = f"step {newest}" if newest else "the start"
+        return (
+            f"the model is in {run.folder / 'export'}, its checkpoint is not here: `{again}` trains again from {where}"
+        )
     if newest is None:
         return f"there is no checkpoint: `{again}` begins from the start"
     return f"`{again}` goes on from step {newest}"
