@@ -379,8 +379,7 @@ def _near(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
 
 def _largest(tensors: Sequence[Tensor]) -> float:
     """The largest absolute value; infinite where a number is not finite."""
-    values = [tensor.abs().max().double().nan_to_num(nan=math.inf) for tensor in tensors if tensor.numel()]
-    return max(map(float, values), default=0.0)
+    return max((float(t.abs().max().double().nan_to_num(nan=math.inf)) for t in tensors if t.numel()), default=0.0)
 
 
 def _brief(error: Exception) -> str:
