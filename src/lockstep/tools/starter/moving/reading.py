@@ -122,7 +122,7 @@ def _script(path: Path, text: str) -> Read:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise RunError(f"--from: {path}, line {error.lineno}: {error.msg}") from None
-    if (estimator := sagemaker.arguments(text, str(path))) is not None:
+    if (estimator := sagemaker.arguments(tree, str(path))) is not None:
         return Read(SAGEMAKER, estimator)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     found = [c for c in calls if _name(c).endswith(("TrainingArguments", "SFTConfig"))]

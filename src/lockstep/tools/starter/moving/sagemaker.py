@@ -143,10 +143,9 @@ class Unread:
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
-def arguments(text: str, where: str = "the file") -> dict[str, Any] | None:
+def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | None:
     """The arguments of the one estimator that a Python file makes, by their names in `TABLE` (others by their own), and
     `inputs`, what it is fitted to; None: it makes none of sagemaker's. Errors: `RunError` for several."""
-    tree = ast.parse(text)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     ours = _imported(tree)
     made = [call for call in calls if ours.get(name := ast.unparse(call.func), name).rpartition(".")[2] in ESTIMATORS
