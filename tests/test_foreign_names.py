@@ -190,8 +190,7 @@ THERE_IS = {
     r"early_stopping": "evaluate.patience",
     r"(^|_)ema(_|$)": "average.ema",
 }
-# Two systems whose rows are those of tables of their own.
-SECTIONS = sorted(set(re.findall(r"^## (.*)$", PAGE, re.M)) - {"Names in a run file", "axolotl", "LLaMA-Factory"})
+SECTIONS = sorted(set(re.findall(r"^## (.*)$", PAGE, re.M)) - {"Names in a run file"})
 
 
 def denied(section: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,14 @@ trainer.train(input_data_config=[InputData(channel_name="train", data_source="s3
 
 
 def moved(text: str) -> Moved:
-    found, given = Moved(), arguments(text)
+    found, given = Moved(), arguments(ast.parse(text))
     assert given is not None
     move(given, found, None)
     return found
 
 
 def left(found: Moved) -> str:
-    return "\n".join(f"{name} ({why})" for name, why in found.left)
+    return "\n".join(f"{name} ({why})" for name, why in ((gap.name, gap.why) for gap in found.gaps))
 
 
 def launch(found: Moved) -> dict[str, Any]:
@@ -130,10 +131,10 @@ def test_older_containers_and_other_ways_of_working_together_are_listed() -> Non
 
 
 def test_what_is_not_sagemaker_s_is_none_and_several_are_refused() -> None:
-    assert arguments("from lightning import PyTorch\nPyTorch(role=1)") is None
-    assert arguments("import sagemaker\nsagemaker.Session()") is None
+    assert arguments(ast.parse("from lightning import PyTorch\nPyTorch(role=1)")) is None
+    assert arguments(ast.parse("import sagemaker\nsagemaker.Session()")) is None
     with pytest.raises(RunError, match="makes estimators on lines 2, 3; leave one"):
-        arguments("from sagemaker.pytorch import PyTorch\nPyTorch(role=1)\nPyTorch(role=2)")
+        arguments(ast.parse("from sagemaker.pytorch import PyTorch\nPyTorch(role=1)\nPyTorch(role=2)"))
 
 
 def test_the_page_has_the_table_and_its_keys_are_keys() -> None:

@@ -146,19 +146,15 @@ class Unread:
 
 def read(script: Script) -> tuple[str, Callable[[Moved, int | None], None]] | None:
     """None: it makes no estimator of sagemaker's. Errors: `RunError` for several."""
-    found = _arguments(script.tree, str(script.path))
+    found = arguments(script.tree, str(script.path))
     if found is None:
         return None
     return f"{CALLED}, {len(found)} key(s)", lambda moved, processes: move(found, moved, processes)
 
 
-def arguments(text: str, where: str = "the file") -> dict[str, Any] | None:
+def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | None:
     """The arguments of the one estimator that a Python file makes, by their names in `TABLE` (others by their own), and
     `inputs`, what it is fitted to; None: it makes none of sagemaker's. Errors: `RunError` for several."""
-    return _arguments(ast.parse(text), where)
-
-
-def _arguments(tree: ast.Module, where: str) -> dict[str, Any] | None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     ours = _imported(tree)
     made = [call for call in calls if ours.get(name := ast.unparse(call.func), name).rpartition(".")[2] in ESTIMATORS
@@ -378,7 +374,7 @@ def _hyperparameters(value: Any, moved: Moved, processes: int | None) -> None:
                 moved.notes.append(f"hyperparameters: {name} is taken for {field} of TrainingArguments")
         else:
             why = foreign_names.place(name, ours) or "an argument of the script"
-            moved.drop(f"hyperparameters: {name}", _plain(each), why)
+            moved.drop(f"hyperparameters: {name}", _plain(each), why, decides=True)
     if known:
         trainer.move(known, moved, processes)
 
