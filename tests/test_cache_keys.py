@@ -118,7 +118,8 @@ def test_every_key_of_a_run_and_its_data(kind: str, cache: Path, monkeypatch: py
             continue  # does not go with this task, or not with its data
         if found != first:
             differ.add(key)
-    assert {"data.limit", "tokenizer.train", "tokenizer.vocab_size"} <= differ
+    assert {"data.limit", "tokenizer.train"} <= differ
+    assert "tokenizer.vocab_size" in differ or kind == "preference"  # whose prompts are too long in smaller pieces
     data = cache / kind / "train.jsonl"
     data.write_text(data.read_text().replace("dog", "hen").replace("cat", "owl"))
     assert same_as_anew(plain, cache, monkeypatch) != first

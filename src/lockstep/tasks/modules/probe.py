@@ -168,9 +168,9 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
                 measured.append((group, one, losses, _means(one, metrics)))
             except (RunError, ValueError, TypeError):  # what these weights put out is not for this loss
                 break
-        told = [losses | {f"metric {k} {b}": n for k, v in means.items() for b, n in v.items()}
+        numbers_of_groups = [losses | {f"metric {k} {b}": n for k, v in means.items() for b, n in v.items()}
                 for _, _, losses, means in measured]  # fmt: skip
-        if len(measured) == len(groups) and all(math.isfinite(n) for each in told for n in each.values()):
+        if len(measured) == len(groups) and all(math.isfinite(n) for each in numbers_of_groups for n in each.values()):
             break
     for group, one, losses, means in measured:
         if losses and not _sums_up(group, losses, one.weights):
