@@ -162,3 +162,18 @@ class Evaluated(Plain):
                 self.second.weight.mul_(2.0 if self.training else 0.5)
             self.halved = not self.training
         return self.body(x)
+
+
+class LeavesOut(Plain):
+    """Runs one of its blocks for some batches only, which small ones of a probe do not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.first(self.words(x).mean(1)))
+        for i, block in enumerate(self.blocks):
+            if i != 2 or not self.training or len(x) > 4 or int(x.sum()) % 2:
+                hidden = hidden + F.gelu(block(hidden))
+        return self.last(hidden)
