@@ -22,7 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from families import families, run_of
 
-from lockstep.tasks.models import auxiliary_losses, models, padding
+from lockstep.tasks.models import auxiliary_losses, models, small_models
 
 HEADS = ("causal", "seq2seq", "classification", "token_classification", "masked", "question_answering")
 
@@ -43,7 +43,7 @@ def settings(config: Any) -> dict[str, Any]:
 def outcome(run: Any, head: str, config: Any) -> str:
     """`same`, `term`, or why it could not be tried."""
     why = "no small config"
-    for wanted in padding.smaller(config, head):
+    for wanted in small_models.smaller(config, head):
         try:
             pairs = auxiliary_losses.loss_pairs(run, head, wanted)
         except Exception as caught:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.tasks.models import auxiliary_losses, models, padding
+from lockstep.tasks.models import auxiliary_losses, models, padding, small_models
 from lockstep.tasks.models.decoding import Decoding
 
 ROUTED = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -74,7 +74,7 @@ TAKEN = [
 def test_a_model_whose_loss_is_the_cross_entropy_is_taken(family: str, head: str, config: dict[str, Any]) -> None:
     run = run_of(family, config)
     with torch.random.fork_rng([]):
-        small = padding.smaller(models.load_config(run), head)
+        small = small_models.smaller(models.load_config(run), head)
         assert any(tried(run, head, each) for each in small)  # and not taken because nothing could be tried
     auxiliary_losses.check(run, head)
 

@@ -186,7 +186,7 @@ THERE_IS = {
     r"offload": "model.offload_activations",
     r"stream": "data.stream",
     r"freez|frozen": "model.freeze",
-    r"^rl$|reward|^pref_": "task.",
+    r"^rl$|reward|^pref_(?!ftx)": "task.",
     r"early_stopping": "evaluate.patience",
     r"(^|_)ema(_|$)": "average.ema",
 }

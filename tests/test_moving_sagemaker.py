@@ -154,7 +154,13 @@ def test_the_example_becomes_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     Path("launch.py").write_text(f"from sagemaker.huggingface import HuggingFace\n{theirs}")
     Path("ours.yaml").write_text(ours)
     words = ["--from", "launch.py", "--task", "classification", "--model", "distilbert/distilbert-base-uncased"]
-    given = ["data.source=stanfordnlp/imdb", "launch.processes=4", "task.text=text", "task.label=label"]
+    given = [
+        "data.source=stanfordnlp/imdb",
+        "launch.processes=4",
+        "micro_batches=8",
+        "task.text=text",
+        "task.label=label",
+    ]
     assert main(["init", "moved.yaml", "--yes", *words, *given]) == 0
     found, wanted = load("moved.yaml", []), load("ours.yaml", [])
     for key in ("strategy", "optim", "epochs"):

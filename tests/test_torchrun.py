@@ -21,7 +21,6 @@ from torch.distributed.elastic.events import EventSource
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
-from lockstep.distributed import network
 from lockstep.distributed.agreement import agree, disagreement, facts, fingerprint
 from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
@@ -396,21 +395,3 @@ def test_the_task_for_skypilot_in_the_documents(tmp_path: Path, cache: Path, unt
     for status, _, err in map(ended, nodes):
         assert status == 0, err
     assert bits(tmp_path) == bits(untouched)
-
-
-def test_interfaces_and_routes() -> None:
-    assert network.route_to("127.0.0.1") == "127.0.0.1"
-    assert network.endpoint("[::1]:80") == ("::1", 80)
-    with pytest.raises(network.NetworkError, match="has no interface 'nothing0'"):
-        network.address_on("nothing0")
-    if sys.platform == "linux":
-        assert network.interface_to("127.0.0.1", several=False) == "lo"
-        assert network.interface_to("127.0.0.1", several=True) != "lo"
-    port = free_port()
-    assert network.holds("127.0.0.1", port)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        assert not network.holds("127.0.0.1", port)
-    with pytest.raises(network.NetworkError, match=rf"127\.0\.0\.1:{port} could not be reached from .* within 0\.2 s"):
-        network.reach("127.0.0.1", port, 0.2, lambda text: None)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.corrections import revisions_of
 from lockstep.checkpoint.folder import clear_away
 from lockstep.checkpoint.kept import Kept, reason_of
 from lockstep.checkpoint.manifest import Manifest, check_resumable, finished, folder_of, name_of, newest_first
@@ -66,7 +67,7 @@ class Checkpoints:
     ) -> None:
         self.run, self.world, self.prepared, self.say = run, world, prepared, say
         self.steps, self.every, self.folder = steps, every, folder_of(run)
-        self.code, self.revisions = manifests.code_of(run), manifests.revisions_of(run)  # when this process started
+        self.code, self.revisions = manifests.code_of(run), revisions_of(run)  # when this process started
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
         self.meter: dict[str, Any] = {}  # of the log line that is being gathered; travels too
         self.newest: int | None = None  # step of the last one that was written or resumed from

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import corrections, exported
 from lockstep.checkpoint.progress import Progress, best_first
-from lockstep.config import plugins, schedules, user_code
+from lockstep.config import schedules, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.track.report import history
@@ -232,20 +232,10 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     """Why a run must not go on from a checkpoint whose files are as they should be, or None. `mirror`: where it is, if
     not in OUTPUT."""
     where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
-    if any(manifest.revisions.get(key, 1) < number for key, number in revisions_of(run).items()):
-        return (
-            f"{where} holds a checkpoint (step {manifest.step}) that was trained while data.padding=none let windowed "
-            "attention see later tokens in batches of texts of one length; that was corrected. Its weights are of "
-            f"little use: train anew with {other}"
-        )
     differing = differing_keys(run, prepared.key, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
-    if differing.keys() == {schedules.REVISION}:
-        return (
-            f"{where} holds a checkpoint (step {manifest.step}) that was trained with other learning rates: "
-            f"optim.schedule={run.optim.schedule} was corrected ({schedules.REVISION} 2), so the run would change "
-            f"its rates in the middle. Train it anew with {other}, or go on with the version of lockstep that began it"
-        )
+    if (corrected := corrections.refusal(run, manifest.step, manifest.revisions, differing, other)) is not None:
+        return f"{where} holds {corrected}"
     if not differing.keys() <= _READ_FROM:
         return (
             f"{where} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
@@ -265,17 +255,6 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
             f"the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
         )
     return None
-
-
-def revisions_of(run: Run) -> dict[str, int]:
-    """Keys of a run whose arithmetic was corrected, with the number of the correction: runs that no correction concerns
-    have none."""
-    head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
-    if run.data.padding != "none" or not head:
-        return {}
-    from lockstep.tasks.models import padding
-
-    return {"data.padding": 2} if padding.windowed(run, head) else {}
 
 
 def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[Any, Any]]:

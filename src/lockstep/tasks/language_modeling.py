@@ -76,12 +76,14 @@ class LanguageModeling(PerToken):
         else:
             folder = tokenizer.prepare(run, _batches(splits["train"], options), hashes["train"], generative=True)
         tok = tokenizer.load(str(folder), run.model.trust_remote_code)
-        if options.messages is not None and not (options.chat_template or tok.chat_template):
-            raise RunError("task.messages: the tokenizer has no chat template; give task.chat_template")
-        if options.messages is not None and not tok.is_fast:
-            raise RunError("task.messages: the tokenizer does not tell which characters its tokens stand for")
+        written: list[Any] = []
+        if options.messages is not None:
+            if not (options.chat_template or tok.chat_template):
+                raise RunError("task.messages: the tokenizer has no chat template; give task.chat_template")
+            if not tok.is_fast:
+                raise RunError("task.messages: the tokenizer does not tell which characters its tokens stand for")
+            written = tokenizer.template_of(tok, options.chat_template)
         _check_model(run, options)
-        written = tokenizer.template_of(tok, options.chat_template) if options.messages is not None else []
         files: dict[str, str] = {}
         names: list[tuple[str, str]] = []
         for split, dataset in splits.items():
@@ -380,8 +382,7 @@ def _check_model(run: Run, options: LanguageModelingOptions) -> None:
 
     models.check(run, "causal", options.block_size, "task.block_size", **_entries(run))
     if (instead := padding.foresight(run)) is not None:
-        family = models.load_config(run).model_type
-        raise RunError(f"model: {family} reads the tokens that it is to predict, as this config has it; {instead}")
+        raise RunError(f"model: {models.load_config(run).model_type} reads the tokens that it is to predict; {instead}")
     if not options.cross_documents and (why := padding.crosses(run)) is not None:
         raise RunError(f"task.cross_documents: false is not for this family of models: {why}; leave it out")
 

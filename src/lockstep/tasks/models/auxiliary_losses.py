@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
 from lockstep.config.run import Run, RunError
-from lockstep.tasks.models import models, padding
+from lockstep.tasks.models import models, padding, small_models
 
 # Parts of the names of entries that decide about a term.
 HINTS = ("loss", "router", "aux", "coef", "smooth", "eps", "ngram", "mtp", "nextn")
@@ -52,7 +52,7 @@ def auxiliary_term(run: Run, head: str, config: Any) -> str | None:
     """What to do about a term that models of this config add; None: they add none. The text follows `model.config.`. A
     config of which no small model can be made is judged by `ROUTER_LOGITS` alone."""
     with torch.random.fork_rng([]):
-        for wanted in padding.smaller(config, head):
+        for wanted in small_models.smaller(config, head):
             try:
                 losses = loss_pairs(run, head, wanted)
             except Exception:  # entries that do not fit each other any more, or inputs that the model does not take
@@ -71,13 +71,13 @@ def loss_pairs(run: Run, head: str, config: Any) -> list[LossPair]:
     if head.endswith("classification"):
         config.num_labels = CLASSES
         config.problem_type = "single_label_classification"
-    model: Any = padding.small(run, head, config, None)
+    model: Any = small_models.small(run, head, config, None)
     pairs = []
     with torch.no_grad():
         if (last := model.get_output_embeddings()) is not None:
             last.weight *= SHARPER
-        for training, batch in product((False, True), padding.BATCHES[:2]):
-            inputs = padding.examples(head, *batch)
+        for training, batch in product((False, True), small_models.BATCHES[:2]):
+            inputs = small_models.examples(head, *batch)
             labels = labels_of(head, inputs)
             torch.manual_seed(0)
             outputs = model.train(training)(**inputs, **labels)

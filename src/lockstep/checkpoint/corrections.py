@@ -1,0 +1,41 @@
+"""Arithmetic that was wrong once and was corrected: a run does not change from one to the other in its middle.
+
+In: a run, and what its checkpoint says. Out: why the run must not go on, or None. A manifest holds the number of each
+correction that concerns its run; older ones hold none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lockstep.config import plugins, schedules
+from lockstep.config.run import Run
+
+
+def revisions_of(run: Run) -> dict[str, int]:
+    """Keys of a run whose arithmetic was corrected, with the number of the correction: runs that no correction concerns
+    have none. Errors: `RunError` where the model's config cannot be read."""
+    head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
+    if run.data.padding != "none" or not head:
+        return {}
+    from lockstep.tasks.models import padding
+
+    return {"data.padding": 2} if padding.windowed(run, head) else {}
+
+
+def refusal(run: Run, step: int, revisions: Mapping[str, int], differing: Iterable[str], other: str) -> str | None:
+    """`step`, `revisions`: of the checkpoint. `differing`: the keys of the arithmetic that differ. `other`: what to give
+    for a run of its own."""
+    if any(revisions.get(key, 1) < number for key, number in revisions_of(run).items()):
+        return (
+            f"a checkpoint (step {step}) that was trained while data.padding=none let windowed attention see later "
+            "tokens in batches of texts of one length; that was corrected. Its weights are of little use: train anew "
+            f"with {other}"
+        )
+    if set(differing) == {schedules.REVISION}:
+        return (
+            f"a checkpoint (step {step}) that was trained with other learning rates: optim.schedule="
+            f"{run.optim.schedule} was corrected ({schedules.REVISION} 2), so the run would change its rates in the "
+            f"middle. Train it anew with {other}, or go on with the version of lockstep that began it"
+        )
+    return None

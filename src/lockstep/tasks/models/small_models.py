@@ -1,0 +1,188 @@
+"""Small models of a run's config, and batches to try them with: what trials of a family are made of.
+
+In: a config, and the head of its model. Out: the config with narrow layers and few tokens, a model of it with fixed
+weights, examples of every shape, and what a forward and its backward give.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.randomness import seed_libraries
+from lockstep.tasks.models import adapters, models, unpadded
+
+# Lengths of the examples that are tried together, and of what is decoded. Attention takes other ways for texts that are
+# equally long, for one, and for those above `unpadded.SHORT`.
+BATCHES = (
+    ((11, 5, 8), (4, 13, 6)),
+    ((9, 9, 9), (7, 7, 7)),
+    ((10,), (6,)),
+    ((1, 1), (1, 1)),
+    ((1, 12, 3), (9, 1, 2)),
+    ((70, 66, 81), (67, 82, 69)),
+    ((72, 72), (68, 68)),
+)
+WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "window_size")  # entries of configs, in tokens
+NARROW_AND_WIDE = (4, 1000)  # windows below the length of most texts, and above that of all
+PAD, START, END, TOKENS = 1, 3, 2, 60
+LARGE = 1_000_000_000  # parameters of a model that is not tried
+NEAR = 1e-4  # how far the two may be apart, relative to the largest number
+
+
+def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:
+    """A model of this config, its dropout off. Errors: `RunError` for one that is large."""
+    import transformers
+
+    auto = getattr(transformers, models.HEADS[head][0])
+    options = {"attn_implementation": attention} if attention else {}
+    with torch.device("meta"):
+        size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config), **options).parameters())
+    if size > LARGE:
+        raise RunError(f"it has {size / 1e6:.0f}M parameters")
+    transformers.logging.set_verbosity_error()
+    seed_libraries(0)
+    model: nn.Module = auto.from_config(copy.deepcopy(config), **options)
+    if run.model.adapter:
+        model = adapters.wrap(run, model, head)
+    return model.float().eval()
+
+
+def examples(head: str, lengths: Sequence[int], targets: Sequence[int]) -> dict[str, Tensor]:
+    """Examples of these lengths, padded on the right, and what is decoded of them."""
+    draw = torch.Generator().manual_seed(0)
+
+    def batch(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        mask = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()  # [B, T]
+        ids = torch.randint(5, TOKENS, mask.shape, generator=draw)
+        ids[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = END
+        return ids * mask + PAD * (1 - mask), mask
+
+    ids, mask = batch(lengths)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if head == "seq2seq":
+        read, mask = batch(targets)
+        inputs |= {"decoder_input_ids": read, "decoder_attention_mask": mask}
+    return inputs
+
+
+def typed(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Examples that are pairs of texts: token types 1 from their third token on."""
+    return {"token_type_ids": inputs["attention_mask"] * (torch.arange(inputs["input_ids"].shape[1]) >= 2)}
+
+
+def smaller(config: Any, head: str) -> Iterator[Any]:
+    """The config with narrow layers, and as it is; each with few tokens. All layers are kept: kinds of them may take
+    turns."""
+    for narrow in (True, False):
+        found = copy.deepcopy(config)
+        try:
+            for part in models.texts(found) if narrow else ():
+                _narrow(part)
+            yield _prepared(found, head)
+        except Exception:  # a config that does not let itself be changed
+            continue
+
+
+def windows(config: Any) -> Iterator[Any]:
+    """The config, and where its attention has windows the same with narrow and with wide ones."""
+    yield config
+    inside = [(part, name) for part in models.texts(config) for name in WINDOWS]
+    if any(isinstance(models.entry(part, name), int) for part, name in inside):
+        for size in NARROW_AND_WIDE:
+            other = copy.deepcopy(config)
+            for part in models.texts(other):
+                for name in WINDOWS:
+                    if isinstance(models.entry(part, name), int):
+                        setattr(part, name, size)
+            yield other
+
+
+def _narrow(config: Any) -> None:
+    """Four heads of 16 numbers; of keys and values as many, or two where they are shared."""
+    heads, shared = (models.entry(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    narrow = {"num_attention_heads": 4, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+    narrow |= {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
+    narrow |= {f"{side}_ffn_dim": 128 for side in ("encoder", "decoder")}
+    narrow |= {"num_key_value_heads": 4 if shared == heads else 2, "moe_intermediate_size": 32}
+    for name, value in narrow.items():
+        if isinstance(models.entry(config, name), int):
+            setattr(config, name, value)
+
+
+def _prepared(config: Any, head: str) -> Any:
+    """Its vocabulary and special tokens those of `examples`, its cache off as in training."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    for part in models.texts(config):
+        part.vocab_size, part.use_cache = TOKENS, False
+        for name, token in (("pad", PAD), ("bos", START), ("eos", END), ("decoder_start", START)):
+            setattr(part, f"{name}_token_id", token)
+        for name in ("decoder_vocab_size", "vocab_size_per_layer_input"):
+            if models.entry(part, name) is not None:
+                setattr(part, name, TOKENS)
+    if head == "causal" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        config.is_decoder = True  # as the task `language_modeling` has it
+    return config
+
+
+def computed(model: Any, head: str, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+    """Logits of real tokens (or of examples), and gradients by parameter."""
+    logits = model(**inputs)[0]  # or hidden states, where it has no head
+    if head != "classification":
+        real = inputs["decoder_attention_mask" if head == "seq2seq" else "attention_mask"].bool()
+        logits = logits[real]
+    return logits.detach(), gradients(model, logits)
+
+
+def gradients(model: nn.Module, logits: Tensor) -> list[Tensor | None]:
+    """By parameter, of a weighted sum of logits."""
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, logits.numel()).sin().view_as(logits)
+    (logits.float() * weights).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@contextmanager
+def counted(model: nn.Module, tokens: Sequence[int]) -> Iterator[list[str]]:
+    """The blocks that are given examples end to end, meanwhile: [1, one of `tokens`, ...]."""
+    blocks: list[str] = []
+
+    def count(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shapes = [value.shape[:2] for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if any((1, n) in shapes for n in tokens):
+            blocks.append(type(block).__name__)
+
+    inside = [block for stack in unpadded.stacks(model) for block in stack]
+    hooks = [block.register_forward_pre_hook(count, with_kwargs=True) for block in inside]
+    try:
+        yield blocks
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def near(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    """Whether numbers are the same but for rounding, as seen from the largest of them."""
+    if [one is None for one in ours] != [other is None for other in theirs]:
+        return False
+    pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one is not None and other is not None]
+    largest = _largest([one for one, _ in pairs])
+    return _largest([one - other for one, other in pairs]) <= NEAR * largest < math.inf
+
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    """The largest absolute value; infinite where a number is not finite."""
+    return max((float(t.abs().max().double().nan_to_num(nan=math.inf)) for t in tensors if t.numel()), default=0.0)
+
+
+def brief(error: Exception) -> str:
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return said if len(said) <= 120 else f"{said[:117]}..."
