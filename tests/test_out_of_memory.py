@@ -1,4 +1,4 @@
-"""Whether a killed rank was killed because memory ran out, by what the kernel tells (files stand in for it); and what is
+"""Whether a killed rank was killed because memory ran out, by what the kernel tells (files stand in for it); what is
 said to follow."""
 
 import os
