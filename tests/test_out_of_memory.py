@@ -1,4 +1,5 @@
-"""Whether a killed rank was killed because memory ran out, by what the kernel tells; files stand in for the kernel."""
+"""Whether a killed rank was killed because memory ran out, by what the kernel tells (files stand in for it); what is
+said to follow."""
 
 import os
 import signal
@@ -8,8 +9,12 @@ from typing import Any
 
 import pytest
 from command import LOCKSTEP, bits, ended, start_anew, until, write
+from harness import tiny
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from lockstep.launchers.processes import out_of_memory
+from lockstep.launchers.processes import elastic_survivors, out_of_memory
+from lockstep.launchers.processes.elastic import Agent
+from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.processes.out_of_memory import Memory, Sources
 
 KB, PID = 1024, 4711
@@ -143,6 +148,31 @@ def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
     memory.look([PID])
     assert memory.limit() == 0
     assert memory.why(PID, -signal.SIGKILL) == ""
+
+
+@pytest.mark.parametrize(
+    ("step", "place", "words", "said"),
+    [
+        (None, 0, (), "there is no checkpoint yet; restarting from the beginning (2 restart(s) left)"),
+        (10, 0, (), "restarting from the last checkpoint (2 restart(s) left)"),
+        (None, 1, (), "restarting from the last checkpoint, if there is one (2 restart(s) left)"),  # on machine 0
+        (None, 0, ("mirror=s3://bucket/run",), "restarting from the last checkpoint, if there is one"),
+    ],
+)
+def test_what_follows_is_said_as_it_is(
+    step: int | None, place: int, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic_survivors, "newest_whole", lambda run: step)
+    node = Node("a", "127.0.0.1", 1, holds=True)
+    rendezvous: Any = ElasticRendezvous("127.0.0.1", 0, 1, 1, node, Limits(20, 1, 60))
+    rendezvous.place = place
+    agent = Agent(
+        WorkerSpec("lockstep", 1, rendezvous, entrypoint=print, max_restarts=2), rendezvous, tiny(*words), print
+    )
+    assert agent.then().startswith(said)
+    agent._remaining_restarts = 0
+    assert agent.then() == "no restarts left"
+    rendezvous.shutdown()
 
 
 @pytest.fixture

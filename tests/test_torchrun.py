@@ -24,7 +24,6 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.agreement import agree, disagreement, facts, fingerprint
 from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
-from lockstep.launchers.processes import elastic_survivors
 from lockstep.launchers.processes.elastic import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joined, joining
@@ -276,30 +275,6 @@ def test_events_that_nobody_records_ask_no_server_for_the_machine_s_name(monkeyp
     assert not asked
     LocalElasticAgent._construct_event(agent, "FAILED", EventSource.WORKER, raw_error="")
     assert asked, "torch elastic's own does, or calls it otherwise now"
-    rendezvous.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("step", "place", "words", "said"),
-    [
-        (None, 0, (), "there is no checkpoint yet; restarting from the beginning (2 restart(s) left)"),
-        (10, 0, (), "restarting from the last checkpoint (2 restart(s) left)"),
-        (None, 1, (), "restarting from the last checkpoint, if there is one (2 restart(s) left)"),  # on machine 0
-        (None, 0, ("mirror=s3://bucket/run",), "restarting from the last checkpoint, if there is one"),
-    ],
-)
-def test_what_follows_is_said_as_it_is(
-    step: int | None, place: int, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(elastic_survivors, "newest_whole", lambda run: step)
-    rendezvous: Any = met(0, True)
-    rendezvous.place = place
-    agent = Agent(
-        WorkerSpec("lockstep", 1, rendezvous, entrypoint=print, max_restarts=2), rendezvous, tiny(*words), print
-    )
-    assert agent.then().startswith(said)
-    agent._remaining_restarts = 0
-    assert agent.then() == "no restarts left"
     rendezvous.shutdown()
 
 
