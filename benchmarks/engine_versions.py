@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def verified(folder: Path, strategy: str, entries: list[str], timeout_s: float) -> dict[str, str]:
@@ -23,12 +25,16 @@ def verified(folder: Path, strategy: str, entries: list[str], timeout_s: float) 
     before = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(before), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lockstep", "verify", f"strategy.name={strategy}", *entries]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        lines = process.communicate(timeout=timeout_s)[0].splitlines()
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # its ranks, too
+        process.communicate()
         return {"outcome": f"no answer within {timeout_s:.0f} s"}
-    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    return {"outcome": "ok" if done.returncode == 0 else "wrong or refused", "said": said[-1] if said else ""}
+    outcome = "ok" if process.returncode == 0 else "wrong or refused"
+    return {"outcome": outcome, "said": next((line for line in reversed(lines) if line.strip()), "")}
 
 
 def main() -> None:
