@@ -171,8 +171,7 @@ class Checkpoints:
 
     def regroup(self, step: int) -> bool:
         """Other ranks are left, after `step` updates, and another one may be rank 0. Returns whether a save was broken
-        off, and one of this step is owed for it. Collective. Errors: `CheckpointError`, where it cannot be made up
-        for."""
+        off, and one of this step is owed for it. Collective. Errors: `CheckpointError`, where none can be made."""
         saving, self._saving, self._shard, self._sees = self._saving, None, None, None
         if saving is not None:
             saving.work.wait()

@@ -24,8 +24,8 @@ def revisions_of(run: Run) -> dict[str, int]:
 
 
 def refusal(run: Run, step: int, revisions: Mapping[str, int], differing: Iterable[str], other: str) -> str | None:
-    """`step`, `revisions`: of the checkpoint. `differing`: the keys of the arithmetic that differ. `other`: what to give
-    for a run of its own."""
+    """`step`, `revisions`: of the checkpoint. `differing`: the keys of the arithmetic that differ. `other`: what a run
+    of its own is given."""
     if any(revisions.get(key, 1) < number for key, number in revisions_of(run).items()):
         return (
             f"a checkpoint (step {step}) that was trained while data.padding=none let windowed attention see later "

@@ -36,7 +36,7 @@ from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.models.language_options import LanguageModelingOptions
-from lockstep.tasks.per_token import PerToken
+from lockstep.tasks.per_token import PerToken, perplexity
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from lockstep.tasks.models.decoding import Decoding
 
 _SIZES = ("bytes", "words")  # of texts
-_DOUBTFUL = 700.0  # math.exp of more overflows
 
 
 class LanguageModeling(PerToken):
@@ -203,7 +202,7 @@ class LanguageModeling(PerToken):
         total, targets = float(sums["loss"]), float(sums["targets"])
         found = {
             "loss": total / targets,
-            "perplexity": _exp(total / targets),
+            "perplexity": perplexity(total / targets),
             "accuracy": float(sums["right"]) / targets,
         }
         if "openings" not in sums:
@@ -213,9 +212,9 @@ class LanguageModeling(PerToken):
             for one, other in (("loss", "openings"), *((each, f"opening_{each}") for each in _SIZES))
         )
         if size > 0:
-            found |= {"bits_per_byte": whole / math.log(2) / size, "byte_perplexity": _exp(whole / size)}
+            found |= {"bits_per_byte": whole / math.log(2) / size, "byte_perplexity": perplexity(whole / size)}
         if count > 0:
-            found["word_perplexity"] = _exp(whole / count)
+            found["word_perplexity"] = perplexity(whole / count)
         return found
 
     def samples(
@@ -395,7 +394,3 @@ def _entries(run: Run) -> dict[str, Any]:
 
     encoder = models.load_config(run).model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return {"use_cache": False} | ({"is_decoder": True} if encoder else {})
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, _DOUBTFUL))

@@ -7,7 +7,6 @@ tokens are hidden depends on the seed, the step and the example (data/masking.py
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from lockstep.data.stream import Stream
 from lockstep.data.stream_rows import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
-from lockstep.tasks.per_token import PerToken
+from lockstep.tasks.per_token import PerToken, perplexity
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -191,7 +190,7 @@ class MaskedLanguageModeling(PerToken):
         that writes, and to be compared between models of one tokenizer and one share of masks alone."""
         loss = float(sums["loss"]) / float(sums["targets"])
         accuracy = float(sums["right"]) / float(sums["targets"])
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
+        return {"loss": loss, "perplexity": perplexity(loss), "accuracy": accuracy}
 
     def samples(
         self,

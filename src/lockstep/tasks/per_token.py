@@ -6,6 +6,7 @@ Out: padded micro-batches, and sums over targets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -125,3 +126,8 @@ def summed_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Te
     from torch.nn.functional import cross_entropy
 
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=smoothing)
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats; of more than 700 that of 700, as more overflows."""
+    return math.exp(min(loss, 700.0))

@@ -6,7 +6,6 @@ BLEU and chrF of what the model writes, all from sums.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from lockstep.tasks import drawn
 from lockstep.tasks.given import listed
 from lockstep.tasks.models import bleu, writing
 from lockstep.tasks.models.writing import WritingOptions as WritingOptions
-from lockstep.tasks.per_token import losses, of_examples, summed_losses
+from lockstep.tasks.per_token import losses, of_examples, perplexity, summed_losses
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ class Translation(Task):
     def metrics(self, sums: Sums) -> dict[str, float]:
         loss = float(sums["loss"]) / float(sums["targets"])
         accuracy = float(sums["right"]) / float(sums["targets"])
-        found = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
+        found = {"loss": loss, "perplexity": perplexity(loss), "accuracy": accuracy}
         if self.overlap is None or _WORDS not in sums:
             return found
         return found | self.overlap.scores({name: sums[name].sum(0) for name in self.overlap.names})
