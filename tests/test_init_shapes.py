@@ -19,6 +19,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.order import Order, total_steps
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import examples_in
+from lockstep.tasks.models import models
 from lockstep.tools.starter import columns, fit, guesses, shapes, talk
 from lockstep.tools.starter.starter import _unread
 from lockstep.track.console import Console
@@ -50,6 +51,29 @@ def check_arithmetic(path: Path) -> None:
 
 
 # -- local files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "llama", "t5", "nosuchtype"])
+def test_a_type_that_is_given_is_made_small(here: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "all.csv").write_text("text,label\n" + "".join(f"some words {i},{i % 2}\n" for i in range(40)))
+    status = main(["init", "run.yaml", "--yes", "--data", "all.csv", f"model.type={kind}"])
+    if kind == "nosuchtype":
+        assert status == 2
+        assert "model.type: transformers knows no type 'nosuchtype'" in capsys.readouterr().err
+        return
+    assert status == 0
+    run = load("run.yaml", [])
+    model = models.build(run, "classification", Tokens(), empty=True)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
+
+
+class Tokens:
+    """As much of a tokenizer as a model asks for."""
+
+    pad_token_id, bos_token_id, eos_token_id, sep_token_id = 1, 3, 2, 2
+
+    def __len__(self) -> int:
+        return 100
 
 
 def test_a_table_without_a_header(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -318,8 +318,7 @@ class Strategy(ABC):
 
         def call(micro: MicroBatch) -> None:
             seed_everything(self.run.seed, batch.step, micro.index)
-            eager = torch.compiler.set_stance("force_eager") if self.run.model.compile else nullcontext()
-            with self.autocast(), eager:
+            with self.autocast():
                 self.model(**micro.inputs)
 
         return [partial(call, micro) for micro in (batch.micro_batches[0], batch.micro_batches[-1])]

@@ -31,12 +31,14 @@ import torch._inductor.config
 import torch.fx.experimental._config
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.randomness import seed_everything
+from lockstep.strategies.engines.writes import Writes
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -75,8 +77,8 @@ def in_training(block: nn.Module, forward: Forward) -> Forward:
     code = torch.compile(forward, dynamic=True, fullgraph=True, backend=BACKEND)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not (block.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
+        if not (block.training and torch.is_grad_enabled()) or isinstance(_get_current_dispatch_mode(), Writes):
+            return forward(*args, **kwargs)  # torch compiles nothing while operations are looked at
         with torch.compiler.set_stance(_stance[0]):
             return code(*args, **kwargs)
 

@@ -50,6 +50,14 @@ _SMALL_MARIAN = {
     "encoder_ffn_dim": 512,
     "decoder_ffn_dim": 512,
 }
+_SMALL_OTHERS = {
+    "num_key_value_heads": 4,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_ff": 512,
+    "d_kv": 32,
+}  # T5's, and others'
+_SMALL_OTHERS |= {"dim": 128, "n_layers": 2, "n_heads": 4, "hidden_dim": 512}  # DistilBERT's
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,19 @@ def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
         "model": {"type": kind, "config": config},
         "tokenizer": {"train": "bpe", "vocab_size": 8000 if rows > 5000 else 2000},
     }
+
+
+def small_config(kind: str, length: int) -> dict[str, Any]:
+    """Entries that make a small model of a type of transformers', for texts of `length` tokens; none of a type that it
+    does not know."""
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        return {}
+    usual = CONFIG_MAPPING[kind]().to_dict()
+    small = _SMALL_GPT2 | _SMALL_BERT | _SMALL_MARIAN | _SMALL_OTHERS
+    small |= dict.fromkeys(("n_positions", "max_position_embeddings"), length)
+    return {name: value for name, value in small.items() if isinstance(usual.get(name), int)}
 
 
 def _length(found: Look, task: dict[str, Any]) -> int:

@@ -222,6 +222,9 @@ def _tried_with_model(
 
     def tried(model: str) -> tuple[dict[str, Any], Trial]:
         filled = guesses.values(path, _from(path, "data", data), task, local(path, model), found, here)
+        if "model.type" in given and not any(key.startswith("model.config") for key in given):
+            length = filled["task"].get("block_size") or filled["data"]["max_length"]
+            filled["model"]["config"] = guesses.small_config(str(given["model.type"]), length)
         for key, value in given.items():
             section, _, inner = key.partition(".")
             if not (section == "data" and inner in (places.PATHS["data"] if data.sources is None else OWN)):
