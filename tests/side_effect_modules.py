@@ -102,7 +102,7 @@ class Teacher(Plain):
         if self.training:
             for teacher, student in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
                 teacher.data.lerp_(student.data, 0.1)
-        return self.body(x) + self.teacher(self.words(x).mean(1)).mean()
+        return self.body(x) + self.teacher(self.words(x).mean(1)).mean(1, keepdim=True)
 
 
 class TeacherBuffer(Plain):
@@ -112,7 +112,7 @@ class TeacherBuffer(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         self.teacher.lerp_(self.first.weight.detach(), 0.1)
-        return self.body(x) + (self.words(x).mean(1) @ self.teacher.T).mean()
+        return self.body(x) + (self.words(x).mean(1) @ self.teacher.T).mean(1, keepdim=True)
 
 
 class Count(Plain):

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.tasks.models import auxiliary_losses, models, padding, small_models
+from lockstep.tasks.models import auxiliary_losses, models, small_models
 from lockstep.tasks.models.decoding import Decoding
 
 ROUTED = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -124,7 +124,7 @@ def test_a_config_that_cannot_be_tried_is_judged_by_its_entry(monkeypatch: pytes
     def unknown(*_: Any) -> Any:
         raise ValueError("no such model")
 
-    monkeypatch.setattr(padding, "small", unknown)
+    monkeypatch.setattr(small_models, "small", unknown)
     for config, refused in ((ROUTED | ASKED, True), (ROUTED, False)):
         run = run_of("mixtral", config)
         said = auxiliary_losses.auxiliary_term(run, "causal", models.load_config(run))

@@ -67,7 +67,7 @@ ELSEWHERE |= {
     "task.metrics",
     "task.generate",
 }
-ELSEWHERE |= {"average.ema", "average.ema_warmup"}  # where it is given they are arithmetic
+ELSEWHERE |= {"average.ema", "average.ema_warmup", "data.separator", "data.quote"}  # arithmetic where they are given
 
 
 def draws(predictions: np.ndarray, labels: np.ndarray) -> float:

@@ -85,7 +85,7 @@ class Job:
         def at(name: str, apart: bool) -> Place:
             return Place("", 0, "", name, apart)
 
-        def lost(local: int, code: int) -> None:
+        def lost(local: int, pid: int, code: int) -> None:
             self.heard.append(f"rank of host-{host}: {code}")
 
         name = str(place) if place is not None else f"{machines.place}-0"

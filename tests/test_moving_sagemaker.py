@@ -150,6 +150,7 @@ def test_the_page_has_the_table_and_its_keys_are_keys() -> None:
 
 def test_the_example_becomes_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
     theirs, ours = re.findall(r"```(?:python|yaml)\n(.*?)```", SECTION, re.S)
     Path("launch.py").write_text(f"from sagemaker.huggingface import HuggingFace\n{theirs}")
     Path("ours.yaml").write_text(ours)

@@ -160,10 +160,12 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
         measured = []
         for group, moved in zip(groups, contrast.shaken(model, strength), strict=False):
             batches, weights = _batches(trial.run, dict(zip("012", group.batches, strict=True)))
-            fresh = None if trial.fresh is None else lambda of=moved: copy.deepcopy(of)
+            fresh = lambda of=moved: copy.deepcopy(of)  # noqa: E731 - where it keeps state, a batch changes the next
             sizes = {name: len(part) for name, part in zip("012", group.batches, strict=True)}
-            one = replace(trial, model=moved, batches=batches, sizes=sizes, weights=weights, fresh=fresh)
+            one = replace(trial, model=moved, batches=batches, sizes=sizes, weights=weights)
             try:
+                if trial.fresh is not None or not items.same(one.loss("0"), one.loss("0")):
+                    one = replace(one, fresh=fresh)
                 losses = {name: float(one.loss(name)) for name in batches} if kind == "mean" else {}
                 measured.append((group, one, losses, _means(one, metrics)))
             except (RunError, ValueError, TypeError):  # what these weights put out is not for this loss
