@@ -95,7 +95,7 @@ def after_steps(run: Run, tried: bool) -> str:
     return found
 
 
-@pytest.mark.parametrize("name", ["Teacher", "Clamped", "Renormed", "SwitchedLate", "LateHook"])
+@pytest.mark.parametrize("name", ["Teacher", "TeacherBuffer", "Clamped", "Renormed", "SwitchedLate", "LateHook"])
 def test_a_trial_step_leaves_no_trace(name: str, tmp_path: Path) -> None:
     run = run_of(name, tmp_path, "single")
     assert after_steps(run, tried=True) == after_steps(run, tried=False)
