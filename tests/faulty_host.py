@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.strategies.exact.reduction import share
+from lockstep.tasks.task import Task
 from lockstep.training.guard import drawn
 
 FROM = 8  # updates that are made before
@@ -22,15 +23,15 @@ class WrongGradient(Held):
 
     host = "host-1"
     wrong = False  # now
-    planted = False
 
     def faulty(self) -> bool:
         return socket.gethostname() == self.host and self.world.size == 3
 
+    def build(self, task: Task) -> None:
+        super().build(task)
+        self.named[WEIGHT].register_hook(self.flip)  # before guard listens there
+
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        if not self.planted:
-            self.planted = True
-            self.named[WEIGHT].register_hook(self.flip)  # before guard listens there
         mine = share(self.run.micro_batches, self.world.rank, self.world.size)
         self.wrong = self.faulty() and batch.step >= FROM and drawn(self.run, batch.step) in mine
         return super().train_step(batch, learning_rate)

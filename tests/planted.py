@@ -8,6 +8,7 @@ from torch import Tensor
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.allreduce import AllReduce
+from lockstep.tasks.task import Task
 from lockstep.training.guard import drawn
 
 STEP, MICRO_BATCH = 6, 3  # as fingerprints count steps
@@ -75,13 +76,10 @@ class BitFlip(_Planted):
 
     times = 1000
     under_way = -1
-    planted = False
 
-    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        if not self.planted:
-            self.planted = True
-            self.named[WEIGHT].register_hook(self.flip)
-        return super().train_step(batch, learning_rate)
+    def build(self, task: Task) -> None:
+        super().build(task)
+        self.named[WEIGHT].register_hook(self.flip)
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         self.under_way = micro.index

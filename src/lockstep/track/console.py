@@ -331,7 +331,7 @@ def error(text: str, log: Path | None = None) -> None:
 def append(log: Path | None, text: str) -> None:
     """A line, or more, at the end of a log file, whose folder was `resolve`d. A disk that is full ends no training
     because of it."""
-    if log is not None and led_away(log.parent) is None:
+    if log is not None and led_away(log.absolute().parent) is None:
         with suppress(OSError), open(log, "a", encoding="utf-8") as file:
             file.write(f"{said(text)}\n")
 
