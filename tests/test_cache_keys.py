@@ -105,7 +105,7 @@ def changes(run: Run) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("kind", [kind if kind in ("messages", "pairs") else slow(kind) for kind in TASKS])
+@pytest.mark.parametrize("kind", [kind if kind == "documents" else slow(kind) for kind in TASKS])
 def test_every_key_of_a_run_and_its_data(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(cache, kind, count=30)
     first = same_as_anew(plain, cache, monkeypatch)

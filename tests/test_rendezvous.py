@@ -49,6 +49,7 @@ def waiting(lost: float, pool: ThreadPoolExecutor) -> tuple[ElasticRendezvous, E
     return first, second, joined, go
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_seen_waiting_is_waited_for(threads: ThreadPoolExecutor) -> None:
     """It was for its sake that the job was stopped."""
     first, _, joined, go = waiting(LONG, threads)
@@ -72,6 +73,7 @@ def test_one_that_gives_no_sign_of_life_is_not(threads: ThreadPoolExecutor) -> N
     assert second.ended() == End(0, "a")
 
 
+@pytest.mark.slow
 def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecutor) -> None:
     first, second, joined, go = waiting(LONG, threads)
     first.end(0)
@@ -87,6 +89,7 @@ def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecu
     assert over.result(LONG)
 
 
+@pytest.mark.slow
 def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: ThreadPoolExecutor) -> None:
     """`more_s` is for machines that may still come. The one that left keeps the store until the job is over."""
 

@@ -11,6 +11,8 @@ from marks import long
 from own_modules import job
 from simulated import SMALL, Job, on_ranks, whole
 
+pytestmark = pytest.mark.slow
+
 STRATEGIES = {
     "allreduce": ("strategy.name=allreduce", "strategy.options.bucket_cap_mb=0.005"),
     "ddp": ("strategy.name=ddp", "strategy.options.bucket_cap_mb=0.005"),

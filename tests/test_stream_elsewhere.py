@@ -243,6 +243,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["user/set", "hf://datasets/user/set/data", "hf://datasets/user/set@main/data"])
 def test_shards_of_the_hub_stay_at_one_commit(source: str, hub: Hub, folder: Path) -> None:
     files = {f"data/{name}": data for name, data in content(folder).items()}

@@ -27,6 +27,8 @@ from lockstep.data.prepare import prepare
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.tasks.classification import Classification
 
+pytestmark = pytest.mark.slow
+
 SIZES = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any), min_size=1, max_size=4)
 
 
