@@ -1,0 +1,176 @@
+"""Draws run files over the whole grammar: a value of each feature, steered towards pairs of values not yet seen.
+
+Plain seeded drawing, and not Hypothesis. A case takes seconds and starts processes, so that what counts is which cases are
+tried: each is the one of several draws with the most new pairs of features, which Hypothesis does not offer. A failure is
+shrunk feature by feature towards the plainest run (`shrink.py`), in some ten tries where Hypothesis takes hundreds. A case
+is repeated by its seed and number alone, whatever versions and databases there are, and a long run goes on after an
+interruption.
+
+In: a seed. Out: cases: feature -> value, where the first value of a feature is the plainest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+from crossed import families
+
+Case = dict[str, Any]  # feature -> value; JSON holds it
+CANDIDATES = 6  # draws of which the one with the most new pairs is taken
+
+# Task as drawn -> head of its model, kind of rows.
+TASKS: dict[str, tuple[str, str]] = {
+    "classification": ("classification", "labelled"),
+    "classification pair": ("classification", "paired"),
+    "classification multi_label": ("classification", "multi_label"),
+    "classification regression": ("classification", "numbers"),
+    "token_classification": ("token_classification", "tagged"),
+    "language_modeling packed": ("causal", "texts"),
+    "language_modeling documents": ("causal", "texts"),
+    "language_modeling prompts": ("causal", "prompts"),
+    "language_modeling messages": ("causal", "messages"),
+    "masked_language_modeling packed": ("masked", "texts"),
+    "masked_language_modeling documents": ("masked", "texts"),
+    "question_answering": ("question_answering", "questions"),
+    "embedding pairs": ("embedding", "pairs"),
+    "embedding scored": ("embedding", "scored"),
+    "preference": ("causal", "preferences"),
+    "reward": ("classification", "preferences"),
+    "translation": ("seq2seq", "translations"),
+    "summarization": ("seq2seq", "summaries"),
+}
+ALONE = [("single", 1)]
+ENGINES = [
+    *(("ddp", 2), ("allreduce", 2), ("hf_accelerate", 2), ("hf_trainer", 2), ("fsdp2 step", 2)),
+    *(("fsdp2 micro_batch", 2), ("pipeline", 2), ("ddp tree", 3), ("ddp", 3), ("allreduce", 4), ("fsdp2 step", 3)),
+    *(("fsdp2 micro_batch", 3), ("pipeline gpipe", 2), ("ddp", 1), ("fsdp2 step", 1), ("fsdp2 tree", 4)),
+    *(("hf_accelerate fsdp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("pipeline stages", 4)),
+]
+WAYS = ALONE + ENGINES
+
+
+def _of_task(case: Case) -> list[str]:
+    """Options of a task, each by itself."""
+    return {
+        "classification": ["", "class_weights", "focal", "label_smoothing", "label_smoothing weights", "threshold"],
+        "classification multi_label": ["", "class_weights", "focal", "label_smoothing"],
+        "classification regression": ["", "mae"],
+        "language_modeling packed": ["", "apart", "character"],
+        "language_modeling messages": ["", "each turn"],
+        "masked_language_modeling packed": ["", "whole_words", "half"],
+        "masked_language_modeling documents": ["", "whole_words", "half"],
+        "question_answering": ["", "unanswerable"],
+        "embedding pairs": ["", "negative", "negatives", "last_token"],
+        "preference": ["", "ipo", "hinge", "simpo", "label_smoothing"],
+        "reward": ["", "center"],
+        "translation": ["", "label_smoothing", "two tokenizers", "target_length"],
+        "summarization": ["", "label_smoothing", "beams"],
+    }.get(case["task"], [""])
+
+
+def _families(case: Case) -> list[str]:
+    names = families.known()[TASKS[case["task"]][0]]
+    return names[:1] * max(1, len(names) // 3) + names
+
+
+def _shapes(case: Case) -> list[str]:
+    return ["varied", "varied", "equal", "one_token", "long", "ragged", "unicode", "blank"]
+
+
+def _reading(case: Case) -> list[str]:
+    flat = TASKS[case["task"]][1] in ("labelled", "paired", "numbers", "texts", "prompts", "pairs", "summaries")
+    plain = ["files"] * 6 + ["test", "cut", "cut test", "parquet", "split_column", "filter", "filter words", "limit"]
+    plain += ["deduplicate", "overlap", "mixed", "mixed weights", "streamed", "streamed mixed", "mixed filter"]
+    return plain + ["csv"] * flat
+
+
+def _usually(*values: Any, plainest: int = 3) -> Callable[[Case], list[Any]]:
+    """The first value `plainest` times as often as each of the others."""
+    return lambda case: [values[0]] * plainest + list(values[1:])
+
+
+# Feature -> the values that it may have beside those that were drawn before it, as often as they are to be drawn.
+FEATURES: dict[str, Callable[[Case], list[Any]]] = {
+    "task": lambda case: list(TASKS),
+    "task option": lambda case: [o for o in _of_task(case)] + [""],
+    "family": _families,
+    "dropout": _usually(False, True, plainest=1),
+    "shape": _shapes,
+    "labels": lambda case: ["few", "few", "many", "one_each"] if "classification" in case["task"] else ["few"],
+    "reading": _reading,
+    "drop_missing": lambda case: [True, True, False] if case["shape"] == "blank" else [False, False, False, True],
+    "padding": _usually("none", "batch", plainest=2),
+    "group_by_length": _usually(1, 2, plainest=5),
+    "origin": _usually("scratch", "pretrained", plainest=3),
+    "tokenizer": _usually("bpe", "wordpiece", "wordlevel", "unigram", "left", "framed", "no pad", plainest=4),
+    "optimizer": _usually("adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "adamw_8bit", plainest=3),
+    "groups": _usually("none", "group", "layer_decay", "freeze", plainest=4),
+    "schedule": _usually("linear", "constant", "cosine", "inverse_sqrt", "polynomial", "wsd", "one_cycle", "points"),
+    "warmup": _usually(0, 2, plainest=1),
+    "clip": _usually(1.0, 0.05, None, plainest=1),
+    "precision": _usually("fp32", "bf16", "fp16", plainest=5),
+    "dtype": _usually("float32", "bfloat16", plainest=9),
+    "adapter": _usually("none", "lora", "lora float32", "lora adapter", "dora", "ia3", plainest=14),
+    "quantization": lambda case: ["none"] if case["adapter"] == "none" else ["none", "none", "nf4", "fp4"],
+    "checkpointing": _usually(False, True, plainest=3),
+    "compile": _usually(False, True, plainest=150),
+    "loss_chunk": _usually(None, 5, plainest=3),
+    "average": _usually("none", "ema", "ema no warm-up", "last", plainest=6),
+    "cut": _usually((8, 4), (9, 3), (6, 6), (8, 1), (5, 4), plainest=3),
+    "attention": _usually(None, "eager", plainest=6),
+    "evaluate": _usually("end", "every", "best", "patience", "limit", plainest=2),
+    "evaluated at once": _usually(2, None, 3, plainest=2),
+    "exact": _usually(True, False, plainest=14),
+    "first": lambda case: list(ENGINES) + ALONE,
+    "second": lambda case: [case["first"]] * (99 if not case["exact"] else 1) + WAYS,
+    "stop": _usually(2, 1, 3, plainest=1),
+    "how": _usually("stop", "kill", plainest=2),
+    "steps": _usually(5, 4, plainest=2),
+    "seed": _usually(0, 7, plainest=1),
+}
+
+
+def plainest(case: Case) -> Case:
+    """The plainest value of each feature, of the task of a case."""
+    found: Case = {"task": case["task"]}
+    for feature, values in FEATURES.items():
+        if feature != "task":
+            found[feature] = values(found)[0]
+    return found
+
+
+def one(draw: random.Random) -> Case:
+    """A case by itself."""
+    case: Case = {}
+    for feature, values in FEATURES.items():
+        case[feature] = draw.choice(values(case))
+    if case["adapter"] != "none":
+        case["origin"] = "pretrained"
+    return case
+
+
+def pairs(case: Case) -> set[tuple[str, str]]:
+    """Pairs of a feature's value with another's, but for those of two plain ones; a family counts by its kind only."""
+    plain = plainest(case)
+    named = [
+        (f"{feature}={value}", value == plain[feature] and feature != "task")
+        for feature, value in case.items()
+        if feature not in ("family", "seed", "steps")
+    ]
+    return {(a, b) for (a, plain_a), (b, plain_b) in combinations(named, 2) if not (plain_a and plain_b)}
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """The cases of a seed, one after another, without end."""
+    seen: set[tuple[str, str]] = set()
+    number = 0
+    while True:
+        draw = random.Random(f"{seed}/{number}")
+        drawn = [one(draw) for _ in range(CANDIDATES)]
+        case = max(drawn, key=lambda each: len(pairs(each) - seen))
+        seen |= pairs(case)
+        yield case
+        number += 1
