@@ -141,7 +141,7 @@ _OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("preference", "label_smoothing"): {"label_smoothing": 0.1},
     ("reward", "center"): {"center": 0.1},
     ("translation", "label_smoothing"): {"label_smoothing": 0.1},
-    ("translation", "two tokenizers"): {"tokenizers": "each"},
+    ("translation", "two tokenizers"): {"tokenizers": "separate"},
     ("translation", "target_length"): {"target_length": 6},
     ("summarization", "label_smoothing"): {"label_smoothing": 0.1},
     ("summarization", "beams"): {"beams": 2, "rouge": True},
@@ -200,7 +200,7 @@ def _model(case: Case, entries: dict[str, Any]) -> dict[str, Any]:
     if case["attention"]:
         model["attention"] = case["attention"]
     if case["groups"] == "freeze":
-        model["freeze"] = ["*embed*", "*wte*"]
+        model["freeze"] = ["*.0.*"]
     if case["adapter"] != "none":
         model["adapter"] = {
             "lora": {"type": "lora", "r": 4},
@@ -209,8 +209,6 @@ def _model(case: Case, entries: dict[str, Any]) -> dict[str, Any]:
             "dora": {"type": "lora", "r": 4, "use_dora": True},
             "ia3": {"type": "ia3"},
         }[case["adapter"]]
-        if case["adapter"] != "ia3":
-            model["adapter"]["target_modules"] = "all-linear"
         if case["adapter"] == "lora float32":
             model["dtype"] = "float32"
     if case["quantization"] != "none":
@@ -258,7 +256,7 @@ def _optim(case: Case) -> dict[str, Any]:
         "wsd": {"decay_fraction": 0.5, "decay_shape": "sqrt"},
     }.get(str(schedule), {})
     if case["groups"] == "group":
-        optim["groups"] = [{"match": "*bias", "learning_rate": rate * 3}, {"match": "*.1.*", "weight_decay": 0.1}]
+        optim["groups"] = [{"match": "*.0.*", "learning_rate": rate * 3}, {"match": "*.1.*", "weight_decay": 0.3}]
     if case["groups"] == "layer_decay":
         optim["layer_decay"] = 0.5
     return optim

@@ -143,7 +143,8 @@ def checked(overrides: list[str], which: str) -> None:
     text = err.getvalue()[err.getvalue().rfind("lockstep: ") :].strip()
     if status != 2 or "Traceback" in err.getvalue() or not said:
         raise Finding("what cannot be is refused with a message", f"{which}: status {status}: {err.getvalue()}")
-    if "\n" in text:
+    head, *more = text.splitlines()
+    if more and not (head.endswith(":") and all(line.startswith("  ") for line in more)):  # else a list of keys
         raise Finding("a refusal is one line", f"{which}: {text}")
     raise Refused(f"{which}: {text.removeprefix('lockstep: ')}")
 
@@ -196,6 +197,8 @@ def _each_evaluated_once(job: Job, watched: Watched, verdict: Verdict, which: st
     """Each example that an evaluation is of is scored once, by one rank; the last one is of the whole split."""
     for each in watched.evaluations:
         verdict.examples += len(each["scored"])
+        if not each["agree"]:
+            raise Finding("an evaluation scores each example once", f"{which}: ranks of a pipeline score other rows")
         if each["scored"] != each["asked"]:
             extra = Counter(each["scored"]) - Counter(each["asked"])
             left = Counter(each["asked"]) - Counter(each["scored"])

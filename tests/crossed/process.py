@@ -13,6 +13,9 @@ from crossed.draw import Case
 from crossed.job import Job, job_of
 from crossed.judge import Verdict
 
+KEPT = {"PATH", "HOME", "TMPDIR", "LANG", "PYTHONPATH", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"}
+KEPT |= {"DS_ACCELERATOR", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "CROSSED_KEEP"}
+
 
 def judged(drawn: Case | Job, limit_s: float = 900) -> Verdict:
     """The verdict of a job, run in a process of its own, which is forked from one that has imported everything."""
@@ -42,6 +45,8 @@ def _judge(drawn: Case | Job, folder: str, sending: Any) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.setsid()
+    for name in os.environ.keys() - KEPT:  # each text that is written is compared with each of them
+        del os.environ[name]
     from crossed.judge import judge
 
     try:

@@ -68,7 +68,7 @@ def row_of(kind: str, shape: str, labels: str, draw: random.Random, place: int) 
     text = text_of(draw, shape, place)
     words = words_of(draw, shape, place)
     names = ["yes", "no", "perhaps"] if labels == "few" else [f"class {n}" for n in range(11)]
-    label = names[place % len(names)] if labels == "one_each" else draw.choice(names)
+    label = f"class {place}" if labels == "one_each" else names[place] if place < len(names) else draw.choice(names)
     if kind in ("labelled", "paired"):
         row: dict[str, Any] = {"text": text, "label": label}
         return row | ({"second": text_of(draw, shape, place + 1)} if kind == "paired" else {})
@@ -92,6 +92,8 @@ def row_of(kind: str, shape: str, labels: str, draw: random.Random, place: int) 
     row = {name: text_of(draw, shape, place + i) for i, name in enumerate(KINDS[kind])}
     if kind == "preferences":
         row |= {"chosen": " ".join([*words[:3], "yes"]), "rejected": " ".join([*words[:2], "no"])}
+    if kind == "pairs" and row["negative"] is not None:
+        row["negative"] = f"not {row['negative']}"
     return row | ({"score": round(draw.random(), 2)} if kind == "scored" else {})
 
 
