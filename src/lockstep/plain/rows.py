@@ -14,11 +14,16 @@ import numpy as np
 
 Row = dict[str, Any]
 READ = {  # the keys of a task that name columns of texts
-    **{"classification": "text text_pair", "masked_language_modeling": "text", "token_classification": "words"},
-    **{"text": "text", "prompt": "prompt response", "messages": "messages"},  # kinds of language modelling
+    "classification": "text text_pair",
+    "text": "text",
+    "prompt": "prompt response",
+    "messages": "messages",
+    "masked_language_modeling": "text",
+    "token_classification": "words",
     **dict.fromkeys(("translation", "summarization"), "source target"),
     **dict.fromkeys(("preference", "reward"), "prompt chosen rejected"),
-    **{"question_answering": "question context", "embedding": "anchor positive negative"},
+    "question_answering": "question context",
+    "embedding": "anchor positive negative",
 }
 USUAL = {"train": ["train", "training"], "validation": ["validation", "valid", "val", "dev"], "test": ["test"]}
 
