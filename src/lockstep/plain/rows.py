@@ -7,6 +7,7 @@ import csv
 import glob
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ READ = {  # the keys of a task that name columns of texts
     "embedding": "anchor positive negative",
 }
 USUAL = {"train": ["train", "training"], "validation": ["validation", "valid", "val", "dev"], "test": ["test"]}
+
+
+NUMBERS = r"[+-]?\d+", r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"  # whole, and any
 
 
 class NotCovered(Exception):
@@ -238,18 +242,12 @@ def _table(text: str, data: dict, task: dict, separator: str = ",") -> list[Row]
         raise NotCovered("data.separator: plain reads tables with commas or tabs, quoted as the csv module does")
     found = [dict(row) for row in csv.DictReader(lines, data["columns"], delimiter=mark)]
     for column in found[0] if found else ():
-        values = [row[column] for row in found]
-        kind = str if column in columns(task)[0] else next(k for k in (int, float, str) if _all(k, values))
+        values = [row[column] or "0" for row in found]
+        whole, number = (all(re.fullmatch(form, value) for value in values) for form in NUMBERS)
+        kind: Any = str if column in columns(task)[0] or not number else int if whole else float
         for row in found:
             row[column] = kind(row[column]) if row[column] not in (None, "") else None
     return found
-
-
-def _all(kind: Any, values: list[str]) -> bool:
-    try:
-        return bool([kind(value) for value in values if value not in (None, "")])
-    except ValueError:
-        return False
 
 
 def _text(text: str, data: dict, task: dict) -> list[Row]:
