@@ -41,11 +41,8 @@ def main() -> int:
             with asked.record.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         seconds = time.monotonic() - began
-        print(
-            f"{asked.seed}/{number} {verdict.outcome} {verdict.seconds:.1f} s ({seconds:.1f}) "
-            f"{verdict.promise} {verdict.seen if verdict.outcome == 'refused' else verdict.seen[-600:]} {verdict.plain}",
-            flush=True,
-        )
+        said = " ".join([verdict.promise, verdict.seen[-600:], verdict.plain])
+        print(f"{asked.seed}/{number} {verdict.outcome} {verdict.seconds:.1f} s ({seconds:.1f}) {said}", flush=True)
         if asked.only is not None:
             print(job_of(case).dump())
     print(f"{findings} findings")

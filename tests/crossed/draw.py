@@ -1,10 +1,10 @@
 """Draws run files over the whole grammar: a value of each feature, steered towards pairs of values not yet seen.
 
-Plain seeded drawing, and not Hypothesis. A case takes seconds and starts processes, so that what counts is which cases are
-tried: each is the one of several draws with the most new pairs of features, which Hypothesis does not offer. A failure is
-shrunk feature by feature towards the plainest run (`shrink.py`), in some ten tries where Hypothesis takes hundreds. A case
-is repeated by its seed and number alone, whatever versions and databases there are, and a long run goes on after an
-interruption.
+Plain seeded drawing, and not Hypothesis. A case takes seconds and starts processes, so that what counts is which cases
+are tried: each is the one of several draws with the most new pairs of features, which Hypothesis does not offer. A
+failure is shrunk feature by feature towards the plainest run (`shrink.py`), in tens of tries where Hypothesis takes
+hundreds. A case is repeated by its seed and number alone, whatever Hypothesis's version and database, and a long run
+goes on after an interruption.
 
 In: a seed. Out: cases: feature -> value, where the first value of a feature is the plainest.
 """
@@ -95,9 +95,9 @@ def _usually(*values: Any, plainest: int = 3) -> Callable[[Case], list[Any]]:
 # Feature -> the values that it may have beside those that were drawn before it, as often as they are to be drawn.
 FEATURES: dict[str, Callable[[Case], list[Any]]] = {
     "task": lambda case: list(TASKS),
-    "task option": lambda case: [o for o in _of_task(case)] + [""],
+    "task option": lambda case: [*_of_task(case), ""],
     "family": _families,
-    "dropout": _usually(False, True, plainest=1),
+    "dropout": _usually(False, True, plainest=2),
     "shape": _shapes,
     "labels": lambda case: ["few", "few", "many", "one_each"] if "classification" in case["task"] else ["few"],
     "reading": _reading,
@@ -143,8 +143,8 @@ def plainest(case: Case) -> Case:
 
 
 # What is known not to go together, by the later feature: most cases leave it out, so that most train.
-_PIPELINED = "bart bert distilbert gpt2 llama marian mistral qwen2 qwen3 roberta xlm-roberta".split()
-_ADAPTED = "bert roberta distilbert gpt2 llama mistral qwen2 bart t5 opt bloom".split()  # peft knows their layers
+_PIPELINED = {*families.words("bart bert distilbert gpt2 llama marian mistral qwen2 qwen3 roberta xlm-roberta")}
+_ADAPTED = {*families.words("bert roberta distilbert gpt2 llama mistral qwen2 bart t5 opt bloom")}  # peft knows them
 _STREAMED = ("classification", "token", "language", "masked", "question", "translation", "summarization")
 
 
@@ -169,11 +169,13 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
     if feature == "quantization":
         return value == "none" or case["adapter"].startswith("lora")
     if feature == "shape":
-        return value not in ("long", "ragged") or not task.startswith(("preference", "reward", "language_modeling prom"))
+        whole = ("preference", "reward", "language_modeling prompts")  # whose prompts are not cut
+        return value not in ("long", "ragged") or not task.startswith(whole)
     if feature == "compile":
         return not value or not (streamed or case["quantization"] != "none")
     if feature == "loss_chunk":
-        return value is None or case["precision"] != "fp16" and task.startswith(("language", "masked", "translation", "summarization"))
+        chunked = task.startswith(("language", "masked", "translation", "summarization"))
+        return value is None or (chunked and case["precision"] != "fp16")
     if feature == "average":
         return value == "none" or case["optimizer"] != "schedule_free"
     if feature == "evaluate" and value in ("best", "patience"):

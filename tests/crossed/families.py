@@ -27,6 +27,10 @@ _OTHERS = {
 }
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 @functools.cache
 def known() -> dict[str, list[str]]:
     """Head -> the families that one process trains (docs/families.md), the plainest first."""

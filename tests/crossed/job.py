@@ -31,6 +31,7 @@ class Job:
     second: dict[str, Any]  # and those it goes on with
     stop: int  # updates before it stops
     how: str = "stop"  # or kill
+    compared: bool = True  # with the plain reference: dropout is off
     tokenizer: dict[str, Any] = field(default_factory=dict)  # of the folder `tokenizer`; empty: there is none
     model: dict[str, Any] = field(default_factory=dict)  # head, family and config of the folder `model`; empty: none
 
@@ -46,7 +47,8 @@ class Job:
         """The run file, rows, tokenizer and model, in a folder."""
         rows.write(folder / "data", self.rows)
         if self.tokenizer:
-            texts = [line for path in sorted((folder / "data").rglob("*.jsonl")) for line in path.open(encoding="utf-8")]
+            files = sorted((folder / "data").rglob("*.jsonl"))
+            texts = [line for path in files for line in path.open(encoding="utf-8")]
             families.make_tokenizer(folder / "tokenizer", self.tokenizer, texts or [" ".join(rows.WORDS)])
         if self.model:
             families.make_model(folder / "model", **self.model, tokenizer=folder / "tokenizer")
@@ -92,13 +94,14 @@ def job_of(case: Case) -> Job:
         second=_way(case["second"]),
         stop=min(case["stop"], case["steps"] - 2),
         how=case["how"],
+        compared=not case["dropout"],
         tokenizer=_tokenizer_recipe(case) if saved else {},
         model={"head": head, "family": case["family"], "entries": entries} if case["origin"] == "pretrained" else {},
     )
 
 
 def _task(case: Case) -> dict[str, Any]:
-    name, _, kind = case["task"].partition(" ")
+    name = case["task"].split()[0]
     own: dict[str, Any] = {"samples": 0} if name not in ("preference", "reward") else {}
     own |= {
         "classification pair": {"text_pair": "second"},
@@ -153,6 +156,7 @@ def _reading(case: Case, recipe: dict[str, Any]) -> dict[str, Any]:
     reading, text = case["reading"], (rows.KINDS[TASKS[case["task"]][1]] or ("lang",))[0]
     shards = {"stream": True, "stream_window": 5}
     weighted = [{"name": "a", "source": "data/a", "weight": 3}, {"name": "b", "source": "data/b", "weight": 1}]
+    paths = {"train": "data/train-*.jsonl", "validation": "data/validation.jsonl"}
     plain = [{key: value for key, value in each.items() if key != "weight"} for each in weighted]
     files, keys = {
         "files": ({}, {}),
@@ -170,7 +174,7 @@ def _reading(case: Case, recipe: dict[str, Any]) -> dict[str, Any]:
         "mixed": ({"files": "two"}, {"sources": plain}),
         "mixed weights": ({"files": "two"}, {"sources": weighted}),
         "mixed filter": ({"files": "two"}, {"sources": [weighted[0], weighted[1] | {"filter": {"size": {"min": 1}}}]}),
-        "streamed": ({"files": "shards"}, {"train": "data/train-*.jsonl", "validation": "data/validation.jsonl"} | shards),
+        "streamed": ({"files": "shards"}, paths | shards),
         "streamed mixed": ({"files": "two", "sharded": True}, {"sources": _streams(weighted)} | shards),
     }[reading]
     recipe |= files

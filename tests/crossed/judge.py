@@ -1,7 +1,7 @@
 """Runs a job in every way it was drawn for, and says what differs from what lockstep promises.
 
-In: a job, an empty folder. Out: a `Verdict`: refused with a reason, as promised, or a finding. The first promise that is
-broken is told, with what was seen.
+In: a job, an empty folder. Out: a `Verdict`: refused with a reason, as promised, or a finding. The first promise that
+is broken is told, with what was seen.
 """
 
 from __future__ import annotations
@@ -20,23 +20,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crossed import plainly
+from crossed.broken import Finding, Refused
 from crossed.job import Job
 from crossed.ranks import STOPPED, Watched, lines_of, run_ranks
 
 LONG = 1500  # characters of what is shown of a fault
 DRIFT = 0.05  # relative: losses of later steps where bits are not promised, as AdamW blows rounding up
-
-
-class Finding(Exception):
-    """A promise that was broken: which, and what was seen."""
-
-    def __init__(self, promise: str, seen: str) -> None:
-        super().__init__(f"{promise}: {seen}")
-        self.promise, self.seen = promise, seen
-
-
-class Refused(Exception):
-    """The job was refused as it should be."""
 
 
 @dataclass
@@ -89,7 +79,7 @@ def _judged(job: Job, folder: Path, verdict: Verdict) -> None:
     for name in ("alone", "first", "second"):  # which only say that they could be started
         shutil.rmtree(folder / name, ignore_errors=True)
 
-    alone = run_ranks(folder, ["output=alone"], 1, keep=str(folder / "kept"))
+    alone = run_ranks(folder, ["output=alone"], 1, keep=job.compared and plainly.AVAILABLE)
     _ended(alone, [0], "alone")
     _each_example_once(job, alone, "alone")
     _each_evaluated_once(job, alone, verdict, "alone")
@@ -109,9 +99,7 @@ def _judged(job: Job, folder: Path, verdict: Verdict) -> None:
     else:
         _near(folder, [*first, *second])
 
-    from crossed import plainly
-
-    verdict.plain = plainly.compared(job, folder, alone)
+    verdict.plain = plainly.compared(folder) if job.compared else "dropout"
 
 
 def _words(way: dict[str, Any]) -> list[str]:
@@ -189,7 +177,8 @@ def _examples(job: Job) -> int:
     """Rows of train, where each is an example and all are used; 0: not known."""
     from crossed.rows import TRAIN
 
-    plain = not {"filter", "limit", "deduplicate", "overlap", "drop_missing", "validation_fraction"} & {*job.run["data"]}
+    fewer = {"filter", "limit", "deduplicate", "overlap", "drop_missing", "validation_fraction"}
+    plain = not fewer & {*job.run["data"]}
     return TRAIN if plain and job.run["task"]["name"] == "classification" and not job.rows.get("repeated") else 0
 
 
@@ -234,13 +223,15 @@ def _same_bits(job: Job, folder: Path) -> None:
         raise Finding("the bits of one process", f"the last checkpoints {last[0].name} and {last[1].name} differ")
     exports = [_hashes(folder / name / "export") for name in ("alone", "ways")]
     if exports[0] != exports[1]:
-        raise Finding("the bits of one process", f"exports differ: {sorted(set(exports[0].items()) ^ set(exports[1].items()))}")
+        differ = sorted({*exports[0].items()} ^ {*exports[1].items()})
+        raise Finding("the bits of one process", f"exports differ: {differ}")
     if _read(folder / "alone/scores.json") != _read(folder / "ways/scores.json"):
         raise Finding("the bits of one process", "scores.json differs")
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*.safetensors")}
+    files = folder.rglob("*.safetensors")
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _read(path: Path) -> Any:

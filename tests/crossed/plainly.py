@@ -1,12 +1,23 @@
-"""Compares what one process did with lockstep's plain reference, which shares no code with it."""
+"""Compares what one process trained with lockstep's plain reference, which shares no code with it."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
-from crossed.job import Job
-from crossed.ranks import Watched
+from crossed.broken import Finding
+
+AVAILABLE = importlib.util.find_spec("lockstep.tools.against_plain") is not None
 
 
-def compared(job: Job, folder: Path, alone: Watched) -> str:
-    return ""
+def compared(folder: Path) -> str:
+    """How much of `folder/plain` was compared. Errors: `Finding`."""
+    if not AVAILABLE:
+        return "no plain reference"
+    from lockstep.config.run import load
+    from lockstep.tools.against_plain import compare
+
+    verdict = compare(load("run.yaml", ["output=alone"]), folder / "plain")
+    if verdict.differences:
+        raise Finding("equal to plain within rounding", "; ".join(verdict.differences[:4]))
+    return f"{len(verdict.steps)} steps{f'; {verdict.uncovered}' if verdict.uncovered else ''}"

@@ -28,7 +28,8 @@ def judged(drawn: Case | Job, limit_s: float = 900) -> Verdict:
         process.start()
         sending.close()
         try:
-            verdict: Verdict = receiving.recv() if receiving.poll(limit_s) else Verdict("finding", "it ends", "it hangs")
+            late = Verdict("finding", "it ends", f"no verdict within {limit_s:.0f} s")
+            verdict: Verdict = receiving.recv() if receiving.poll(limit_s) else late
         except EOFError:
             process.join(10)
             verdict = Verdict("finding", "the generator itself works", f"the judge ended with {process.exitcode}")

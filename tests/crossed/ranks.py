@@ -1,7 +1,7 @@
 """Ranks of a job, forked from a process that has imported everything, and what they are watched doing.
 
-In: a folder with a resolved run file, a number of ranks, and when they stop. Out: the status of each rank, the examples of
-each step and of each evaluation, and what the ranks wrote into OUTPUT.
+In: a folder with a run file, a number of ranks, and when they stop. Out: the status of each rank, the examples of each
+step and of each evaluation, and what the ranks wrote into OUTPUT.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ class Watched:
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # split, rows asked for, rows scored
 
 
-def run_ranks(folder: Path, overrides: list[str], ranks: int, stop: int = 0, how: str = "stop", keep: str = "") -> Watched:
-    """Run `folder/run.yaml` with so many ranks. `stop`: after so many updates all ranks are asked to stop, or are killed
-    (`how`). `keep`: a file for the weights before the first step, and each step's gradient (of one rank)."""
+def run_ranks(
+    folder: Path, overrides: list[str], ranks: int, stop: int = 0, how: str = "stop", keep: bool = False
+) -> Watched:
+    """Run `folder/run.yaml` with so many ranks. `stop`: after so many updates all are asked to stop, or killed (`how`). `keep`: with all that one rank trains in `folder/plain`."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as meeting:
@@ -107,7 +108,7 @@ def _rank(
     overrides: list[str],
     stop: int,
     how: str,
-    keep: str,
+    keep: bool,
     results: Any,
 ) -> None:
     os.chdir(folder)
@@ -121,7 +122,7 @@ def _rank(
     from lockstep.config.run import RunError
 
     try:
-        seen["status"] = _trained(meet, overrides, stop, how, keep if rank == 0 else "", seen)
+        seen["status"] = _trained(meet, overrides, stop, how, keep, seen)
     except RunError as caught:
         seen["refusal"] = str(caught)
     except BaseException:
@@ -132,7 +133,7 @@ def _rank(
     os._exit(0)
 
 
-def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: str, seen: dict[str, Any]) -> int:
+def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, seen: dict[str, Any]) -> int:
     from lockstep.config.run import load
     from lockstep.distributed.world import World
     from lockstep.training import rank as worker
@@ -147,7 +148,7 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: str, se
 
 
 @contextlib.contextmanager
-def _watching(seen: dict[str, Any], stop: int, how: str, keep: str) -> Any:
+def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
     """Listen to what this rank does. Nothing of what it computes is changed."""
     from lockstep.training import dry_run, ending, loop
     from lockstep.training import rank as worker
@@ -188,37 +189,49 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: str) -> Any:
     worker.write_report = lambda folder: None  # type: ignore[assignment]  # a fifth of what a rank takes
     worker.Outlets.advance, loop._summed, Feed.make = advanced, watched, made  # type: ignore[method-assign]
     if keep:
-        _keeping(keep)
+        _keeping(Path("plain"))
     yield
 
 
-def _keeping(path: str) -> None:
-    """Write down weights before the first step, and the gradient of every step, of a job on one process."""
-    from safetensors.torch import save_file
+def _keeping(folder: Path) -> None:
+    """Write down what a job on one process trains, as `lockstep.tools.against_plain` reads it."""
+    from lockstep.training import going_on
 
-    from lockstep.training import loop
-
-    train = loop.train
+    train = going_on.train
 
     def kept(session: Any, step: int, *more: Any) -> Any:
-        strategy, count = session.strategy, [step]
-        weights = {k.removeprefix("model."): v for k, v in strategy.state_dict().items() if k.startswith("model.")}
-        save_file({k: v.detach().clone().contiguous() for k, v in weights.items()}, f"{path}-start.safetensors")
-
-        def hear(gradients: Any) -> None:
-            save_file(
-                {k: v.detach().cpu().clone().contiguous() for k, v in gradients.items()},
-                f"{path}-{count[0]}.safetensors",
-            )
-            count[0] += 1
-
-        strategy.observe = hear
+        _keep_steps(session, folder)
         return train(session, step, *more)
 
-    loop.train = kept
-    for name, module in list(sys.modules.items()):
-        if name.startswith("lockstep.training.") and getattr(module, "train", None) is train:
-            module.train = kept  # type: ignore[attr-defined]
+    going_on.train = kept  # type: ignore[assignment]
+
+
+def _keep_steps(session: Any, folder: Path) -> None:
+    """From here on: state before the first step, and gradient, loss, norm and state of every step."""
+    from lockstep.training import plain_steps as record
+
+    strategy, feed, world = session.strategy, session.feed, session.world
+    gradients: dict[str, Any] = {}
+    steps: list[Any] = []
+    train_step = strategy.train_step
+
+    def hear(whole: Any) -> None:
+        gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
+
+    def trained(batch: Any, rate: float) -> Any:
+        masked = record._masked(session, batch) if session.run.task.name == "masked_language_modeling" else {}
+        result = train_step(batch, rate)
+        groups = [batch.ids[group].tolist() for group in feed.task.cut(feed.columns, batch.ids)]
+        numbers = batch.step, float(result.loss), float(result.grad_norm)
+        record._save(folder / f"step-{len(steps)}.safetensors", gradients | strategy.state_dict(), world)
+        gradients.clear()
+        steps.append(record.PlainStep(*numbers, groups, masked))
+        found = record.PlainRecord(str(Path(session.task.prepared.tokenizer)), feed.total, steps)
+        (folder / record.FILE).write_text(json.dumps(asdict(found)))
+        return result
+
+    record._save(folder / "start.safetensors", strategy.state_dict(), world)
+    strategy.observe, strategy.train_step = hear, trained
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -12,11 +12,28 @@ import random
 from pathlib import Path
 from typing import Any
 
-WORDS = "a the dog cat bird runs sees likes big small red old house near over".split()
-SAME_LENGTH = "able bird calm door easy fish gold hand idea join kind lamp".split()
+from crossed.families import words
+
+WORDS = words("a the dog cat bird runs sees likes big small red old house near over")
+SAME_LENGTH = words("able bird calm door easy fish gold hand idea join kind lamp")
 ODD = (
     *("naïve", "naïve", "ﬁne", "Ⅷ", "日本語", "ภาษาไทย", "שלום", "مرحبا", "😀👩‍👩‍👧", "\u200b", "x\u00a0y", "\ufeffz"),
-    *("ＦＵＬＬ", "ß", "İ", "ǅ", "a\u0301\u0316", "𝔘𝔫𝔦", "--", "'\"", "<s>", "[MASK]", "\\n", "\u2028", "{}", "%s"),
+    *(
+        "\uff26\uff35",
+        "ß",
+        "İ",
+        "ǅ",
+        "a\u0301\u0316",
+        "\U0001d518\U0001d52b",
+        "--",
+        "'\"",
+        "<s>",
+        "[MASK]",
+        "\\n",
+        "\u2028",
+        "{}",
+        "%s",
+    ),
 )
 SHAPES = ("varied", "equal", "one_token", "long", "ragged", "unicode", "blank")
 TRAIN, HELD_OUT = 22, 7  # rows: three steps of 8, the last of them short
