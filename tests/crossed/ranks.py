@@ -40,7 +40,8 @@ class Watched:
 def run_ranks(
     folder: Path, overrides: list[str], ranks: int, stop: int = 0, how: str = "stop", keep: bool = False
 ) -> Watched:
-    """Run `folder/run.yaml` with so many ranks. `stop`: after so many updates all are asked to stop, or killed (`how`). `keep`: with all that one rank trains in `folder/plain`."""
+    """Run `folder/run.yaml` with so many ranks. `stop`: after so many updates all are asked to stop, or killed (`how`).
+    `keep`: what one rank trains is written into `folder/plain`."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as meeting:
