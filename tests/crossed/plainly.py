@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import traceback
 from pathlib import Path
 
 from crossed.broken import Finding
@@ -15,9 +16,16 @@ def compared(folder: Path) -> str:
     if not AVAILABLE:
         return "no plain reference"
     from lockstep.config.run import load
+    from lockstep.plain.train import HEADS
     from lockstep.tools.against_plain import compare
 
-    verdict = compare(load("run.yaml", ["output=alone"]), folder / "plain")
+    run = load("run.yaml", ["output=alone"])
+    if run.task.name not in HEADS:
+        return f"no plain {run.task.name}"
+    try:
+        verdict = compare(run, folder / "plain")
+    except Exception as caught:
+        raise Finding("the plain reference computes what it covers", traceback.format_exc()) from caught
     if verdict.differences:
         raise Finding("equal to plain within rounding", "; ".join(verdict.differences[:4]))
     return f"{len(verdict.steps)} steps{f'; {verdict.uncovered}' if verdict.uncovered else ''}"
