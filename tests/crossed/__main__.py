@@ -17,7 +17,7 @@ from crossed import draw
 from crossed.job import job_of
 from crossed.judge import Verdict
 from crossed.process import judged
-from crossed.shrink import CASES, shrink, written
+from crossed.shrink import CASES, shrink, special, written
 
 
 def main() -> int:
@@ -63,12 +63,6 @@ def _recorded(record: Path | None) -> set[tuple[int, int]]:
 def _tell(seed: int, number: int, verdict: Verdict, seconds: float) -> None:
     said = " ".join(filter(None, [verdict.promise, verdict.seen[-800:], verdict.plain]))
     print(f"{seed}/{number} {verdict.outcome}, {verdict.seconds:.1f} s ({seconds:.1f}) {said}", flush=True)
-
-
-def special(case: draw.Case) -> draw.Case:
-    """The features of a case that are not the plainest, with its task and family."""
-    plain = draw.plainest(case)
-    return {name: value for name, value in case.items() if name in ("task", "family") or value != plain[name]}
 
 
 if __name__ == "__main__":

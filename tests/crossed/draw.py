@@ -155,6 +155,8 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
         return task.startswith(_STREAMED)
     if feature == "labels":
         return not (value == "one_each" and case["task option"] in ("class_weights", "threshold"))
+    if feature == "reading" and (value.startswith("cut") or "filter" in value or value == "limit"):
+        return case["labels"] != "one_each"
     if feature == "group_by_length":
         return value == 1 or not (streamed or task.startswith("embedding"))
     if feature == "origin":

@@ -17,14 +17,15 @@ KEPT = {"PATH", "HOME", "TMPDIR", "LANG", "PYTHONPATH", "OMP_NUM_THREADS", "GLOO
 KEPT |= {"DS_ACCELERATOR", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "CROSSED_KEEP"}
 
 
-def judged(drawn: Case | Job, limit_s: float = 900) -> Verdict:
-    """The verdict of a job, run in a process of its own, which is forked from one that has imported everything."""
+def judged(drawn: Case | Job, limit_s: float = 900, plant: str = "") -> Verdict:
+    """The verdict of a job, run in a process of its own, forked from one that has imported everything. `plant`: a
+    fault of `plants.py`."""
     from harness import _context, server_environment
 
     server_environment()
     receiving, sending = _context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="crossed-") as folder:
-        process = _context.Process(target=_judge, args=(drawn, folder, sending))
+        process = _context.Process(target=_judge, args=(drawn, folder, sending, plant))
         process.start()
         sending.close()
         try:
@@ -39,7 +40,7 @@ def judged(drawn: Case | Job, limit_s: float = 900) -> Verdict:
     return verdict
 
 
-def _judge(drawn: Case | Job, folder: str, sending: Any) -> None:
+def _judge(drawn: Case | Job, folder: str, sending: Any, plant: str) -> None:
     import logging
     import warnings
 
@@ -48,7 +49,11 @@ def _judge(drawn: Case | Job, folder: str, sending: Any) -> None:
     os.setsid()
     for name in os.environ.keys() - KEPT:  # each text that is written is compared with each of them
         del os.environ[name]
+    from crossed import plants
     from crossed.judge import judge
+
+    if plant:
+        getattr(plants, plant)()
 
     try:
         job = drawn if isinstance(drawn, Job) else job_of(drawn)

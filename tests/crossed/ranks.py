@@ -179,7 +179,8 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
             return summed(run, world, task, strategy, columns, rows, *more)
         finally:
             del task.score_at
-            asked, replica = sorted(map(int, rows)), strategy.data_parallel.rank
+            of = strategy.data_parallel
+            asked, replica = sorted(map(int, rows)), of.rank if of.size < world.size else world.rank
             seen["evaluations"].append({"split": split, "asked": asked, "scored": scored, "replica": replica})
 
     def made(self: Any, step: int, *more: Any) -> Any:
