@@ -20,6 +20,7 @@ from crossed import families
 
 Case = dict[str, Any]  # feature -> value; JSON holds it
 CANDIDATES = 6  # draws of which the one with the most new pairs is taken
+FREE = 0.12  # share of cases that are drawn of anything with anything, and are mostly refused
 
 # Task as drawn -> head of its model, kind of rows.
 TASKS: dict[str, tuple[str, str]] = {
@@ -184,6 +185,8 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
         return case["average"] != "last"
     if feature == "schedule":
         return value in ("linear", "constant") or case["optimizer"] != "schedule_free"
+    if feature == "cut":
+        return value in ((8, 4), (8, 1), (9, 3)) or not task.startswith("embedding")
     if feature == "exact":
         return value or case["precision"] == "fp32"
     return feature not in ("first", "second") or _can_run(case, *value)
@@ -206,10 +209,9 @@ def _can_run(case: Case, strategy: str, processes: int) -> bool:
     return case["dtype"] == "float32" or strategy in ("single", "ddp", "allreduce", "fsdp2 step")
 
 
-def one(draw: random.Random) -> Case:
-    """A case by itself: one in eight of anything with anything, the others of what is not known to be refused."""
+def one(draw: random.Random, free: bool) -> Case:
+    """A case by itself. `free`: of anything with anything, else of what is not known to be refused."""
     case: Case = {}
-    free = draw.random() < 0.12
     for feature, values in FEATURES.items():
         given = values(case)
         case[feature] = draw.choice(given if free else [each for each in given if _goes(case, feature, each)] or given)
@@ -233,7 +235,8 @@ def cases(seed: int) -> Iterator[Case]:
     number = 0
     while True:
         draw = random.Random(f"{seed}/{number}")
-        drawn = [one(draw) for _ in range(CANDIDATES)]
+        free = draw.random() < FREE
+        drawn = [one(draw, free) for _ in range(CANDIDATES)]
         case = max(drawn, key=lambda each: len(pairs(each) - seen))
         seen |= pairs(case)
         yield case
