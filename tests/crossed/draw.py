@@ -219,12 +219,12 @@ def one(draw: random.Random, free: bool) -> Case:
 
 
 def pairs(case: Case) -> set[tuple[str, str]]:
-    """Pairs of a feature's value with another's, but for those of two plain ones; a family counts by its kind only."""
+    """Pairs of a feature's value with another's, but for those of two plain ones, and for families."""
     plain = plainest(case)
     named = [
         (f"{feature}={value}", value == plain[feature] and feature != "task")
         for feature, value in case.items()
-        if feature not in ("family", "seed", "steps")
+        if feature not in ("family", "seed", "steps", "compile")  # compiling takes a minute
     ]
     return {(a, b) for (a, plain_a), (b, plain_b) in combinations(named, 2) if not (plain_a and plain_b)}
 
