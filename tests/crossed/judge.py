@@ -24,6 +24,7 @@ from crossed import plainly
 from crossed.broken import Finding, Refused
 from crossed.job import Job
 from crossed.ranks import STOPPED, Watched, lines_of, run_ranks
+from crossed.rows import HELD_OUT, TRAIN
 
 LONG = 1500  # characters of what is shown of a fault
 DRIFT = 0.05  # relative: losses of later steps where bits are not promised, as AdamW blows rounding up
@@ -161,25 +162,27 @@ def _each_example_once(job: Job, watched: Watched, which: str) -> None:
     """Of one source: the steps of an epoch use each example once."""
     if "sources" in job.run["data"]:
         return
-    batch, epoch = job.run["batch_size"], Counter[int]()
+    epoch = Counter[int]()
+    known = _all_rows(job) and not {"deduplicate", "overlap"} & {*job.run["data"]}
     for step in sorted(watched.steps):
+        whole = sorted(epoch) == list(range(TRAIN if known else len(epoch)))
+        if whole and epoch.keys() & {*watched.steps[step]}:
+            epoch.clear()
         epoch.update(watched.steps[step])
         twice = [row for row, times in epoch.items() if times > 1]
-        if twice:
-            raise Finding("an epoch uses each example once", f"{which}: step {step} uses {twice[:5]} again")
-        if len(watched.steps[step]) < batch or len(epoch) == max(epoch) + 1 == _examples(job):
-            if sorted(epoch) != list(range(len(epoch))):
-                raise Finding("an epoch uses each example once", f"{which}: {sorted(epoch)}")
+        if twice or (len(watched.steps[step]) < job.run["batch_size"] and sorted(epoch) != list(range(len(epoch)))):
+            raise Finding(
+                "an epoch uses each example once", f"{which}: to step {step} it uses {sorted(epoch)}; {twice}"
+            )
+        if len(watched.steps[step]) < job.run["batch_size"]:
             epoch.clear()
 
 
-def _examples(job: Job) -> int:
-    """Rows of train, where each is an example and all are used; 0: not known."""
-    from crossed.rows import TRAIN
-
-    fewer = {"filter", "limit", "deduplicate", "overlap", "drop_missing", "validation_fraction"}
-    plain = not fewer & {*job.run["data"]}
-    return TRAIN if plain and job.run["task"]["name"] == "classification" and not job.rows.get("repeated") else 0
+def _all_rows(job: Job) -> bool:
+    """Whether it is known that each row of a split is an example of it."""
+    fewer = {"filter", "limit", "drop_missing", "validation_fraction", "test_fraction", "sources"}
+    several = ("language_modeling", "masked_language_modeling")  # examples are blocks, or turns
+    return not fewer & {*job.run["data"]} and job.run["task"]["name"] not in several
 
 
 def _each_evaluated_once(job: Job, watched: Watched, verdict: Verdict, which: str) -> None:
@@ -196,11 +199,12 @@ def _each_evaluated_once(job: Job, watched: Watched, verdict: Verdict, which: st
                 f"{which}: {each['split']}: twice or not asked for {dict(extra)}, left out {dict(left)}",
             )
     limit = job.run.get("evaluate", {}).get("limit")
+    known = HELD_OUT if _all_rows(job) else 0
     for split in {each["split"] for each in watched.evaluations} - {""}:
         asked = [row for each in watched.evaluations if each["split"] == split for row in each["asked"]]
         if limit and split == "validation":
             continue
-        if sorted({*asked}) != list(range(len({*asked}))):
+        if sorted({*asked}) != list(range(known or len({*asked}))):
             raise Finding("an evaluation scores each example once", f"{which}: of {split} only {sorted({*asked})}")
 
 

@@ -6,7 +6,6 @@ features; why runs were refused; what was not as promised.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -19,10 +18,10 @@ from crossed import draw
 
 def main() -> None:
     lines = [json.loads(line) for path in sys.argv[1:] for line in Path(path).read_text().splitlines()]
-    cases = {seed: _cases(seed, lines) for seed in sorted({line["seed"] for line in lines})}
+    cases = [_case(line["features"]) for line in lines]
     outcomes = Counter(line["outcome"] for line in lines)
     seconds = sum(line.get("seconds", 0.0) for line in lines)
-    seeds = ", ".join(f"{seed} ({sum(line['seed'] == seed for line in lines)} runs)" for seed in cases)
+    seeds = ", ".join(f"{seed} ({count:,} runs)" for seed, count in Counter(line["seed"] for line in lines).items())
     print(f"Seeds: {seeds}. {len(lines):,} runs, {seconds / 3600:.2f} hours of processor time.\n")
     print("| outcome | runs |\n|---|---:|")
     for outcome in ("promised", "refused", "finding"):
@@ -41,9 +40,10 @@ def main() -> None:
     _reasons(lines)
 
 
-def _cases(seed: int, lines: list[dict[str, Any]]) -> list[draw.Case]:
-    most = max(line["number"] for line in lines if line["seed"] == seed)
-    return list(itertools.islice(draw.cases(seed), most + 1))
+def _case(features: dict[str, Any]) -> draw.Case:
+    """The case that a record's features are of, which has the plainest ones beside."""
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in features.items()}
+    return draw.plainest(given) | given
 
 
 def _plain(told: str) -> str:
@@ -52,11 +52,11 @@ def _plain(told: str) -> str:
     return f"compared{f' in part: {why}' if why else ''}" if steps[:1].isdigit() else f"not compared: {told or '?'}"
 
 
-def _features(lines: list[dict[str, Any]], cases: dict[int, list[draw.Case]]) -> None:
+def _features(lines: list[dict[str, Any]], cases: list[draw.Case]) -> None:
     """Trained, refused and not as promised, by value of each feature; families by how many there were."""
     found: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for line in lines:
-        for feature, value in cases[line["seed"]][line["number"]].items():
+    for line, case in zip(lines, cases, strict=True):
+        for feature, value in case.items():
             found[feature][str(value)][line["outcome"]] += 1
     print("\n| feature | values: trained / refused / not as promised |\n|---|---|")
     for feature, values in found.items():
@@ -68,12 +68,12 @@ def _features(lines: list[dict[str, Any]], cases: dict[int, list[draw.Case]]) ->
         print(f"| {feature} | {', '.join(told)} |")
 
 
-def _pairs(lines: list[dict[str, Any]], cases: dict[int, list[draw.Case]]) -> None:
+def _pairs(lines: list[dict[str, Any]], cases: list[draw.Case]) -> None:
     """How many pairs of values were tried."""
     tried: Counter[tuple[str, str]] = Counter()
     trained: set[tuple[str, str]] = set()
-    for line in lines:
-        found = draw.pairs(cases[line["seed"]][line["number"]])
+    for line, case in zip(lines, cases, strict=True):
+        found = draw.pairs(case)
         tried.update(found)
         if line["outcome"] == "promised":
             trained |= found
