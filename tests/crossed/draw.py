@@ -153,7 +153,7 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
     """Whether a value goes with those that were drawn before it, as far as it is known."""
     task, streamed = case.get("task", ""), case.get("reading", "").startswith("streamed")
     if feature == "reading" and value.startswith("streamed"):
-        return task.startswith(_STREAMED)
+        return task.startswith(_STREAMED) and not task.endswith(("multi_label", "regression"))
     if feature == "labels":
         return not (value == "one_each" and case["task option"] in ("class_weights", "threshold"))
     if feature == "reading" and (value.startswith("cut") or "filter" in value or value == "limit"):

@@ -94,6 +94,7 @@ def row_of(kind: str, shape: str, labels: str, draw: random.Random, place: int) 
     if kind == "numbers":
         return {"text": text, "label": round(draw.gauss(0, 1), 3)}
     if kind == "tagged":
+        words = [word for word in words if word.strip()] or ["dog"]
         tags = ["B-ANIMAL" if word in ("dog", "cat", "bird") else "O" for word in words]
         return {"tokens": words, "tags": tags}
     if kind == "messages":
