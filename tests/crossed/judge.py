@@ -27,6 +27,7 @@ from crossed.ranks import STOPPED, Watched, lines_of, run_ranks
 from crossed.rows import HELD_OUT, TRAIN
 
 LONG = 1500  # characters of what is shown of a fault
+LOW_ROUNDING = 1e-2  # relative, of losses and norms where autocast rounds to 8 bits in other places
 DRIFT = 0.05  # relative: losses of later steps where bits are not promised, as AdamW blows rounding up
 
 
@@ -98,7 +99,7 @@ def _judged(job: Job, folder: Path, verdict: Verdict) -> None:
     if verdict.bits:
         _same_bits(job, folder)
     else:
-        _near(folder, [*first, *second])
+        _near(folder, max(_rounding(words) for words in (first, second)))
 
     verdict.plain = plainly.compared(folder) if job.compared else "dropout"
 
@@ -242,14 +243,18 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _near(folder: Path, words: list[str]) -> None:
-    """Where bits are not promised: the first step to the strategy's own rounding, later ones within what that grows to,
-    and all numbers finite."""
+def _rounding(words: list[str]) -> float:
+    """How far a way may be from one process, relatively, as its strategy says."""
     from lockstep.config.run import load
     from lockstep.strategies.strategy import strategy_class
 
     run = load("run.yaml", words)
-    rounding = max(strategy_class(run).rounding(run), 1e-4)
+    return max(strategy_class(run).rounding(run), LOW_ROUNDING if run.precision != "fp32" else 1e-4)
+
+
+def _near(folder: Path, rounding: float) -> None:
+    """Where bits are not promised: the first step to `rounding`, later ones within what that grows to, and all numbers
+    finite."""
     alone, ways = (
         [line for line in lines_of(folder / name / "metrics.jsonl") if line["split"] == "train"]
         for name in ("alone", "ways")
