@@ -123,8 +123,8 @@ def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
         raise RunError(
             f"{engine} would lose {first_few(loose)}: a tensor that a module holds and that is neither a parameter nor "
             "a buffer, such as weight.data, a constant, or what a list or a function has in it, gets no numbers. Ask "
-            "for the weight itself in forward, make a buffer of a constant (register_buffer(..., persistent=False)), or "
-            f"use {instead}"
+            "for the weight itself in forward, make a buffer of a constant (register_buffer(..., persistent=False)), "
+            f"or use {instead}"
         )
 
 

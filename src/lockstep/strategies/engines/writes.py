@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -229,26 +229,28 @@ def _kept(value: Any, depth: int = 4) -> Callable[[], Any] | None:
     """What gives a value back with the contents it has now; None for a kind of value that cannot be kept."""
     if type(value) in _PLAIN:
         return lambda: value
-    if isinstance(value, Tensor):
+    if type(value) in (Tensor, nn.Parameter) and not value.is_meta and not value.is_sparse:
         copy = value.detach().clone()
         return lambda: _with_numbers(value, copy)
     if type(value) not in (list, dict, set, deque) or depth == 0:
         return None
-    inside = list(value.items()) if isinstance(value, dict) else [(None, each) for each in value]
-    kept = [(key, each, _kept(each, depth - 1)) for key, each in inside]
+    if isinstance(value, dict):
+        inside = {key: _kept(each, depth - 1) or partial(_itself, each) for key, each in value.items()}
+        return lambda: _filled(value, {key: put_back() for key, put_back in inside.items()})
+    parts = [_kept(each, depth - 1) or partial(_itself, each) for each in value]
+    return lambda: _filled(value, [put_back() for put_back in parts])
 
-    def put_back() -> Any:
-        found = [(key, each if how is None else how()) for key, each, how in kept]
-        value.clear()
-        add = value.add if isinstance(value, set) else None if isinstance(value, dict) else value.append
-        for key, each in found:
-            if add is None:
-                value[key] = each
-            else:
-                add(each)
-        return value
 
-    return put_back
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _filled(container: Any, contents: Any) -> Any:
+    """The list, queue, set or mapping, with these contents instead of its own."""
+    container.clear()
+    add = container.extend if isinstance(container, list | deque) else container.update
+    add(contents)
+    return container
 
 
 @torch.no_grad()
