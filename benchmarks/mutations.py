@@ -9,9 +9,8 @@ lockstep.
   python benchmarks/mutations.py table RESULTS    how many each judge found, and which none did
 
 Judges:
-  tests   of `make test` the files that concern the faulty one, as `near` of the list says, then all tests that start
-          processes and are quick enough; then, of `.ci/run`, the others of these files that start processes. It ends
-          with the first test that fails.
+  tests   the files of tests that concern the faulty one, as `near` of the list says: of `make test` those that start no
+          processes, then its kernel; then, of `.ci/run`, the others that start processes. The first that fails ends it.
   verify  `lockstep verify` on `RUNS`, two steps on two processes: against one process of the same lockstep.
   plain   `lockstep verify --plain` on the same, and the dry run before training: against transformers and torch.
   crossed the crossed runs of tests/crossed.
@@ -180,11 +179,10 @@ def by_tests(copy: Copy, files: list[str], marks: str) -> Verdict:
 def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
     """Part by part; the first one is enough as a rule."""
     near = [f"test_{name}.py" for name in listed()["near"][fault.file]]
-    every = [p.name for p in sorted(ROOT.glob("tests/test_*.py")) if p.name not in APART]
     total = 0.0
     for part, files, marks in (
-        ("near", near, f"(not processes or kernel) and {QUICK}"),
-        ("kernel", every, f"kernel and {QUICK}"),
+        ("near", near, f"not processes and {QUICK}"),
+        ("kernel", near, f"kernel and {QUICK}"),
         ("processes", near, f"processes and not kernel and {QUICK}"),
     ):
         if part not in parts:
