@@ -134,7 +134,9 @@ def test_dropout_is_another_one_in_each_step_and_micro_batch_and_the_same_when_a
     batch = Feed(run, task, strategy.own_micro_batches(), strategy.world.device).make(0)
     losses: list[float] = []
     plain = task.loss_sum
-    task.loss_sum = lambda outputs, targets: losses.append(float(plain(outputs, targets))) or plain(outputs, targets)
+    task.loss_sum = lambda outputs, targets: (
+        losses.append(float(plain(outputs, targets).detach())) or plain(outputs, targets)
+    )
     again = [replace(batch.micro_batches[0], index=k) for k in range(batch.count)]  # the same examples all along
     for step in (0, 1, 0):
         strategy.train_step(replace(batch, step=step, micro_batches=again), 0.0)
