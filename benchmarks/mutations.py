@@ -12,8 +12,7 @@ Judges:
   tests   the files of tests that concern the faulty one, as `near` of the list says: of `make test` those that start no
           processes, then its kernel; then, of `.ci/run`, the others that start processes. The first that fails ends it.
   verify  `lockstep verify` on `RUNS`, two steps on two processes: against one process of the same lockstep.
-  plain   `lockstep verify --plain` on the same, and the dry run before training: against transformers and torch.
-  crossed the crossed runs of tests/crossed.
+  plain   what `lockstep verify --plain` compares, of `BESIDE`: three steps against transformers and torch.
 """
 
 from __future__ import annotations
@@ -48,6 +47,14 @@ RUNS: dict[str, list[str]] = {
     "preference": ["strategy.name=allreduce"],
     "tiny": ["strategy.name=pipeline", "task.class_weights=balanced", "optim.layer_decay=0.9"],
 }
+# The same for the plain reference, under `single`.
+BESIDE: list[tuple[str, list[str]]] = [
+    ("tiny", ["task.class_weights=balanced", "task.label_smoothing=0.1", "optim.layer_decay=0.9"]),
+    ("prompts", ["average.ema=0.9", "optim.groups=[{match: '*mlp*', learning_rate: 1e-3}]"]),
+    ("packed", ["task.cross_documents=false", "task.loss_chunk=16"]),
+    ("preference", []),
+    ("pairs", []),
+]
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,7 @@ def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
     return {"found": False, "by": "", "seconds": round(total, 1), "part": parts[-1]}
 
 
-def by_verify(copy: Copy, *words: str) -> Verdict:
+def by_verify(copy: Copy) -> Verdict:
     """The first of `RUNS` that `lockstep verify` does not pass."""
     import forked
     import task_runs
@@ -212,7 +219,7 @@ def by_verify(copy: Copy, *words: str) -> Verdict:
                 )
                 path = Path(folder, f"{name}.yaml")
                 path.write_text(run.dump())
-                status = main(["verify", str(path), "--steps", "2", *words])
+                status = main(["verify", str(path), "--steps", "2"])
             except Exception as caught:
                 return True, f"{name}: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
             if status:
@@ -224,6 +231,27 @@ PARTS = ("near", "kernel", "processes")
 JUDGES = ("tests", "verify", "plain")
 
 
+def by_plain(copy: Copy) -> Verdict:
+    """The first of `BESIDE` that differs from the plain reference."""
+    import task_runs
+    from harness import tiny
+
+    from lockstep.tools.against_plain import differences
+
+    with tempfile.TemporaryDirectory() as folder:
+        for place, (name, overrides) in enumerate(BESIDE):
+            more, at = ["strategy.name=single", *overrides], Path(folder, str(place))
+            try:
+                run = tiny(*more, output=str(at)) if name == "tiny" else task_runs.make(at, name, *more)
+                verdict = differences(run, steps=3)
+            except Exception as caught:
+                return True, f"{name}: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
+            print(name, verdict.uncovered, verdict.differences, flush=True)
+            if verdict.differences:
+                return True, f"{name}: {verdict.differences[0][:200]}"
+    return False, ""
+
+
 def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dict[str, Any]:
     with copy.holding(fault):
         if judge == "tests":
@@ -231,7 +259,7 @@ def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dic
                 files = [p.name for p in sorted(ROOT.glob("tests/test_*.py")) if p.name not in APART]
                 return asked(by_tests, copy, files, f"(not processes or kernel) and {QUICK}")
             return quick_tests(copy, fault, parts)
-        return asked(by_verify, copy, *(["--plain"] if judge == "plain" else []))
+        return asked(by_plain if judge == "plain" else by_verify, copy)
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
