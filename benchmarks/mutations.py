@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,8 +53,6 @@ BESIDE: list[tuple[str, list[str]]] = [
     ("tiny", ["task.class_weights=balanced", "task.label_smoothing=0.1", "optim.layer_decay=0.9"]),
     ("prompts", ["average.ema=0.9", "optim.groups=[{match: '*mlp*', learning_rate: 1e-3}]"]),
     ("packed", ["task.cross_documents=false", "task.loss_chunk=16"]),
-    ("preference", []),
-    ("pairs", []),
 ]
 
 
@@ -72,6 +71,11 @@ class Fault:
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {self.file} holds its text {text.count(self.old)} times, and not once")
         return text.replace(self.old, self.new)
+
+    def lines(self, text: str) -> range:
+        """Of the file's text those of the statement that it changes, about: from the first to the last, from 1."""
+        at = text.index(self.old)
+        return range(text.count("\n", 0, at) + 1, text.count("\n", 0, at + len(self.old)) + 2)
 
 
 def listed() -> dict[str, Any]:
@@ -252,6 +256,27 @@ def by_plain(copy: Copy) -> Verdict:
     return False, ""
 
 
+def reached(copy: Copy, judge: Callable[[Copy], Verdict]) -> Verdict:
+    """Which lines of files that hold faults a judge runs in its own process, as JSON: file -> lines. It says nothing of
+    what the ranks run that it starts."""
+    files = {str(copy.source / fault.file): fault.file for fault in faults()}
+    seen: dict[str, set[int]] = {name: set() for name in files.values()}
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        name = files.get(frame.f_code.co_filename)
+        if name is None:
+            return None
+        seen[name].add(frame.f_lineno)
+        return trace
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    found, by = judge(copy)
+    sys.settrace(None)
+    assert not found, by
+    return False, json.dumps({name: sorted(lines) for name, lines in seen.items()})
+
+
 def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dict[str, Any]:
     with copy.holding(fault):
         if judge == "tests":
@@ -294,12 +319,18 @@ def run(names: list[str], judges: list[str], parts: list[str], done: Iterable[Ma
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/datasets"
         os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache"
         copy = Copy(Path(folder, "tree"))
+        runs = json.loads(asked(reached, copy, by_plain)["by"]) if "plain" in judges else {}
         for fault in some:
             for judge in judges:
                 name = fault.name if fault else "none"
                 if (name, judge) not in over:
                     shutil.rmtree(f"{folder}/cache", ignore_errors=True)  # what another fault has left there
-                    found = {"name": name, "judge": judge} | judged(copy, fault, judge, parts)
+                    text = (copy.source / fault.file).read_text(encoding="utf-8") if fault else ""
+                    if judge == "plain" and fault and not {*fault.lines(text)} & {*runs[fault.file]}:
+                        found: dict[str, Any] = {"found": False, "by": "it runs none of these lines", "seconds": 0.0}
+                    else:
+                        found = judged(copy, fault, judge, parts)
+                    found = {"name": name, "judge": judge} | found
                     print(json.dumps(found), flush=True)
 
 
