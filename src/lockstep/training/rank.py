@@ -29,7 +29,6 @@ from lockstep.config.disclosure import said, struck_all
 from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.output import keep, led_away, replace_text
 from lockstep.config.run import Run, RunError, load
-from lockstep.data.apart import warnings
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import launched
 from lockstep.distributed.failure import lost_contact, tell_failure
@@ -60,7 +59,7 @@ from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.going_on import GoingOn
 from lockstep.training.loop import Counts, TrainingFailed, samples
 from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
-from lockstep.training.sizes import too_few
+from lockstep.training.sizes import remarks
 from lockstep.training.summary import Promised, closing, digest_of, facts, promised
 
 
@@ -217,7 +216,7 @@ def resumed(session: Session, console: Console) -> int:
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     prepared = session.task.prepared
-    for text in (*session.task.doubts, *too_few(run, prepared), *warnings(prepared.facts)):
+    for text in (*session.task.doubts, *remarks(run, prepared)):
         console.note(text)
     PLACE.at("trying a step with the longest examples")
     try_a_step(session, lambda: try_the_end(session))
