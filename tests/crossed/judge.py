@@ -87,7 +87,8 @@ def _judged(job: Job, folder: Path, verdict: Verdict) -> None:
     _each_evaluated_once(job, alone, verdict, "alone")
 
     begun = run_ranks(folder, ["output=ways", *first], job.first["launch.processes"], job.stop, job.how)
-    _ended(begun, [STOPPED] if job.how == "stop" else [None], "first way")
+    early = [0] if "patience" in job.run.get("evaluate", {}) else []  # it may end by itself before
+    _ended(begun, [*early, STOPPED] if job.how == "stop" else [*early, None], "first way")
     try:
         checked(["output=ways", *second], "second way")
     except Refused as caught:
@@ -183,6 +184,8 @@ def _all_rows(job: Job) -> bool:
     """Whether it is known that each row of a split is an example of it."""
     fewer = {"filter", "limit", "drop_missing", "validation_fraction", "test_fraction", "sources"}
     several = ("language_modeling", "masked_language_modeling")  # examples are blocks, or turns
+    if job.rows.get("repeated"):
+        return False
     return not fewer & {*job.run["data"]} and job.run["task"]["name"] not in several
 
 
