@@ -26,7 +26,7 @@ from crossed.job import Job
 from crossed.ranks import STOPPED, Watched, lines_of, run_ranks
 from crossed.rows import HELD_OUT, TRAIN
 
-LONG = 1500  # characters of what is shown of a fault
+LONG = 4000  # characters of what is shown of a fault
 LOW_ROUNDING = 1e-2  # relative, of losses and norms where autocast rounds to 8 bits in other places
 DRIFT = 0.05  # relative: losses of later steps where bits are not promised, as AdamW blows rounding up
 
