@@ -69,6 +69,21 @@ def check_layers(run: Run, engine: str) -> None:
         )
 
 
+def same_as_embeddings(run: Run) -> list[str]:
+    """The modules of a run's model, its head aside, that hold the weight of its input embeddings besides these: those
+    of an encoder and a decoder that share them. None where the model cannot be built without memory."""
+    from transformers import AutoModel
+
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(load_config(run), trust_remote_code=run.model.trust_remote_code)
+        embeddings = model.get_input_embeddings()
+    except Exception:  # code from the Hub, sizes that do not fit: each has a message of its own later
+        return []
+    others = [(name, module) for name, module in model.named_modules() if module is not embeddings]
+    return [name for name, m in others if any(p is embeddings.weight for p in m.parameters(recurse=False))]
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of a model: what transformers does not split over devices, else the items of its outermost lists of
     like modules (an encoder's and a decoder's layers). None is within another, and none holds a weight

@@ -101,9 +101,12 @@ def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: floa
 
 
 def freeze(run: Run, model: nn.Module) -> nn.Module:
-    """The model, with the weights that `model.freeze` names taken out of training. Errors: `RunError` for a pattern
-    that matches none, and where nothing is left."""
+    """The model, with the weights that `model.freeze` names, and empty ones, taken out of training. Errors: `RunError`
+    for a pattern that matches none, and where nothing is left."""
     named = dict(model.named_parameters())
+    for parameter in named.values():
+        if not parameter.numel():  # of two sizes that are equal: nothing is there to train or to save
+            parameter.requires_grad_(False)
     for pattern in run.model.freeze:
         found = [name for name in named if fnmatchcase(name, pattern)]
         if not found:
