@@ -285,8 +285,8 @@ def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
         if pretrained and isinstance(size, int) and 0 < size <= tokenizer.pad_token_id:
             raise RunError(
                 f"tokenizer: its padding token {tokenizer.pad_token!r} has the number {tokenizer.pad_token_id}, and "
-                f"the model has embeddings for {size} tokens; give the tokenizer that the model was trained with, or set "
-                "its pad_token to one of its own tokens"
+                f"the model has embeddings for {size} tokens; give the tokenizer that the model was trained with, or "
+                "set its pad_token to one of its own tokens"
             )
         part.pad_token_id = tokenizer.pad_token_id
         if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
