@@ -134,8 +134,9 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
 
     Sums, slices and fused updates walk through memory: the gradient of a transposed weight would be taken in another
     order than the weight. Products with one row give other last bits where a weight does not begin at a multiple of 64
-    bytes, as in a file that is mapped into memory; engines that copy weights put them there. Errors: `RunError` for trainable weights that are not float32, unless the run asks for
-    others, and for hooks that see sums of micro-batches.
+    bytes, as in a file that is mapped into memory; engines that copy weights put them there.
+    Errors: `RunError` for trainable weights that are not float32, unless the run asks for others, and for hooks that
+    see sums of micro-batches.
     """
     wanted = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
     model = freeze(task.run, task.model(empty=True) if empty else task.model())
