@@ -16,7 +16,7 @@ from typing import Protocol
 from lockstep import __version__
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
-from lockstep.data import copies, remote, row_files, source, tables
+from lockstep.data import copies, raw_rows, remote, row_files, source, tables
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.origin import model_folder
 from lockstep.data.tokenizer import TARGET
@@ -58,6 +58,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         _files(run),
         task.fingerprint(run),
         *elsewhere,
+        raw_rows.VERSION,
     )
     path = cache_folder() / "prepared" / f"{key}.json"
     PLACE.at("waiting for another process that prepares the same data")
@@ -84,6 +85,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                 sources := found.facts.get("sources")
             ) is not None:  # where one ends and the next begins decides the order
                 found = replace(found, key=digest(found.key, sources["rows"]["train"]))
+            found = raw_rows.with_examples(found, run, task)
             for place in found.places:
                 if inside(place) and not sealed(place):  # a task of one's own wrote it
                     seal(place)

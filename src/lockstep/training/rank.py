@@ -53,6 +53,7 @@ from lockstep.track.report.history import lines_of, told_whole
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
+from lockstep.training import plain_causes, plain_check
 from lockstep.training.delivery import at_a_stop, delivered, write_model
 from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
 from lockstep.training.ending import final_scores
@@ -197,7 +198,8 @@ def work(run: Run, world: World) -> int:
     PLACE.at("building the model")
     with console.busy(lambda: PLACE.name):
         session = replace(build_session(run, world, prepared, console.note), journal=Journal(world, run.folder))
-        step = -1 if world.apart else resumed(session, console)
+        step, compared = (-1, "") if world.apart else resumed(session, console)
+        session = replace(session, compared=compared)
     found = through(session, console, step)
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
@@ -208,9 +210,9 @@ def work(run: Run, world: World) -> int:
     return DONE if weights is None else deliver(session, console, found, weights, known)
 
 
-def resumed(session: Session, console: Console) -> int:
-    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the updates that are done.
-    Collective."""
+def resumed(session: Session, console: Console) -> tuple[int, str]:
+    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the updates that are done, and
+    how the run compares with a plain computation. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
     opening = facts(run, world, session.task, strategy, session.feed)
     console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
@@ -223,6 +225,8 @@ def resumed(session: Session, console: Console) -> int:
     try_a_step(session, lambda: try_the_end(session))
     if names := strategy.effects.per_process:  # several processes were refused
         console.note(side_effects.one_process(names))
+    compared = plain_check.check(session, plain_causes.cause)
+    console.facts({"compared": compared})
     PLACE.at("looking for a checkpoint")
     if world.is_main:
         launched.arrived(run.folder, world.size, session.feed.total)
@@ -240,7 +244,7 @@ def resumed(session: Session, console: Console) -> int:
         steps=session.feed.total,
         **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
     )
-    return step
+    return step, compared
 
 
 def through(session: Session, console: Console, step: int) -> Trained | None:
@@ -333,6 +337,7 @@ def deliver(
     write_model(session, weights, found.scores, steps, found.exported)
     sha256 = concluded(run, task, session.journal, console, steps, weights)
     closing(console, run, task, found.scores, found.counts, session.world, sha256, known)
+    console.facts({"compared": session.compared} if session.compared else {})
     return delivered(run, session.world, console, session.checkpoints.mirror)
 
 
