@@ -70,13 +70,19 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two numbers that differ by more than rounding."""
+    """Two numbers that should be the same but for rounding."""
 
     of: str  # which examples
     what: str
     own: float
     plain: float
     relative: float
+    allowed: float
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is more than rounding."""
+        return not self.relative <= self.allowed  # NaN, too
 
     def __str__(self) -> str:
         return (
@@ -136,11 +142,12 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     with preserved(sides.model, strategy.effects.written):
         try:
             found = differences(sides, strategy)
-        except NotCovered as caught:
+        except (Elsewhere, NotCovered) as caught:
             return True, f"not compared with a plain computation: {caught}"
     if not found:
+        count = len({place for places in groups_of(sides).values() for place in places})
         return True, (
-            f"loss and gradient of {len(sides.at)} examples equal those of transformers alone, without dropout, to "
+            f"loss and gradient of {count} examples equal those of transformers alone, without dropout, to "
             "rounding"
         )
     lines = "\n".join(f"  {difference}" for difference in found[:6])
@@ -153,10 +160,9 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
 def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
     """What differs by more than rounding, of all groups of examples. Errors: `NotCovered`."""
     found: list[Difference] = []
-    lengths = [int(n) for n in sides.columns.lengths[sides.at]]
-    strict = _takes_float32(sides.run)
+    strict = takes_float32(sides.run)
     low = sides.run.precision != "fp32" or sides.run.model.trained_in_bfloat16
-    for name, places in raw_rows.groups(lengths, EXAMPLES).items():
+    for name, places in groups_of(sides).items():
         plain = plain_numbers(sides, places)
         if strict:
             own = own_numbers(sides, places, strategy.autocast(False))
@@ -167,35 +173,43 @@ def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
     return found
 
 
-def _takes_float32(run: Run) -> bool:
+def groups_of(sides: Sides) -> dict[str, list[int]]:
+    """Which examples are computed together, by what is special about them: places in `sides.at`."""
+    return raw_rows.groups([int(n) for n in sides.columns.lengths[sides.at]], EXAMPLES)
+
+
+def takes_float32(run: Run) -> bool:
     """Whether the run's own path can be computed in float32: not by kernels of half precision, nor with weights in
     it."""
     return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16
 
 
 def compared(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> list[Difference]:
-    """What of two computations of the same examples differs by more than that."""
-    found = []
-
-    def look(what: str, ours: float, theirs: float, apart: float, most: float) -> None:
-        if not apart <= most:  # NaN, too
-            found.append(Difference(of, what, ours, theirs, apart))
-
-    look("the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9)
-    look("the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss)
+    """What of two computations of the same examples differs by more than that; of weights the one that differs most, and
+    only where the whole gradient does not."""
+    whole = max(plain.norm, 1e-30)
+    found = [
+        Difference(of, "the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9),
+        Difference(of, "the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss),
+        Difference(of, "the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient),
+    ]
     if own.evaluated is not None and plain.evaluated is not None:
         apart = relative(own.evaluated, plain.evaluated)
-        look("the loss in evaluation mode", own.evaluated, plain.evaluated, apart, within.loss)
-    look("the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient)
-    if found:
-        return found
-    whole = max(plain.norm, 1e-30)
-    for name, (norm, product) in plain.gradient.items():
-        ours = own.gradient.get(name, (0.0, 0.0))
-        look(f"the gradient's norm of {name}", ours[0], norm, abs(ours[0] - norm) / whole, within.gradient)
-        apart = abs(ours[1] - product) / whole
-        look(f"the gradient's direction in {name} (its product with the weight)", ours[1], product, apart, within.gradient)
-    return found[:1]
+        found.append(Difference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, apart, within.loss))
+    of_weights = []
+    for name in dict.fromkeys([*plain.gradient, *own.gradient]):
+        (norm, along), (norms, alongs) = (side.gradient.get(name, (0.0, 0.0)) for side in (own, plain))
+        size = _apart(norm, norms) / whole
+        of_weights.append(Difference(of, f"the gradient's norm in {name}", norm, norms, size, within.gradient))
+        turn, what = _apart(along, alongs) / whole, f"the gradient along the weight {name}"
+        of_weights.append(Difference(of, what, along, alongs, turn, within.gradient))
+    most = max(of_weights, key=lambda each: each.relative, default=None)
+    wrong = [each for each in found if each.wrong]
+    return wrong or ([most] if most is not None and most.wrong else [])
+
+
+def _apart(a: float, b: float) -> float:
+    return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
 def relative(a: float, b: float) -> float:
@@ -233,7 +247,13 @@ def plain_numbers(sides: Sides, places: Sequence[int]) -> Numbers:
         total, count = batch_loss(sides.job, sides.plain, examples, 0)
         return total
 
-    found = _numbers(sides.plain, loss, 1.0)
+    try:
+        found = _numbers(sides.plain, loss, 1.0)
+    except NotCovered:
+        raise
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as caught:
+        text = " ".join(f"{type(caught).__name__}: {caught}".split())
+        raise Elsewhere(f"the plain computation fails ({text[:200]})") from caught
     per = max(count, 1e-30)
     return Numbers(
         found.loss / per,

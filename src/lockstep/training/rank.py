@@ -53,7 +53,7 @@ from lockstep.track.report.history import lines_of, told_whole
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
-from lockstep.training import plain_causes, plain_check
+from lockstep.training import export_check, plain_causes, plain_check
 from lockstep.training.delivery import at_a_stop, delivered, write_model
 from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
 from lockstep.training.ending import final_scores
@@ -204,10 +204,11 @@ def work(run: Run, world: World) -> int:
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = found.strategy.exported()
+    evaluated = export_check.evaluated(run, session.task, found.strategy)
     doubts = session.task.doubts + own_generators(session.task, found.strategy.model)
     found.strategy.close()
     known = promised(found.strategy, doubts)
-    return DONE if weights is None else deliver(session, console, found, weights, known)
+    return DONE if weights is None else deliver(session, console, found, weights, known, evaluated)
 
 
 def resumed(session: Session, console: Console) -> tuple[int, str]:
@@ -318,10 +319,16 @@ def stopped_at(session: Session, step: int) -> str:
 
 
 def deliver(
-    session: Session, console: Console, found: Trained, weights: Mapping[str, torch.Tensor], known: Promised
+    session: Session,
+    console: Console,
+    found: Trained,
+    weights: Mapping[str, torch.Tensor],
+    known: Promised,
+    evaluated: export_check.Evaluated,
 ) -> int:
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
-    collective. Rank 0 only. Returns the exit status."""
+    collective. Rank 0 only. Returns the exit status: 1 for an export that gives other losses than the run, which goes
+    nowhere else."""
     run, task, steps = session.run, session.task, found.step
     scores = {"step": found.exported, "export": export_of(run), "splits": found.scores}
     told = {"tables.json": found.tables, history.SCORES: scores}
@@ -338,6 +345,11 @@ def deliver(
     sha256 = concluded(run, task, session.journal, console, steps, weights)
     closing(console, run, task, found.scores, found.counts, session.world, sha256, known)
     console.facts({"compared": session.compared} if session.compared else {})
+    compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
+    if not compared.agrees:
+        error(compared.text, session.world.log)
+        return FAILED
+    console.facts({"export": compared.text})
     return delivered(run, session.world, console, session.checkpoints.mirror)
 
 
