@@ -5,14 +5,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from at_once import SavesAtOnce
+
 from lockstep.strategies.allreduce import AllReduce
 
 STEP = 25
 
 
-class Held(AllReduce):
+class Held(SavesAtOnce, AllReduce):
     """Step 25 does not begin before a rank is asked to stop, or a file `go` is there; not longer than two minutes a
-    step, so that nothing hangs for ever. A file `held-PID` says that a rank has come to it."""
+    step, so that nothing hangs for ever. A file `held-PID` says that a rank has come to it. The checkpoint of step 20
+    is there then."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         limit = time.monotonic() + float(os.environ.get("HELD_S", "120"))

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from at_once import SavesAtOnce
+
 from lockstep.strategies.allreduce import AllReduce
 
 HOLD = Path("hold")
@@ -19,22 +21,19 @@ def held(step: int) -> bool:
         return False
 
 
-class Held(AllReduce):
+class Held(SavesAtOnce, AllReduce):
     """`allreduce`; while there is a file `hold` in the working directory, no step from the one it names on begins,
-    unless a rank is asked to stop, which a file `asked` then says. The step after a checkpoint takes a second longer:
-    what is written beside it is there when the job is held."""
+    unless a rank is asked to stop, which a file `asked` then says. A checkpoint of two steps before is there then."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         while held(batch.step) and not self.world.stop.came:
             time.sleep(0.05)
         if HOLD.exists() and self.world.stop.came:
             Path("asked").touch()
-        if HOLD.exists() and batch.step and batch.step % self.run.checkpoint.every == 0:
-            time.sleep(1)
         return super().train_step(batch, learning_rate)
 
 
-class Together:
+class Together(SavesAtOnce):
     """The same, but for ranks that are to meet again: what one of them waits for is a loss, or a rank that comes in.
     Mixed into a strategy."""
 

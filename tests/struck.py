@@ -1,8 +1,9 @@
 """Strategies whose ranks kill themselves where a list says: at a step, in a phase of it. Same bits.
 
-In: `strikes.json` in the working directory, a list of {step, rank, phase, world}: from that step on, in a world of at
-least so many ranks, the rank (modulo their number) ends by SIGKILL when it comes to the phase. Strikes are taken one
-after another; `struck-0` and so on say which are done, by which step, rank and world.
+In: `strikes.json` in the working directory, a list of {step, rank, phase, world, saved}: from that step on, in a world
+of at least so many ranks, the rank (modulo their number) ends by SIGKILL when it comes to the phase; with `saved`, not
+before the checkpoint of that step is there. Strikes are taken one after another; `struck-0` and so on say which are
+done, by which step, rank and world.
 """
 
 import json
@@ -50,7 +51,7 @@ class Striking:
         strikes = json.loads(Path("strikes.json").read_text())
         self.unheard = False
         number = next((n for n in range(len(strikes)) if not Path(f"struck-{n}").exists()), -1)
-        if number < 0 or step < strikes[number]["step"]:
+        if number < 0 or step < strikes[number]["step"] or not _is_saved(strikes[number].get("saved", 0)):
             return -1, ""
         since = time.monotonic()
         while self.world.size < strikes[number]["world"] and not self.world.members.offered:
@@ -141,6 +142,10 @@ class Striking:
             self.due, self.phase, self.step = number, "joining", -1
             self.come_to("joining")
         super().load_sharded_state_dict(saved)  # type: ignore[misc]
+
+
+def _is_saved(step: int) -> bool:
+    return not step or Path(f"out/checkpoints/step-{step:06d}").exists()
 
 
 _now: Striking | None = None

@@ -38,10 +38,12 @@ def eight(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     return untouched(tmp_path_factory.mktemp("eight"), cache)
 
 
-def job(strategy: str, world: int, *strikes: tuple[int, int, str, int]) -> striking.Job:
-    """Of (step, rank, phase, in a world of so many at least)."""
+def job(strategy: str, world: int, *strikes: tuple[int, int, str, int], saved: int = 0) -> striking.Job:
+    """Of (step, rank, phase, in a world of so many at least), once the checkpoint of step `saved` is there."""
     names = ("step", "rank", "phase", "world")
-    return striking.Job(0, strategy, world, [dict(zip(names, each, strict=True)) for each in strikes])
+    return striking.Job(
+        0, strategy, world, [dict(zip(names, each, strict=True)) | {"saved": saved} for each in strikes]
+    )
 
 
 def layers(kind: str) -> list[str]:
@@ -96,7 +98,7 @@ def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
 ) -> None:
     """Two replicas: of the ranks that meet again one more is lost, the other one of the same shard."""
     strikes = [(13, 1, "step", 4), (13, 2, "forming", 3)]
-    done = striking.carried_out(job("StruckFSDP2", 4, *strikes), tmp_path / "job", cache, eight, *REPLICATED)
+    done = striking.carried_out(job("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, eight, *REPLICATED)
     assert [each["phase"] for each in done.done] == ["step", "forming"]
     assert done.restarted == 1
     assert "resuming after step 10" in started_again(tmp_path / "job", "share 1 of 2")
@@ -136,7 +138,7 @@ def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path:
 def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, cache: Path, eight: Path) -> None:
     """The same of two replicas: three ranks have shared the state out, and nobody has what the second held."""
     strikes = [(13, 1, "step", 4), (13, 2, "handing", 4)]
-    done = striking.carried_out(job("StruckFSDP2", 4, *strikes), tmp_path / "job", cache, eight, *REPLICATED)
+    done = striking.carried_out(job("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, eight, *REPLICATED)
     assert [each["phase"] for each in done.done] == ["step", "handing"]
     assert done.restarted == 1
     started_again(tmp_path / "job", "share 2 of 3")

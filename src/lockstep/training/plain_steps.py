@@ -1,0 +1,118 @@
+"""The steps that `lockstep.plain` is compared with: a run's own path, without dropout, written down.
+
+In: a built session, in every rank of the job. Out: a folder with `plain.json` (which examples were in which micro-batch
+of which step, losses and norms) and files of tensors: weights and optimizer state before, gradients and weights after.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep.config.run import Run
+from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.distributed.world import World
+from lockstep.plain.losses import without_dropout
+from lockstep.strategies.exact import optim
+from lockstep.training.feed import Feed
+from lockstep.training.session import Session, build_session, prepare_and_join
+
+FOLDER, FILE = "plain", "plain.json"
+LOOKED_AT = 100  # steps among which one with the highest learning rate is chosen
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """One step of the run's own path."""
+
+    number: int  # of the run's steps, from 0
+    loss: float
+    norm: float  # of the gradient before clipping
+    micro_batches: list[list[int]]  # numbers of examples in the training split
+    masked: dict[str, list[list[list[int]]]]  # what a masked language model reads and predicts, by micro-batch
+
+
+@dataclass(frozen=True)
+class PlainRecord:
+    """What plain needs to know of a job, as plain data."""
+
+    tokenizer: str  # folder
+    total: int  # steps of the run
+    steps: list[PlainStep]
+
+    @staticmethod
+    def read(folder: Path) -> PlainRecord:
+        """What `record_session` wrote."""
+        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return PlainRecord(**{**values, "steps": [PlainStep(**step) for step in values["steps"]]})
+
+
+def record(run: Run, world: World, count: str = "2") -> int:
+    """The job of a rank: build the run and record `count` steps from its start. Collective."""
+    session = build_session(run, world, prepare_and_join(run, world))
+    record_session(session, int(count))
+    session.strategy.close()
+    return 0
+
+
+def record_session(session: Session, count: int = 2) -> None:
+    """Record up to `count` steps from the state that the session is in, into OUTPUT/plain; changes the state. The files
+    are rank 0's. Collective."""
+    strategy, feed, world = session.strategy, session.feed, session.world
+    folder, gradients = session.run.folder / FOLDER, dict[str, Tensor]()
+
+    def observe(whole: Mapping[str, Tensor]) -> None:
+        gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
+
+    _save(folder / "start.safetensors", strategy.state_dict(), world)
+    strategy.observe, steps = observe, []
+    with without_dropout(strategy.model):
+        for place, number in enumerate(numbers_of(session.run, feed, count)):
+            batch = feed.make(number)
+            masked = _masked(session, batch) if session.run.task.name == "masked_language_modeling" else {}
+            rate = optim.learning_rate(session.run.optim, number, feed.total)
+            result = strategy.train_step(batch.to(world.device), rate)
+            groups = feed.task.cut(feed.columns, batch.ids)
+            micro_batches = [batch.ids[group].tolist() for group in groups]
+            steps.append(PlainStep(number, float(result.loss), float(result.grad_norm), micro_batches, masked))
+            _save(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
+            gradients.clear()
+    strategy.observe = None
+    if world.is_main:
+        found = PlainRecord(str(Path(session.task.prepared.tokenizer)), feed.total, steps)
+        (folder / FILE).write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+
+def numbers_of(run: Run, feed: Feed, count: int) -> list[int]:
+    """Numbers of steps to look at: a first one with a high learning rate, and the last of an epoch, which may be short;
+    then others from the start."""
+    first = range(min(feed.total, LOOKED_AT))
+    rates = [optim.learning_rate(run.optim, number, feed.total) for number in first]
+    last = min(feed.order.steps_per_epoch, feed.total) - 1
+    return sorted([*dict.fromkeys([rates.index(max(rates)), last, *first])][:count])
+
+
+def _masked(session: Session, batch: StepBatch) -> dict[str, list[list[list[int]]]]:
+    """Tokens that are read and that are predicted, of all micro-batches: which are masked is drawn, so it is data."""
+    task, columns = session.task, session.feed.columns
+    found: dict[str, Any] = {"read": [], "predicted": []}
+    for index, group in enumerate(task.cut(columns, batch.ids)):
+        rows = batch.ids[group]
+        micro: MicroBatch = task.collate_at(columns, rows, index, batch.step)
+        lengths = columns.lengths[rows].tolist()
+        read = micro.inputs["input_ids"].tolist()
+        found["read"].append([ids[:n] for ids, n in zip(read, lengths, strict=False)])
+        found["predicted"].append([ids[:n] for ids, n in zip(micro.targets.tolist(), lengths, strict=False)])
+    return found
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    if world.is_main:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
