@@ -92,5 +92,5 @@ def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
         plain_check.with_tensors_of(model, sides.model)
     blocks.prepare(run, model)
     job = plain_check.job_of(run, task)
-    plain = plain_check.plain_model(job, model.train()) if key in _NEW_WEIGHTS else sides.plain
+    plain = plain_check.plain_model(run, task, job, model.train()) if key in _NEW_WEIGHTS else sides.plain
     return replace(sides, run=run, task=task, model=model, plain=plain, job=job)

@@ -33,6 +33,7 @@ from lockstep.strategies.engines import blocks
 from lockstep.strategies.engines.writes import preserved
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.models import adapters, quantized
 from lockstep.tasks.task import Task
 from lockstep.training.loop import TrainingFailed
 from lockstep.training.session import Session
@@ -49,7 +50,7 @@ class Tolerance:
     gradient: float  # of the norm of the whole gradient
 
 
-SAME_PRECISION = Tolerance(2e-5, 2e-4)  # both in float32
+SAME_PRECISION = Tolerance(1e-5, 1e-4)  # both in float32
 LOW_PRECISION = Tolerance(5e-2, 2e-1)  # the run's own in bfloat16 or float16, where its plain one is in float32
 
 
@@ -161,7 +162,7 @@ def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
     """What differs by more than rounding, of all groups of examples. Errors: `NotCovered`."""
     found: list[Difference] = []
     strict = takes_float32(sides.run)
-    low = sides.run.precision != "fp32" or sides.run.model.trained_in_bfloat16
+    low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
     for name, places in groups_of(sides).items():
         plain = plain_numbers(sides, places)
         if strict:
@@ -169,7 +170,7 @@ def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
             found += compared(name, own, plain, SAME_PRECISION)
         if low:
             own = own_numbers(sides, places, strategy.autocast())
-            found += compared(f"{name} in {sides.run.precision}", own, plain, LOW_PRECISION)
+            found += compared(f"{name} in {low}", own, plain, LOW_PRECISION)
     return found
 
 
@@ -322,7 +323,7 @@ def sides_of(run: Run, task: Task, strategy: Strategy) -> Sides:
     examples = job.encode(kept.rows)[: len(kept.at)]
     columns = task.splits[kept.split] if kept.examples is None else kept.examples
     model = whole_model(run, task, strategy)
-    return Sides(run, task, model, plain_model(job, model), job, columns, kept.at, examples)
+    return Sides(run, task, model, plain_model(run, task, job, model), job, columns, kept.at, examples)
 
 
 def job_of(run: Run, task: Task) -> Plain:
@@ -371,15 +372,27 @@ def whole_model(run: Run, task: Task, strategy: Strategy) -> nn.Module:
     return model.train()
 
 
-def plain_model(job: Plain, model: nn.Module) -> nn.Module:
-    """A model of transformers with the parameters and buffers of another one: the very tensors, where they are float32.
-    Errors: `Elsewhere` where their names or shapes differ, or where too many would have to be widened."""
+def plain_model(run: Run, task: Task, job: Plain, model: nn.Module) -> nn.Module:
+    """A model of transformers, and of peft where there is an adapter, with the parameters and buffers of another one: the
+    very tensors, where they are float32. Errors: `Elsewhere` where their names or shapes differ, or where too many would
+    have to be widened."""
+    whole = Plain.__new__(Plain)
+    vars(whole).update(vars(job))
+    whole.run = job.run | {"model": job.run["model"] | {"adapter": {}, "quantization": None, "dtype": "float32"}}
+
+    def built(empty: bool) -> nn.Module:
+        plain = build_model(whole, empty=empty)
+        if run.model.adapter:
+            with torch.device("meta" if empty else "cpu"):
+                plain = adapters.wrap(run, plain, str(task.head))
+        return plain
+
     try:
-        plain = build_model(job, empty=True)
+        plain = built(empty=True)
     except NotCovered:
         raise
     except Exception:  # a family that cannot be built without memory
-        plain = build_model(job)
+        plain = built(empty=False)
     with_tensors_of(plain, model)
     return plain.to(device_of(model)).train()
 
@@ -387,11 +400,16 @@ def plain_model(job: Plain, model: nn.Module) -> nn.Module:
 def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
     """Put the parameters and buffers of a model into another one of the same names, in float32."""
     own = dict(model.named_parameters(remove_duplicate=False))
+    if sum(p.numel() for p in model.parameters() if p.dtype != torch.float32) > WHOLE:
+        raise Elsewhere("too many of the model's weights are kept in few bits to have them in float32, too")
+    packed = {n: nn.Parameter(t, requires_grad=False) for n, t in quantized.unpacked(model).items()}
+    for name in packed:
+        for part in ("packed", "absmax"):
+            del own[f"{name.removesuffix('weight')}{part}"]
+    own |= packed
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     if own.keys() != theirs.keys():
         raise Elsewhere(f"the plain model has other weights: {', '.join(sorted(own.keys() ^ theirs.keys())[:3])}")
-    if sum(p.numel() for p in model.parameters() if p.dtype != torch.float32) > WHOLE:
-        raise Elsewhere("too many of the model's weights are kept in bfloat16 to have them in float32, too")
     given: dict[int, nn.Parameter] = {}
     for name, parameter in own.items():
         if parameter.shape != theirs[name].shape:
