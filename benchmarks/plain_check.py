@@ -28,7 +28,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked_strategy
-from lockstep.training import plain_check
+from lockstep.training import plain_check, plain_sides
 from lockstep.training.feed import Feed
 
 
@@ -41,7 +41,7 @@ def measured(run: Run) -> dict[str, Any]:
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
     strategy.dry_run(Feed(run, task, strategy.own_micro_batches(), world.device).longest())
-    sides = plain_check.sides_of(run, task, strategy)
+    sides = plain_sides.sides_of(run, task, strategy)
     found: dict[str, Any] = {"padded": task.padded_because}
     exact = plain_check.Tolerance(-1.0, -1.0)  # every number is looked at
     ways = {"fp32": False} if plain_check.takes_float32(run) else {}
@@ -80,7 +80,7 @@ def tried(head: str, family: str, folder: Path, settings: list[str], timeout_s: 
         return line | measured(load(None, overrides_of(settings), values))
     except RunError as caught:
         return line | {"refused": " ".join(str(caught).split())[:200]}
-    except (plain_check.Elsewhere, plain_check.NotCovered) as caught:
+    except (plain_sides.Elsewhere, plain_check.NotCovered) as caught:
         return line | {"elsewhere": str(caught)[:200]}
     except Exception as caught:
         return line | {"fails": f"{type(caught).__name__}: {' '.join(str(caught).split())[:200]}"}
@@ -118,7 +118,10 @@ def main() -> None:
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Markdown: how many families were compared, the largest differences, and those that were stopped."""
-    said = ["| head | compared | stopped | not compared | not trained | largest differences |", "|---|---|---|---|---|---|"]
+    said = [
+        "| head | compared | stopped | not compared | not trained | largest differences |",
+        "|---|---|---|---|---|---|",
+    ]
     for head in TASKS:
         ours = [x for x in lines if x["head"] == head]
         compared = [x for x in ours if "stopped" in x]
@@ -127,7 +130,9 @@ def table(lines: list[dict[str, Any]]) -> str:
         stopped = [x["family"] for x in compared if x["stopped"]]
         counts = [sum(key in x for x in ours) for key in ("elsewhere", "refused")]
         counts[1] += sum("fails" in x for x in ours)
-        said.append(f"| {head} | {len(compared)} | {', '.join(stopped) or 'none'} | {counts[0]} | {counts[1]} | {largest} |")
+        said.append(
+            f"| {head} | {len(compared)} | {', '.join(stopped) or 'none'} | {counts[0]} | {counts[1]} | {largest} |"
+        )
     return "\n".join(said)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lockstep import __version__
 from lockstep.config import user_code
@@ -23,6 +23,9 @@ from lockstep.data.tokenizer import TARGET
 from lockstep.data.tokens import VERSION, Prepared, content, digest
 from lockstep.distributed.place import PLACE
 
+if TYPE_CHECKING:
+    from lockstep.data.stream_rows import Make
+
 _YOUNGER = ("separator", "quote")  # keys of `data`
 _TEMPLATES = "additional_chat_templates"  # of a tokenizer's folder
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".onnx", ".gguf", ".ckpt", ".lock")
@@ -30,6 +33,12 @@ _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".o
 
 class Prepares(Protocol):
     """A task, as far as its data are concerned."""
+
+    row_is_example: ClassVar[bool]
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        """What makes examples of rows."""
 
     @classmethod
     def prepare(cls, run: Run) -> Prepared:

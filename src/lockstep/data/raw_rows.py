@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -37,8 +37,7 @@ _EXAMPLES = 64  # that are kept of rows whose texts are joined and cut
 class Makes(Protocol):
     """A task, as far as it makes examples of rows."""
 
-    row_is_example: bool
-    streams: bool
+    row_is_example: ClassVar[bool]
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make: ...
@@ -108,7 +107,7 @@ def _longest(dataset: Dataset) -> np.ndarray:
         for start in range(0, len(dataset), 65_536):
             column = table[start : start + 65_536].column(0)
             found = pc.fill_null(pc.binary_length(column), 0).combine_chunks()
-            lengths[start : start + len(found)] += np.from_dlpack(found)
+            lengths[start : start + len(found)] += np.from_dlpack(found).astype(np.int64)
     return np.argsort(-lengths, kind="stable")[:_LONGEST] if texts else np.empty(0, np.int64)
 
 

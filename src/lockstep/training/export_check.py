@@ -28,7 +28,7 @@ from lockstep.plain.rows import NotCovered
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import adapters, models
 from lockstep.tasks.task import Task
-from lockstep.training import plain_check
+from lockstep.training import plain_check, plain_sides
 
 EXAMPLES = 3
 SAME_PRECISION = 1e-4  # of a loss, relatively: both in float32; docs/verify.md says how far healthy ones are apart
@@ -135,10 +135,10 @@ def exported_losses(run: Run, task: Task, places: Sequence[int], folder: Path, d
     `NotCovered`, and whatever loading raises."""
     kept = RawRows.of(task.prepared.facts)
     assert kept is not None
-    values = plain_check.plain_file(run, task)
+    values = plain_sides.plain_file(run, task)
     if run.task.options.get("loss_chunk"):
         values["task"] |= {"label_smoothing": 0.0}  # evaluations are without it
-    job = Plain(values, str(folder), {"train": kept.rows}, plain_check.labels_of(task))
+    job = Plain(values, str(folder), {"train": kept.rows}, plain_sides.labels_of(task))
     examples: list[dict[str, Any]] = job.encode(kept.rows)[: len(kept.at)]
     if len(examples) != len(kept.at):
         raise ValueError(f"its tokenizer makes {len(examples)} examples of texts that were {len(kept.at)}")

@@ -17,8 +17,9 @@ from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.treatment import make_model
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.training import plain_check
-from lockstep.training.plain_check import Sides, differences
+from lockstep.training import plain_sides
+from lockstep.training.plain_check import differences
+from lockstep.training.plain_sides import Sides
 
 _NEW_WEIGHTS = ("model.adapter", "model.quantization")  # without them the model has others
 
@@ -27,6 +28,15 @@ def cause(sides: Sides, strategy: Strategy) -> str:
     """What makes the difference, in words."""
     if (text := _of_examples(sides)) is not None:
         return text
+    try:
+        anew = not differences(_sides(sides, "", sides.run.model_dump(mode="json")), strategy)
+    except Exception:  # a model that cannot be built a second time
+        anew = False
+    if anew:
+        return (
+            "A model that is built anew from the same run file computes what transformers does: something has changed "
+            "this one since it was built"
+        )
     tried = []
     for key, values in _without(sides.run, sides.task):
         try:
@@ -86,11 +96,11 @@ def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
     run = Run.model_validate(values)
     task = type(sides.task)(run, sides.task.prepared)
     if key in _NEW_WEIGHTS or sides.run.model.dtype != "float32":
-        model: nn.Module = make_model(task).to(plain_check.device_of(sides.model))
+        model: nn.Module = make_model(task).to(plain_sides.device_of(sides.model))
     else:
         model = task.model(empty=True)
-        plain_check.with_tensors_of(model, sides.model)
+        plain_sides.with_tensors_of(model, sides.model)
     blocks.prepare(run, model)
-    job = plain_check.job_of(run, task)
-    plain = plain_check.plain_model(run, task, job, model.train()) if key in _NEW_WEIGHTS else sides.plain
+    job = plain_sides.job_of(run, task)
+    plain = plain_sides.plain_model(run, task, job, model.train()) if key in _NEW_WEIGHTS else sides.plain
     return replace(sides, run=run, task=task, model=model, plain=plain, job=job)

@@ -29,21 +29,18 @@ from lockstep.config.disclosure import said, struck_all
 from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.output import keep, led_away, replace_text
 from lockstep.config.run import Run, RunError, load
-from lockstep.data.apart import warnings
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import launched
 from lockstep.distributed.failure import lost_contact, tell_failure
-from lockstep.distributed.journal import Journal, launched_by
-from lockstep.distributed.journal import facts as start_facts
+from lockstep.distributed.journal import Journal
 from lockstep.distributed.launched import TRAIN
 from lockstep.distributed.place import PLACE
-from lockstep.distributed.randomness import UNCOVERED, own_generators
+from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.stops import end_by_signal
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import side_effects
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.best import Best
@@ -53,16 +50,15 @@ from lockstep.track.report.history import lines_of, told_whole
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
-from lockstep.training import export_check, plain_causes, plain_check
+from lockstep.training import export_check
+from lockstep.training.beginning import resumed
 from lockstep.training.delivery import at_a_stop, delivered, write_model
-from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
 from lockstep.training.ending import final_scores
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.going_on import GoingOn
 from lockstep.training.loop import Counts, TrainingFailed, samples
 from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
-from lockstep.training.sizes import too_few
-from lockstep.training.summary import Promised, closing, digest_of, facts, promised
+from lockstep.training.summary import Promised, closing, digest_of, promised
 
 
 def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -209,43 +205,6 @@ def work(run: Run, world: World) -> int:
     found.strategy.close()
     known = promised(found.strategy, doubts)
     return DONE if weights is None else deliver(session, console, found, weights, known, evaluated)
-
-
-def resumed(session: Session, console: Console) -> tuple[int, str]:
-    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the updates that are done, and
-    how the run compares with a plain computation. Collective."""
-    run, world, strategy = session.run, session.world, session.strategy
-    opening = facts(run, world, session.task, strategy, session.feed)
-    console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
-    if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
-        console.note(f"{UNCOVERED}: {', '.join(own)}")
-    prepared = session.task.prepared
-    for text in (*session.task.doubts, *too_few(run, prepared), *warnings(prepared.facts)):
-        console.note(text)
-    PLACE.at("trying a step with the longest examples")
-    try_a_step(session, lambda: try_the_end(session))
-    if names := strategy.effects.per_process:  # several processes were refused
-        console.note(side_effects.one_process(names))
-    compared = plain_check.check(session, plain_causes.cause)
-    console.facts({"compared": compared})
-    PLACE.at("looking for a checkpoint")
-    if world.is_main:
-        launched.arrived(run.folder, world.size, session.feed.total)
-    step, notes = session.checkpoints.resume(session.averaged)
-    for text in notes:
-        console.note(text)
-    for text in enough_room(session, step):
-        console.note(text)
-    if step:
-        console.say(f"resuming after step {step} of {session.feed.total}")
-    PLACE.at("starting")
-    session.journal.event(
-        "start",
-        step,
-        steps=session.feed.total,
-        **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
-    )
-    return step, compared
 
 
 def through(session: Session, console: Console, step: int) -> Trained | None:
