@@ -13,6 +13,7 @@ Judges:
           processes, then its kernel; then, of `.ci/run`, the others that start processes. The first that fails ends it.
   verify  `lockstep verify` on `RUNS`, two steps on two processes: against one process of the same lockstep.
   plain   what `lockstep verify --plain` compares, of `BESIDE`: three steps against transformers and torch.
+  crossed tests/test_crossed.py: the runs of the generator that every CI job draws; once there are some.
 """
 
 from __future__ import annotations
@@ -198,6 +199,7 @@ def by_tests(copy: Copy, files: list[str], marks: str) -> Verdict:
 def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
     """Part by part; the first one is enough as a rule."""
     near = [f"test_{name}.py" for name in listed()["near"][fault.file]]
+    assert all((copy.folder / "tests" / name).is_file() for name in near), near
     total = 0.0
     for part, files, marks in (
         ("near", near, f"not processes and {QUICK}"),
@@ -240,7 +242,7 @@ def by_verify(copy: Copy) -> Verdict:
 
 
 PARTS = ("near", "kernel", "processes")
-JUDGES = ("tests", "verify", "plain", "crossed")
+JUDGES = ("tests", "verify", "plain", *(("crossed",) if (ROOT / "tests" / "test_crossed.py").exists() else ()))
 
 
 def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
