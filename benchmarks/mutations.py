@@ -173,7 +173,7 @@ def asked(judge: Callable[..., Verdict], copy: Copy, *given: Any) -> dict[str, A
 # -- judges ----------------------------------------------------------------------------------------------------------
 
 
-def by_tests(copy: Copy, files: list[str], marks: str) -> Verdict:
+def by_tests(copy: Copy, files: list[str], marks: str, keyword: str = "") -> Verdict:
     """The first test of these files that fails."""
     import pytest
 
@@ -189,7 +189,7 @@ def by_tests(copy: Copy, files: list[str], marks: str) -> Verdict:
                 self.first = report.nodeid
 
     watch = Watch()
-    words = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", marks]
+    words = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", marks, "-k", keyword]
     status = pytest.main([*words, *(f"tests/{name}" for name in files)], plugins=[watch])
     if status in (0, 5):  # all passed; none was chosen
         return False, ""
@@ -198,7 +198,8 @@ def by_tests(copy: Copy, files: list[str], marks: str) -> Verdict:
 
 def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
     """Part by part; the first one is enough as a rule."""
-    near = [f"test_{name}.py" for name in listed()["near"][fault.file]]
+    near = [f"test_{name.partition('::')[0]}.py" for name in listed()["near"][fault.file]]
+    keyword = " or ".join(name.partition("::")[2] for name in listed()["near"][fault.file] if "::" in name)
     assert all((copy.folder / "tests" / name).is_file() for name in near), near
     total = 0.0
     for part, files, marks in (
@@ -208,7 +209,7 @@ def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
     ):
         if part not in parts:
             continue
-        found = asked(by_tests, copy, files, marks)
+        found = asked(by_tests, copy, files, marks, keyword)
         total += found["seconds"]
         if found["found"]:
             return found | {"seconds": round(total, 1), "part": part}
