@@ -1,58 +1,163 @@
 """Versions of an engine, each by `lockstep verify` on the quick start: which compute what one process computes.
 
-In: a package, versions of it, and the strategies to verify. Out: a line of JSON a version and strategy: `ok`, or the
-last line that was said. pip installs each version, without what it needs, into a folder of its own that stands before
-the environment; nothing of the environment changes. Run by hand when a range in pyproject.toml moves: its oldest and
-newest versions, and those that strategies/engines/known_bad.py has.
-Example: python benchmarks/engine_versions.py deepspeed 0.18.2 0.19.0 0.19.8 --strategies zero1 zero2 zero3
+In: a package, versions of it (default: the oldest and the newest that pyproject.toml lets in, and those that
+strategies/engines/known_bad.py has), and strategies to verify (default: the cases of the package). Out: a line of JSON
+a version and case in --out: `ok`, `refused`, or what was said. pip installs each version, without its dependencies,
+into a folder that stands before the environment; nothing of the environment changes. A job by hand, for when a range
+in pyproject.toml moves. `--although-refused` runs versions that lockstep refuses, to see whether they are wrong.
+Example: python benchmarks/engine_versions.py --walk --out engine-versions.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.version import Version
 
-def verified(folder: Path, strategy: str, entries: list[str], timeout_s: float) -> dict[str, str]:
+from lockstep.strategies.engines import known_bad
+
+SMALL = ["model.config.n_layer=2", "data.limit=200", "launch.processes=2", "launch.threads=1", "launch.device=cpu"]
+OFFLOADED = "strategy.options={zero_optimization: {offload_optimizer: {device: cpu}}}"
+OVERLAPPED = "strategy.options={zero_optimization: {overlap_comm: true}}"
+IN_FP32 = "strategy.options={bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}"
+LORA = "model.adapter={type: lora, r: 4, target_modules: [c_attn]}"
+# Package -> what is verified of it: entries of the run file.
+CASES: dict[str, list[list[str]]] = {
+    "deepspeed": [
+        *([f"strategy.name=zero{stage}"] for stage in (1, 2, 3)),
+        *([f"strategy.name=zero{stage}", OFFLOADED] for stage in (1, 2, 3)),
+        *([f"strategy.name=zero{stage}", OVERLAPPED] for stage in (1, 2)),
+        ["strategy.name=zero1", IN_FP32],
+    ],
+    "accelerate": [["strategy.name=hf_accelerate"], ["strategy.name=hf_trainer"]],
+    "peft": [["strategy.name=ddp", LORA], ["strategy.name=fsdp2", LORA]],
+    "bitsandbytes": [["strategy.name=ddp", LORA, "model.quantization=nf4"]],
+    "transformers": [["strategy.name=ddp"], ["strategy.name=hf_trainer"], ["strategy.name=fsdp2"]],
+    "torch": [[f"strategy.name={name}"] for name in ("ddp", "fsdp2", "hf_accelerate", "hf_trainer", "zero2")],
+}
+BLIND = """import importlib.metadata, sys
+_version = importlib.metadata.version
+def version(name):
+    if sys._getframe(1).f_globals.get("__name__") == "lockstep.strategies.engines.known_bad":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return _version(name)
+importlib.metadata.version = version
+"""  # as `sitecustomize`: known_bad.py finds no engine whose version it could refuse
+
+
+def asked(package: str) -> Requirement:
+    """What pyproject.toml asks for of a package."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    return next(found for group in groups for line in group if (found := Requirement(line)).name == package)
+
+
+def released(package: str) -> list[Version]:
+    """Versions in the registry, the oldest first."""
+    command = [sys.executable, "-m", "pip", "index", "versions", package]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    names = next(line for line in said.splitlines() if line.startswith("Available versions:")).partition(":")[2]
+    return sorted(Version(name) for name in re.split(r",\s*", names.strip()))
+
+
+def walked(package: str) -> list[str]:
+    """The ends of the range, and of the versions that are known to be bad the last one before each was mended."""
+    versions, wanted = released(package), asked(package).specifier
+    inside = [version for version in versions if version in wanted]
+    ends = [inside[0], inside[-1]]
+    if package == "deepspeed":
+        ends += [max(v for v in versions if v < Version(bad.mended)) for bad in known_bad.DEEPSPEED]
+    return [str(version) for version in sorted({*ends})]
+
+
+def verified(folder: Path, entries: list[str], timeout_s: float) -> dict[str, Any]:
     """What `lockstep verify` says with the packages of a folder before all others."""
     before = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(before), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "lockstep", "verify", f"strategy.name={strategy}", *entries]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-    try:
-        lines = process.communicate(timeout=timeout_s)[0].splitlines()
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # its ranks, too
-        process.communicate()
-        return {"outcome": f"no answer within {timeout_s:.0f} s"}
-    outcome = "ok" if process.returncode == 0 else "wrong or refused"
-    return {"outcome": outcome, "said": next((line for line in reversed(lines) if line.strip()), "")}
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, "-m", "lockstep", "verify", *entries, f"output={output}"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        try:
+            lines = [line for line in process.communicate(timeout=timeout_s)[0].splitlines() if line.strip()]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # its ranks, too
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=30)
+            return {"outcome": f"no answer within {timeout_s:.0f} s"}
+    outcome = {0: "ok", 2: "refused"}.get(process.returncode, "wrong")
+    said = lines[-1:] if outcome == "ok" else lines[-4:]
+    return {"outcome": outcome, "status": process.returncode, "said": said}
+
+
+def install(package: str, version: str, folder: Path, dependencies: bool) -> None:
+    options = [] if dependencies else ["--no-deps"]
+    command = [sys.executable, "-m", "pip", "install", "-q", *options, "--target", str(folder), f"{package}=={version}"]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def record(package: str, version: str, options: argparse.Namespace) -> None:
+    """A line for each case of a version."""
+    cases = [[f"strategy.name={name}"] for name in options.strategies or ()] or CASES[package]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            install(package, version, folder, options.with_dependencies)
+        except subprocess.CalledProcessError as error:
+            outcomes = {"outcome": f"not installed: pip ended with status {error.returncode}"}
+            write(options.out, {"package": package, "version": version} | outcomes)
+            return
+        if options.although_refused:
+            (folder / "sitecustomize.py").write_text(BLIND)
+        for entries in cases:
+            line: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "package": package, "version": version}
+            line |= {"in_range": Version(version) in asked(package).specifier, "entries": [*entries, *options.set]}
+            if options.although_refused:
+                line["although_refused"] = True
+            if package != "torch":
+                line["torch"] = importlib.metadata.version("torch")
+            write(options.out, line | verified(folder, [*SMALL, *entries, *options.set], options.timeout))
+
+
+def write(out: Path | None, line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("package")
-    parser.add_argument("versions", nargs="+")
-    parser.add_argument("--strategies", nargs="+", required=True)
+    parser.add_argument("package", nargs="?", choices=CASES)
+    parser.add_argument("versions", nargs="*")
+    parser.add_argument("--walk", nargs="*", metavar="PACKAGE", help="the ranges of these, or of all but torch")
+    parser.add_argument("--strategies", nargs="+")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="entries of the run file")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one strategy")
+    parser.add_argument("--although-refused", action="store_true", help="switch off known_bad.py")
+    parser.add_argument("--with-dependencies", action="store_true", help="pip installs what the version needs, too")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one case")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    for version in options.versions:
-        with tempfile.TemporaryDirectory() as name:
-            wanted = f"{options.package}=={version}"
-            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", name, wanted]
-            subprocess.run(install, check=True, stdout=sys.stderr)
-            for strategy in options.strategies:
-                found = verified(Path(name), strategy, options.set, options.timeout)
-                print(json.dumps({options.package: version, "strategy": strategy} | found), flush=True)
+    if options.package is None and options.walk is None:
+        parser.error("name a package, or --walk")
+    packages = [options.package] if options.package else options.walk or [name for name in CASES if name != "torch"]
+    for package in packages:
+        for version in options.versions or walked(package):
+            record(package, version, options)
 
 
 if __name__ == "__main__":

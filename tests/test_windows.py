@@ -266,8 +266,9 @@ def test_an_evaluation_is_that_of_plain_transformers(
 
 def test_a_checkpoint_of_before_the_correction_is_not_gone_on_from(tmp_path: Path) -> None:
     """A window's weights were trained on what they shall predict; those of other runs were not, and go on."""
-    window = {"type": "mistral", "config": GROUPED | {"sliding_window": 100}}
-    for model, concerned in ((window, True), ({"type": "llama", "config": GROUPED}, False)):
+    window = {"type": "mistral", "config": GROUPED | {"sliding_window": 100, "head_dim": 8}}
+    plain = GROUPED | {"head_dim": 8}  # nothing is derived of its entries
+    for model, concerned in ((window, True), ({"type": "llama", "config": plain}, False)):
         folder = f"output={tmp_path / str(model['type'])}"
         run = tiny(folder, "strategy.name=single", model=model)
         world = World(run)

@@ -11,27 +11,35 @@ from collections.abc import Iterable, Mapping
 from lockstep.config import plugins, schedules
 from lockstep.config.run import Run
 
+REASONS = {
+    "data.padding": "while data.padding=none let windowed attention see later tokens in batches of texts of one "
+    "length; that was corrected. Its weights are of little use: train anew with",
+    "model.config": "with another model: what its family derives from entries of model.config (the size of a head, "
+    "the kinds of layers) did not follow them; that was corrected. Train it anew with",
+}
+
 
 def revisions_of(run: Run) -> dict[str, int]:
     """Keys of a run whose arithmetic was corrected, with the number of the correction: runs that no correction concerns
     have none. Errors: `RunError` where the model's config cannot be read."""
     head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
-    if run.data.padding != "none" or not head:
+    if not head:
         return {}
-    from lockstep.tasks.models import padding
+    from lockstep.tasks.models import models, padding
 
-    return {"data.padding": 2} if padding.windowed(run, head) else {}
+    concerned = {
+        "data.padding": run.data.padding == "none" and padding.windowed(run, head),
+        "model.config": models.derives(run),
+    }
+    return {key: 2 for key, concerns in concerned.items() if concerns}
 
 
 def refusal(run: Run, step: int, revisions: Mapping[str, int], differing: Iterable[str], other: str) -> str | None:
     """`step`, `revisions`: of the checkpoint. `differing`: the keys of the arithmetic that differ. `other`: what a run
     of its own is given."""
-    if any(revisions.get(key, 1) < number for key, number in revisions_of(run).items()):
-        return (
-            f"a checkpoint (step {step}) that was trained while data.padding=none let windowed attention see later "
-            "tokens in batches of texts of one length; that was corrected. Its weights are of little use: train anew "
-            f"with {other}"
-        )
+    for key, number in revisions_of(run).items():
+        if revisions.get(key, 1) < number:
+            return f"a checkpoint (step {step}) that was trained {REASONS[key]} {other}"
     if set(differing) == {schedules.REVISION}:
         return (
             f"a checkpoint (step {step}) that was trained with other learning rates: optim.schedule="

@@ -43,6 +43,7 @@ _READERS = {
     "conll": annotated.read_conll,
     "squad": annotated.read_squad,
     "columns": annotated.read_columns,
+    "records": annotated.read_records,
 }
 
 
@@ -261,6 +262,8 @@ def _expand(value: str | list[str], key: str, layout: str, root: Path | None = N
 def _read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
     if data.layout != "rows":
         return _READERS[data.layout](files, key, data)
+    for file in files:
+        annotated.check_rows(file, key, data.encoding)
     return row_files.read(files, key, plain, data)
 
 

@@ -5,7 +5,6 @@ In: a session, and the console. Out: the updates that are done, and how the run 
 
 from __future__ import annotations
 
-from lockstep.data.apart import warnings
 from lockstep.distributed import launched
 from lockstep.distributed.journal import facts as start_facts
 from lockstep.distributed.journal import launched_by
@@ -16,7 +15,7 @@ from lockstep.track.console import Console
 from lockstep.training import plain_causes, plain_check
 from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
 from lockstep.training.session import Session
-from lockstep.training.sizes import too_few
+from lockstep.training.sizes import remarks
 from lockstep.training.summary import facts
 
 
@@ -29,7 +28,7 @@ def resumed(session: Session, console: Console) -> tuple[int, str]:
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     prepared = session.task.prepared
-    for text in (*session.task.doubts, *too_few(run, prepared), *warnings(prepared.facts)):
+    for text in (*session.task.doubts, *remarks(run, prepared)):
         console.note(text)
     PLACE.at("trying a step with the longest examples")
     try_a_step(session, lambda: try_the_end(session))

@@ -238,6 +238,8 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
             end = "stopped"
             return None
         exported, found = final
+        if world.is_main and (cleared := session.checkpoints.clear()) is not None:
+            console.say(cleared)  # before what is written of these scores
         with strategy.phases("evaluation"):
             for split, (scores, _) in found.items():
                 # else it was logged after its own step

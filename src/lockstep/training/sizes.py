@@ -18,7 +18,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.schedules import drawn
 from lockstep.data import stream
-from lockstep.data.apart import left_out
+from lockstep.data.apart import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.data.tokens import Columns, Prepared, examples_in
 from lockstep.distributed.memory import capacity
@@ -26,7 +26,7 @@ from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.exact.optim import state_bytes
 from lockstep.strategies.exact.treatment import Treated, assigned, freeze
 from lockstep.strategies.strategy import strategy_class
-from lockstep.tasks.models import quantized
+from lockstep.tasks.models import inert_entries, quantized
 from lockstep.tasks.task import Task
 from lockstep.training.feed import Feed
 
@@ -129,6 +129,13 @@ def too_few(run: Run, prepared: Prepared) -> list[str]:
         f"batch_size is {run.batch_size:,}, and train has {examples:,} examples: every step takes all of them, and an "
         f"epoch is one step. A batch_size of {examples:,} says the same; a smaller one makes more steps"
     ]
+
+
+def remarks(run: Run, prepared: Prepared) -> list[str]:
+    """Notes on a run's data and on the entries of its model's config, which stop nothing. Errors: `RunError` when the
+    cache cannot be written."""
+    head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
+    return [*too_few(run, prepared), *warnings(prepared.facts), *inert_entries.notes(run, head)]
 
 
 def units(feed: Feed) -> str:

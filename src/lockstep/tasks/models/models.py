@@ -24,7 +24,7 @@ from lockstep.data.downloads import downloading, reading_weights
 from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, kept, quantized
+from lockstep.tasks.models import adapters, config_entries, kept, quantized
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -72,7 +72,7 @@ def check(
     (default: `data.max_length`), which `key` sets. `entries` of the config are set first. Errors: `RunError`."""
     from transformers.models.auto import modeling_auto
 
-    from lockstep.tasks.models import auxiliary_losses  # it builds models to find out
+    from lockstep.tasks.models import auxiliary_losses, inert_entries  # they build models to find out
 
     adapters.check(run)
     config = load_config(run)
@@ -94,6 +94,7 @@ def check(
             )
     auxiliary_losses.check(run, head)
     padding_refused(run, head)  # tried here once, and known to all processes
+    inert_entries.notes(run, head)
 
 
 def padding_refused(run: Run, head: str) -> str | None:
@@ -131,7 +132,7 @@ def load_config(run: Run) -> Any:
             raise RunError(
                 f"model.type: transformers knows no type {run.model.type!r}; near are {', '.join(near) or 'none'}"
             )
-        return _from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
+        return config_entries.from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
     source = local_or_id(run)
     try:
         config = AutoConfig.from_pretrained(
@@ -140,51 +141,16 @@ def load_config(run: Run) -> Any:
     except Exception as error:  # not a model folder, no such Hub id, no network: all are the user's to mend
         said = explained(error, run.model.revision)
         raise RunError(f"model.source: cannot load a model from {source!r}: {said}") from error
-    _set(config, run.model.config)
+    config_entries.set_entries(config, run.model.config)
     return config
 
 
-_UNFIT = (TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError)  # what configs raise
+def derives(run: Run) -> bool:
+    """Whether entries of a model from scratch decide about others. Errors: `RunError`."""
+    from transformers import CONFIG_MAPPING
 
-
-def _from_scratch(kind: Any, entries: Mapping[str, Any]) -> Any:
-    """A config of this class. Where a mapping is given for a config within it, and where layers differ, it is made from
-    the entries as transformers makes it, and what a family derives from its entries follows; else they are set one by
-    one."""
-    parts = {k: dict(v) for k, v in entries.items() if k in kind.sub_configs and isinstance(v, Mapping)}
-    try:
-        # as usual, but of the model types that are named: what has which entries
-        config = kind(**{k: {"model_type": v["model_type"]} for k, v in parts.items() if "model_type" in v})
-    except _UNFIT as error:
-        raise RunError(
-            f"model: transformers makes no {kind.model_type} of this: {' '.join(str(error).split())}"
-        ) from None
-    _set(config, entries)
-    if not parts and not config.is_heterogeneous:
-        return config
-    specs = kind.sub_configs_defaults  # a decoder is one, unless something else is said
-    parts = {k: (dict(specs[k].init_kwargs) if k in specs else {}) | v for k, v in parts.items()}
-    try:
-        return kind(**copy.deepcopy(dict(entries) | parts))
-    except _UNFIT as error:
-        raise RunError(f"model.config: this will not do: {' '.join(str(error).split())}") from None
-
-
-def _set(config: Any, entries: Mapping[str, Any], at: str = "model.config") -> None:
-    """Set entries of a config, and those of a config within it for which a mapping is given. Errors: `RunError`."""
-    for key, value in entries.items():
-        present = vars(config).get(key)  # reading an entry by its name may raise an error
-        if key not in vars(config) and key not in config.attribute_map and not hasattr(type(config), key):
-            raise RunError(f"{at}: a config of the type {config.model_type!r} has no entry {key!r}")
-        if isinstance(present, PreTrainedConfig):
-            if not isinstance(value, Mapping):
-                raise RunError(f"{at}.{key}: a mapping of entries is needed, not {value!r}")
-            _set(present, value, f"{at}.{key}")
-        elif key != "model_type":
-            try:
-                setattr(config, key, value)
-            except _UNFIT as error:
-                raise RunError(f"{at}.{key}: {value!r} will not do: {' '.join(str(error).split())}") from None
+    family = str(run.model.type)
+    return family in CONFIG_MAPPING and config_entries.derives(CONFIG_MAPPING[family], run.model.config)
 
 
 def texts(config: Any) -> list[Any]:

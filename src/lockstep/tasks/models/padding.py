@@ -64,9 +64,12 @@ def windowed(run: Run, head: str) -> bool:
     return any(isinstance(size, int) for size in inside) and refused(run, head) is None
 
 
-def kept_trial(run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None]) -> str | None:
-    """The answer of a trial on small models of a config, kept in the cache. Errors: `RunError` when that fails."""
-    asked = [trial.__name__, run.model.attention, run.data.padding, config.to_dict(), head, run.model.adapter]
+def kept_trial(
+    run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None], *more: Any
+) -> str | None:
+    """The answer of a trial on small models of a config, kept in the cache. `more`: what else the answer depends on.
+    Errors: `RunError` when that fails."""
+    asked = [trial.__name__, run.model.attention, run.data.padding, config.to_dict(), head, run.model.adapter, *more]
     asked += [torch.__version__, _transformers(), _code(trial), *_code_of_model(run, config)]
     key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

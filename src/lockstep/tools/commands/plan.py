@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.exit_status import DONE, FAILED
 from lockstep.config.run import Run, RunError
-from lockstep.data.apart import warnings
 from lockstep.launchers import start
 from lockstep.launchers.further import further
 from lockstep.tools.commands import run_file
@@ -72,7 +71,7 @@ def main(known: argparse.Namespace) -> int:
     if isinstance(found, str):
         console.say(f"note: what it amounts to cannot be told here: {found}")
     else:
-        for text in (*too_few(run, found), *warnings(found.facts)):
+        for text in remarks(run, found):
             console.note(text)
     for path, text in plan.files.items():
         console.say(f"--- {path}\n{text}")
@@ -106,11 +105,11 @@ def amounts(run: Run) -> dict[str, str]:
     }
 
 
-def too_few(run: Run, prepared: Prepared) -> list[str]:
-    """Notes on a data set that is smaller than a step."""
+def remarks(run: Run, prepared: Prepared) -> list[str]:
+    """Notes on its data, and on the entries of its model's config."""
     from lockstep.training import sizes
 
-    return sizes.too_few(run, prepared)
+    return sizes.remarks(run, prepared)
 
 
 def sizes_of(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
