@@ -147,7 +147,7 @@ def exported_losses(run: Run, task: Task, places: Sequence[int], folder: Path, d
     losses = []
     with torch.no_grad(), torch.autocast(device.type, low or torch.bfloat16, low is not None):
         for place in places:
-            total, count = batch_loss(job, model, [examples[place]], 0)
+            total, count = batch_loss(job, model, [examples[place]])
             losses.append(float(total) / count)
     return losses
 

@@ -217,7 +217,7 @@ def plain_numbers(sides: Sides, places: Sequence[int]) -> Numbers:
     def loss() -> Tensor:
         nonlocal count
         seed_everything(sides.run.seed, 0, 0)
-        total, count = batch_loss(sides.job, sides.plain, examples, 0)
+        total, count = batch_loss(sides.job, sides.plain, examples)
         return total
 
     try:
