@@ -271,11 +271,11 @@ def stopped_at(session: Session, step: int) -> str:
     """The last words of a run that was asked to stop."""
     newest = session.checkpoints.newest
     there = "there" if newest == step else f"step {newest}"
-    then = (
-        f"the same command goes on from {there}"
-        if newest
-        else "no checkpoint could be written, and the same command begins from the start"
-    )
+    then = f"the same command goes on from {there}"
+    if not newest:
+        then = "no checkpoint could be written, and the same command begins from the start"
+    elif (away := session.checkpoints.room.away()) is not None:
+        then = f"{away}; the checkpoint of step {newest} is where that folder was moved to, if it still is"
     return f"stopped on request after step {step} of {session.feed.total}; {then}"
 
 
