@@ -9,16 +9,19 @@ import tokenize
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from harness import run_on, tiny
 from task_runs import TASKS, make
 
 import lockstep.plain
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
+from lockstep.plain.losses import batch_loss
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.language_modeling import LanguageModeling
@@ -142,6 +145,24 @@ def test_an_evaluation_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(OneLabel, "score", lambda self, *a: more(score(self, *a)))
     found = against_plain.differences(tiny(output=str(tmp_path)))
     assert [line.partition(":")[0] for line in found.differences] == ["evaluation"]
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_what_a_model_adds_to_its_loss_is_added(coefficient: float) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    routers = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": coefficient}
+    config = transformers.MixtralConfig(vocab_size=20, num_key_value_heads=1, head_dim=8, **sizes, **routers)
+    model = transformers.MixtralForCausalLM(config).eval()
+    job = SimpleNamespace(run={"task": {"name": "language_modeling"}}, tokenizer=SimpleNamespace(pad_token_id=0))
+    tokens = [3, 7, 1, 9, 4, 4, 2]
+    found, count = batch_loss(job, model, [{"input_ids": tokens[:-1], "next": tokens[1:]}])
+    with torch.no_grad():
+        outputs = model(torch.tensor([tokens[:-1]]))
+    entropy = torch.nn.functional.cross_entropy(outputs.logits[0], torch.tensor(tokens[1:]), reduction="sum")
+    assert count == 6
+    assert float(found.detach()) == pytest.approx(float(entropy + 6 * coefficient * outputs.aux_loss), rel=1e-5)
+    assert float(outputs.aux_loss) > 0.1  # so that leaving it out would show
 
 
 def test_what_is_not_covered_is_said(tmp_path: Path) -> None:

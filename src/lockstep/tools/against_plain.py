@@ -130,7 +130,8 @@ def compare(run: Run, folder: Path) -> Verdict:
     try:
         job = Plain(plain_run(run, folder), record.tokenizer)
         _check_numbers(job, record)
-        verdict.differences.extend(_evaluation(job, record, folder, run.precision))
+        if record.evaluated:
+            verdict.differences.extend(_evaluation(job, record, folder, run.precision))
         plain, perturbed = (_trained(job, record, folder, last_bit) for last_bit in (False, True))
         for place, (ours, theirs, other) in enumerate(zip(_recorded(record, folder), plain, perturbed, strict=True)):
             beside = _beside(ours, theirs, other, record.steps[place].number, run.precision)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ class PlainRecord:
     tokenizer: str  # folder
     total: int  # steps of the run
     steps: list[PlainStep]
-    evaluated: list[int]  # numbers of validation examples, before the steps
-    evaluation_loss: float  # of these
-    evaluation_masked: dict[str, list[list[list[int]]]]
+    evaluated: list[int] = field(default_factory=list)  # numbers of validation examples, before the steps
+    evaluation_loss: float = 0.0  # of these
+    evaluation_masked: dict[str, list[list[list[int]]]] = field(default_factory=dict)
 
     @staticmethod
     def read(folder: Path) -> PlainRecord:
