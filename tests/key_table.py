@@ -57,7 +57,7 @@ EVERY = ("evaluate.every=1",)
 
 KEYS: dict[str, Tried | Elsewhere] = {
     "name": Tried("name=another", "nothing"),
-    "output": Tried("output=FOLDER/elsewhere", "nothing", beside=("output=FOLDER/here",)),
+    "output": Tried("output=FOLDER/elsewhere", "text", beside=("output=FOLDER/here",)),
     "mirror": Elsewhere("files", "test_mirror.py", "an object store"),
     "seed": Tried("seed=1", "order weights", quick=True),
     "epochs": Tried("epochs=2", "order weights", beside=("steps=null", "epochs=1", "data.limit=44")),
@@ -202,6 +202,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "average.ema": Tried("average.ema=0.5", "export"),
     "average.ema_warmup": Tried("average.ema_warmup=false", "export", beside=("average.ema=0.9",)),
     "average.last": Tried("average.last=2", "export files", beside=("checkpoint.every=1", "checkpoint.keep=1")),
+    "verify.plain": Elsewhere("nothing", "test_plain.py", "a run that is wrong"),
     # track, profile, hub
     "track.to": Elsewhere("files", "test_trackers.py", "trackers"),
     "track.every": Tried("track.every=2", "files"),
@@ -247,7 +248,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.length": Elsewhere("order", "test_own_module_data.py", "code of one's own"),
     "task.targets": Elsewhere("weights", "test_own_module.py", "code of one's own"),
     "task.metrics": Elsewhere("scores", "test_own_module.py", "code of one's own"),
-    "task.generate": Elsewhere("text", "test_own_module_examples.py", "code of one's own"),
+    "task.generate": Elsewhere("text", "own_modules.py", "code of one's own"),
     "task.model_arguments": Elsewhere("weights", "test_moving_loops.py", "code of one's own"),
     "task.data_arguments": Elsewhere("order", "test_own_module_data.py", "code of one's own"),
     "task.chosen": Tried("task.chosen=rejected", "order weights", "preference", ("task.rejected=prompt",)),

@@ -69,6 +69,18 @@ class ClampedElsewhere(Plain):
         return self.body(x)
 
 
+class ClampedLate(Plain):
+    """A limit that begins with a certain call, which no trial sees."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls > 9:
+            self.second.weight.data.clamp_(-0.1, 0.1)
+        return self.body(x)
+
+
 class Renormed(Plain):
     """A limit on the rows that a batch looks up."""
 
@@ -149,6 +161,70 @@ class Keeps(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x) + self.held.mean()
+
+
+class KeepsInList(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"weights": [self.second.weight]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.held["weights"][0].mean()
+
+
+class KeepsInFunction(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.second.weight
+        self.held = lambda: weight.mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.held()
+
+
+class Center(Plain):
+    """A moving average in a plain tensor, and one that the first forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.body(x)
+        if self.training:
+            if not hasattr(self, "scale"):
+                self.scale = found.detach().abs().mean()
+            self.center = 0.9 * self.center + 0.1 * found.detach().mean(0)
+        return found - self.center * getattr(self, "scale", 1.0)
+
+
+class Queue(Plain):
+    """What it put out before, in a list and in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: list[Tensor] = []
+        self.mean = [torch.zeros(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.body(x)
+        if self.training:
+            self.queue.append(found.detach().mean())
+            self.mean[0].lerp_(found.detach().mean(0), 0.5)
+        return found + sum(self.queue[-3:]) + self.mean[0]
+
+
+class Functional(Plain):
+    """Calls of modules with other tensors in the place of weights, and gradients within forward (torch.func)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(self.second, weights, (x,)).square().mean()
+
+        weights = {name: weight * 1.0 for name, weight in self.second.named_parameters()}
+        hidden = F.gelu(self.first(self.words(x).mean(1)))
+        steps = torch.func.vmap(torch.func.grad(inner), in_dims=(None, 0))(weights, hidden)
+        return self.body(x) + steps["weight"].mean((1, 2))[:, None]
 
 
 class Evaluated(Plain):

@@ -104,6 +104,14 @@ SHAREGPT = [
     }
     for i in range(40)
 ]
+PAIRS = [  # as LLaMA-Factory has them
+    {
+        "conversations": [{"from": "human", "value": text(i)}],
+        "chosen": {"from": "gpt", "value": text(i + 1)},
+        "rejected": {"from": "gpt", "value": text(i + 2)},
+    }
+    for i in range(40)
+]
 LABELLED = {"text": [f"{text(i)} {i}" for i in range(60)], "label": [["joy", "fear"][i % 2] for i in range(60)]}
 
 
@@ -147,6 +155,23 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str, dict]] = {
         "classification",
         {"text": "text", "label": "label"},
     ),
+    "document.json": (
+        put(
+            {
+                "version": "1.0",
+                "data": [dict(zip(LABELLED, row, strict=True)) for row in zip(*LABELLED.values(), strict=True)],
+            }
+        ),
+        "records",
+        "classification",
+        {"text": "text", "label": "label"},
+    ),
+    "pairs.json": (
+        put(PAIRS),
+        "rows",
+        "preference",
+        {"prompt": "conversations", "conversations": True},
+    ),
     "saved": (saved, "rows", "classification", {"text": "text", "label": "label"}),
     "saved_alone": (saved_alone, "rows", "classification", {"text": "text", "label": "label"}),
 }
@@ -166,7 +191,11 @@ def test_init_recognises_it(name: str, here: Path) -> None:
 @pytest.mark.processes
 def test_what_it_writes_trains(here: Path, cache: Path) -> None:
     """One process after the other in one, to import torch once."""
-    names = [name for name in CASES if name not in ("dev-v2.0.json.gz", "eng.testa", "pandas.json", "saved_alone")]
+    names = [
+        name
+        for name in CASES
+        if name not in ("dev-v2.0.json.gz", "eng.testa", "pandas.json", "document.json", "saved_alone")
+    ]
     for number, name in enumerate(names):
         CASES[name][0](here / name)
         written("--data", name, "--model", "scratch", path=f"r{number}.yaml")
@@ -229,6 +258,38 @@ def test_lists_of_columns_are_rows(here: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("orient", ["table", "index", "split"])
+def test_documents_hold_their_rows(orient: str, here: Path) -> None:
+    """The judge is pandas."""
+    pandas = pytest.importorskip("pandas")
+    pandas.DataFrame(LABELLED).to_json(here / "a.json", orient=orient)
+    wanted = datasets.Dataset.from_dict(LABELLED).to_list()
+    found = rows(source="a.json", layout="records")
+    assert [{name: row[name] for name in ("text", "label")} for row in found] == wanted
+
+
+def test_a_document_is_not_one_row(here: Path) -> None:
+    """Before, each of these was read as one row."""
+    held = [{"text": "a"}, {"text": "b", "label": "x"}]
+    put({"version": "1.1", "data": held})(here / "a.json")
+    assert rows(source="a.json", layout="records") == [{"text": "a", "label": None}, held[1]]
+    assert "would be read as one row: set data.layout: records" in refused(source="a.json")
+    CASES["train-v1.1.json"][0](here / "b.json")
+    assert "would be read as one row: set data.layout: squad" in refused(source="b.json")
+    put({"train": held, "test": held})(here / "c.json")
+    assert "several lists of rows (train, test)" in refused(source="c.json")
+    (here / "d.json").write_text("".join(json.dumps(row) + "\n" for row in held))  # control: a row on each line
+    assert len(rows(source="d.json")) == 2
+
+
+def test_a_column_that_the_first_row_lacks_is_read_in_every_encoding(here: Path) -> None:
+    held = [{"text": "a"}, {"text": "\xe9", "label": "x"}]
+    for encoding in ("utf-8", "latin-1"):
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in held)
+        (here / f"{encoding}.jsonl").write_text(lines, encoding=encoding)
+        assert rows(source=f"{encoding}.jsonl", encoding=encoding) == [{"text": "a", "label": None}, held[1]]
+
+
 def test_predict_reads_them_as_training_did(here: Path) -> None:
     CASES["a.conll"][0](here / "new.txt")
     CASES["train-v1.1.json"][0](here / "new.json")
@@ -258,6 +319,13 @@ def test_saved_data_sets_are_what_was_saved(here: Path) -> None:
     assert len(rows(source="one")) == 60
 
 
+def test_a_message_by_itself_is_a_list_of_one() -> None:
+    plain = [{"role": "assistant", "content": "b"}]
+    for turn in ({"from": "gpt", "value": "b"}, plain[0]):
+        alone = datasets.Dataset.from_list([{"c": turn}])
+        assert conversations.with_roles(alone, "c", "task.chosen", "train").to_list() == [{"c": plain}]
+
+
 def test_who_speaks_has_a_role() -> None:
     told = [{"from": "human", "value": "a"}, {"from": "GPT", "value": "b"}]
     plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -281,7 +349,9 @@ def test_who_speaks_has_a_role() -> None:
         ("d.json", json.dumps([{"text": "a", "label": 1}])),
         ("e.json", '{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n'),
         ("f.json", json.dumps({"text": "one row", "tags": ["a"]})),
-        ("g.json", json.dumps({"data": [{"text": "a"}, {"text": "b"}]})),
+        ("g.json", json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})),
+        ("i.json", json.dumps({"chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}})),
+        ("j.json", json.dumps({"translation": {"en": "a", "de": "b"}})),
         ("h.json", "{"),
         ("train.en", "two words\n\nin lines\n\nof text\n"),
     ],

@@ -128,6 +128,14 @@ def test_every_key_of_a_run_and_its_data(kind: str, cache: Path, monkeypatch: py
     assert same_as_anew(plain, cache, monkeypatch) != first
 
 
+@pytest.mark.parametrize("kind", ["pairs", "translation", "token_classification", "masked"])
+def test_other_tokens_for_another_length(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make(cache, kind, count=12)
+    first = same_as_anew(plain, cache, monkeypatch)
+    shorter = load(None, {"data.max_length": 7}, plain.model_dump())
+    assert same_as_anew(shorter, cache, monkeypatch) != first
+
+
 def edited_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<", "["))
 

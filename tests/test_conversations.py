@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from harness import run_on
@@ -19,7 +20,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.apart import warnings
 from lockstep.data.batch import IGNORED
-from lockstep.data.conversations import Writing, turns, without_nulls, written
+from lockstep.data.conversations import Writing, documents_of, turns, without_nulls, written
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import VERSION, content, digest
 from lockstep.tasks.language_modeling import LanguageModeling
@@ -268,3 +269,23 @@ def test_the_same_bits_with_each_turn_an_example(tmp_path: Path) -> None:
             k: alone[k] for k in ("digest", "loss", "norm", "scores")
         }
         assert other["loss"] == first["loss"]
+
+
+def test_no_character_before_an_answer_is_learned() -> None:
+    """With a token a character: what is learned is what the assistant says, and what the template puts behind it."""
+    inner = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    characters = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", eos_token="[END]")
+    dialogue = said("hm?", "yes, no", "and?", "ok")
+    found = list(
+        documents_of(
+            Dataset.from_list([{"messages": dialogue}]), characters, Writing("messages", template=PLAIN), range(1)
+        )
+    )
+    ((documents, rows),) = found
+    text = "<user> hm?\n<assistant> yes, no\n<user> and?\n<assistant> ok\n"
+    assert rows == 1
+    assert len(documents) == len(text) + 1
+    parts = [text[place] for place in np.flatnonzero(documents.scored[:-1])]
+    assert "".join(parts) == "yes, no\nok\n"
+    assert documents.scored[-1]  # the end token

@@ -148,3 +148,31 @@ def test_a_feed_of_no_micro_batch_knows_the_step() -> None:
     batch = Feed(run, task_of(run), [], torch.device("cpu")).make(0)
     assert batch.targets == 22
     assert batch.own_tokens == 0
+
+
+class Drawing(Classification):
+    """Its collate draws, as one that turns words round at random does."""
+
+    collates_ahead = False
+    drawn: dict[tuple[int, int], float]
+
+    def collate_at(self, columns: Columns, rows: np.ndarray, index: int, step: int) -> MicroBatch:
+        self.drawn[step, index] = float(torch.rand(()))
+        return super().collate_at(columns, rows, index, step)
+
+
+def test_what_a_collate_draws_is_another_thing_in_each_step_and_micro_batch_and_the_same_at_any_number_of_ranks() -> (
+    None
+):
+    run = tiny()
+    found = []
+    for ranks in (1, 2):
+        task = Drawing(run, prepare(run, Classification))
+        task.drawn = {}
+        feeds = [Feed(run, task, share(run.micro_batches, rank, ranks), CPU) for rank in range(ranks)]
+        for step in range(3):
+            for feed in feeds:
+                feed.make(step)
+        found.append(task.drawn)
+    assert found[0] == found[1]
+    assert len({*found[0].values()}) == len(found[0]) == 3 * run.micro_batches

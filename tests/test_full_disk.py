@@ -1,6 +1,7 @@
 """Runs whose disk is too small, or fills up while they train: refused before, warned, and no model is lost."""
 
 import hashlib
+import json
 import os
 import re
 from contextlib import suppress
@@ -121,6 +122,23 @@ def test_a_disk_that_is_full_once_the_last_checkpoint_is_there(tmp_path: Path, w
         status, said = trained(run)
         is_consistent(run, status, said)
         assert (status, weights_in(run.folder / "export")) == (0, weights)
+
+
+def test_a_disk_that_is_full_when_the_scores_are_there(tmp_path: Path, weights: str) -> None:
+    """An older checkpoint makes room for them, too, and not only for the export."""
+    with disk(tmp_path / "disk", 8000):
+        run = run_in(tmp_path / "disk/out", "checkpoint.every=2")
+        with pytest.MonkeyPatch.context() as patch:
+            real = rank.final_scores
+            patch.setattr(rank, "final_scores", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
+            status, said = trained(run)
+        is_consistent(run, status, said)
+        assert (status, weights_in(run.folder / "export")) == (0, weights)
+        assert "step-000004 made room for what comes next" in said
+        assert "could not be written" not in said
+        assert json.loads((run.folder / "scores.json").read_text())["step"] == 6
+        last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+        assert (last["step"], last["split"]) == (6, "test")
 
 
 def test_a_job_that_had_starts_left_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

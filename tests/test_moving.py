@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lockstep.cli import main
 from lockstep.config import errors as messages
@@ -237,6 +238,41 @@ def test_llama_factory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "template: llama3" in said
     assert "dataset: other" in said
+
+
+AXOLOTL = {"base_model": "a/b", "micro_batch_size": 2, "learning_rate": 1e-4, "val_set_size": 0.1}
+AXOLOTL_TEXTS = AXOLOTL | {"datasets": [{"path": "c/d", "type": "completion", "field": "body"}]}
+AXOLOTL_PAIRS = AXOLOTL | {"rl": "dpo", "datasets": [{"path": "c/d", "type": "chat_template.default"}]}
+
+
+def test_packing_of_axolotl_and_llama_factory(here: Path) -> None:
+    """Packed samples of both do not see each other (LLaMA-Factory's: with neat_packing)."""
+
+    def packing(values: dict) -> tuple:
+        (here / "t.yaml").write_text(yaml.safe_dump(values))
+        options = moved(here / "t.yaml").task.options
+        return options.get("packing"), options.get("cross_documents")
+
+    assert packing(AXOLOTL_TEXTS | {"sample_packing": True}) == (True, False)
+    assert packing(AXOLOTL_TEXTS) == packing(AXOLOTL_TEXTS | {"sample_packing": False}) == (False, True)
+    theirs = {"model_name_or_path": "a/b", "dataset": "c", "cutoff_len": 64, "finetuning_type": "full"}
+    assert packing(theirs | {"stage": "pt"}) == (True, True)
+    assert packing(theirs | {"stage": "pt", "packing": False}) == (False, True)
+    assert packing(theirs | {"stage": "pt", "neat_packing": True}) == (True, False)
+
+
+def test_keys_of_axolotl_that_have_a_counterpart(here: Path) -> None:
+    pairs = AXOLOTL_PAIRS | {"sample_packing": False, "activation_offloading": True, "save_strategy": "no"}
+    (here / "p.yaml").write_text(yaml.safe_dump(pairs | {"gradient_checkpointing": True, "eval_strategy": "epoch"}))
+    run = moved(here / "p.yaml", "launch.device=cuda")
+    assert (run.task.name, run.model.offload_activations) == ("preference", True)
+    assert (run.evaluate.every, run.checkpoint.every) == ("epoch", 0)
+    texts = AXOLOTL | {"max_steps": 9, "sample_packing": True, "val_set_size": 0}
+    source = {"path": "c/d", "name": "en", "type": "pretrain", "text_column": "body"}
+    (here / "s.yaml").write_text(yaml.safe_dump(texts | {"pretraining_dataset": [source]}))
+    run = moved(here / "s.yaml")
+    assert (run.data.source, run.data.config, run.data.stream) == ("c/d", "en", True)
+    assert (run.task.options["text"], run.task.options["cross_documents"], run.steps) == ("body", False, 9)
 
 
 @pytest.mark.processes  # DeepSpeed starts some when it is imported

@@ -153,6 +153,61 @@ Trainer(model=model, args=TrainingArguments("o"), train_dataset=data["train"], d
     assert masked.data.max_length == 64
 
 
+QUOTES = """
+import transformers
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, Trainer
+
+tokenizer = AutoTokenizer.from_pretrained("acme/lm")
+data = load_dataset("acme/quotes").map(lambda rows: tokenizer(rows["quote"]), batched=True)
+trainer = Trainer(model=AutoModelForCausalLM.from_pretrained("acme/lm"), train_dataset=data["train"],
+    args=transformers.TrainingArguments("out"), data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+trainer.train()
+"""
+
+
+def test_texts_that_no_call_cuts_are_not_laid_in_blocks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, they became blocks of 256 tokens, without a word."""
+    assert "no text is cut: give task.block_size" in refused("quotes.py", QUOTES, capsys)
+    run = moved("quotes.py", QUOTES, "task.block_size=99")
+    assert (run.task.options["packing"], run.task.options["text"]) == (False, "quote")
+
+
+TABLE = """
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+
+tok = AutoTokenizer.from_pretrained("acme/encoder")
+rows = load_dataset("csv", data_files={"train": "a.csv"}, HOW)
+rows = rows.map(lambda e: tok(e["text"], truncation=True, max_length=64), batched=True)
+model = AutoModelForSequenceClassification.from_pretrained("acme/encoder")
+Trainer(model=model, args=TrainingArguments("out"), train_dataset=rows["train"]).train()
+"""
+
+
+def test_how_a_script_reads_tables(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "name the columns" in refused("c.py", TABLE.replace("HOW", "header=None"), capsys)
+    wanted = "header=0 (not an argument that is known here)"  # a header whose names are replaced
+    assert wanted in refused("d.py", TABLE.replace("HOW", "header=0, names=['text', 'label']"), capsys)
+    assert "skiprows=3 (not an argument" in refused("e.py", TABLE.replace("HOW", "skiprows=3"), capsys)
+    run = moved("a.py", TABLE.replace("HOW", "delimiter=';', column_names=['text', 'label'], quotechar=\"'\""))
+    assert (run.data.separator, run.data.columns, run.data.quote) == (";", ["text", "label"], "single")
+    assert (
+        moved("b.py", TABLE.replace("HOW", "sep='\\t', header=0, quoting=3, encoding='latin-1'")).data.quote == "none"
+    )
+    document = TABLE.replace('"csv"', '"json"').replace("HOW", 'field="data"')
+    assert moved("f.py", document).data.layout == "records"
+
+
+def test_switches_that_are_turned_off(here: Path) -> None:
+    run = moved(
+        "dpo.sh",
+        "trl dpo --model_name_or_path a/b --dataset_name c/d --no_remove_unused_columns --no_gradient_checkpointing\n",
+    )
+    assert run.model.checkpoint_activations is False
+    assert moved("dpo2.sh", "trl dpo --model_name_or_path a/b --dataset_name c/d\n").model.checkpoint_activations
+
+
 # -- TRL -------------------------------------------------------------------------------------------------------------
 
 

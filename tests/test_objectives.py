@@ -3,6 +3,7 @@ metrics beside scikit-learn's; its options and weights."""
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,19 @@ def test_a_step_is_divided_once_whatever_it_is_cut_into(case: str, cut: list[int
     assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
     assert torch.allclose(gradient, true.float(), rtol=1e-4, atol=1e-7)
     assert objective.counted(blank[1]) == 0
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_divides_a_step_is_known_before_it_is_computed(case: str) -> None:
+    """From the labels alone, without a micro-batch: by it the loss of a step is torch's mean."""
+    kind, options, wanted = LOSSES[case]
+    objective, (logits, targets) = made(**options), drawn(kind)
+    columns: Any = SimpleNamespace(flat=lambda name: targets.numpy())
+    divisor = objective.count(columns, np.arange(40))
+    assert divisor == objective.counted(targets)
+    assert float(objective.loss_sum(logits, targets)) / divisor == pytest.approx(
+        float(wanted(logits, targets)), rel=1e-5
+    )
 
 
 def test_the_control_a_mean_of_weighted_means_is_another_loss() -> None:

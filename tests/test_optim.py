@@ -197,6 +197,31 @@ def test_lion_is_that_of_the_paper() -> None:
     assert torch.allclose(weight.double(), expected, atol=1e-6)
 
 
+def test_schedule_free_is_that_of_the_paper() -> None:
+    """Its AdamW in float64: the average x, where the steps go z, and y between them, where gradients are taken; each
+    step weighs in the average by the square of the highest rate so far."""
+    ours, weight, other = pair("schedule_free", "optim.schedule=constant", "optim.betas=[0.8, 0.9]")
+    x = z = y = other.detach().double()
+    square, total, highest = torch.zeros_like(z), 0.0, 0.0
+    for step, rate in enumerate([*RATES, 3e-2]):
+        torch.manual_seed(step + 1)
+        weight.grad = torch.randn(weight.shape)
+        gradient = weight.grad.double()
+        optim.set_rate(ours, rate)
+        ours.step()
+        square = 0.9 * square + 0.1 * gradient.square()
+        change = gradient / ((square / (1 - 0.9 ** (step + 1))).sqrt() + 1e-8) + 0.1 * y
+        z = z - rate * change
+        highest = max(highest, rate)
+        total += highest**2
+        share = highest**2 / total if total else 0.0
+        x = (1 - share) * x + share * z
+        y = 0.2 * z + 0.8 * x
+        assert torch.allclose(weight.double(), y, atol=1e-6), step
+        evaluated = ours.rule.evaluated(weight.detach(), ours.state[weight])
+        assert torch.allclose(evaluated.double(), x, atol=1e-6), step
+
+
 @pytest.mark.extras
 def test_schedule_free_is_that_of_its_library() -> None:
     library = pytest.importorskip("schedulefree")

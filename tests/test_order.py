@@ -61,6 +61,15 @@ def test_epochs_and_seeds_differ() -> None:
         assert 250 < np.abs(np.diff(order)).mean() < 420
 
 
+def test_an_epoch_has_its_examples_in_an_order_of_its_own() -> None:
+    order = Order(40, 8, 3)
+    epochs = [np.concatenate([order.step(epoch * 5 + step) for step in range(5)]) for epoch in range(3)]
+    assert len({tuple(rows.tolist()) for rows in epochs}) == 3
+    together = [{frozenset(order.step(epoch * 5 + step).tolist()) for step in range(5)} for epoch in range(3)]
+    assert not together[0] & together[1]  # nor do the same ones meet again
+    assert not together[1] & together[2]
+
+
 def test_a_far_step_costs_no_more_than_a_near_one() -> None:
     order = Order(10**10, 256, 7)
     rows = order.step(10**12)

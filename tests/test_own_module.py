@@ -239,6 +239,30 @@ def test_a_mean_over_examples_stays_one(loss: str, build: str, here: Path) -> No
     assert found_of(job(here, code, functions=("collate",)))["loss"] == "mean"
 
 
+RARE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def build():
+    return nn.Linear(3, 2)
+
+
+def data():
+    return TensorDataset(torch.randn(500, 3), (torch.arange(500) == 3).long())
+
+
+loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, WEIGHT]))
+"""
+
+
+def test_weights_of_a_class_that_no_item_of_the_trial_has_are_seen(here: Path) -> None:
+    with pytest.raises(RunError, match=r"divides by the weights of the classes that a batch holds.*reduction='sum'"):
+        found_of(job(here, RARE.replace("WEIGHT", "9.0")))
+    assert found_of(job(here, RARE.replace("WEIGHT", "1.0")))["loss"] == "mean"
+
+
 @pytest.mark.parametrize("state", ["self.dice.random()", "next(self.count)"])
 def test_items_that_are_others_the_second_time_are_told(state: str, here: Path) -> None:
     code = TOY.replace("LOSS", "outputs.sum()").partition("def data")[0] + UNSTEADY.replace("STATE", state)

@@ -18,7 +18,7 @@ from lockstep.strategies.engines import side_effects, writes
 from lockstep.strategies.engines.side_effects import SideEffects
 from lockstep.training.feed import Feed
 
-NONE = ["Plain", "FrozenRows", "SwitchedLate"]
+NONE = ["Plain", "FrozenRows", "SwitchedLate", "Queue", "Functional"]
 SEEN = {  # module -> what is seen of its forward, by field
     "LateHook": {"hooked": ["second.weight"]},
     "Clamped": {"written": ["second.weight"], "alike": ["second.weight"]},
@@ -95,7 +95,10 @@ def after_steps(run: Run, tried: bool) -> str:
     return found
 
 
-@pytest.mark.parametrize("name", ["Teacher", "TeacherBuffer", "Clamped", "Renormed", "SwitchedLate", "LateHook"])
+LEAVES = ["Teacher", "TeacherBuffer", "Clamped", "Renormed", "SwitchedLate", "LateHook", "Center", "Queue"]
+
+
+@pytest.mark.parametrize("name", LEAVES)
 def test_a_trial_step_leaves_no_trace(name: str, tmp_path: Path) -> None:
     run = run_of(name, tmp_path, "single")
     assert after_steps(run, tried=True) == after_steps(run, tried=False)
@@ -106,6 +109,8 @@ def test_a_trial_step_leaves_no_trace(name: str, tmp_path: Path) -> None:
     [
         ("FrozenRows", r"would lose the hook on the gradient of words\.weight"),
         ("Keeps", "would lose held: a tensor that a module holds"),
+        ("KeepsInList", "would lose held: a tensor that a module holds"),
+        ("KeepsInFunction", "would lose held: a tensor that a module holds"),
         ("Clamped", r"would lose what the model's forward does to second\.weight"),
         ("ClampedElsewhere", r"would lose what the model's forward does to second\.weight"),
         ("LateHook", r"would lose what the model's forward does to second\.weight"),
@@ -118,6 +123,12 @@ def test_what_fsdp_would_lose_is_refused(name: str, said: str, tmp_path: Path) -
     run = run_of(name, tmp_path, "fsdp2", gather="micro_batch")
     with pytest.raises(RunError, match=said):
         after_steps(run, tried=True)
+
+
+@pytest.mark.parametrize("gather", ["step", "micro_batch"])
+def test_calls_with_other_tensors_have_the_bits_of_single(gather: str, tmp_path: Path) -> None:
+    wanted = after_steps(run_of("Functional", tmp_path, "single"), tried=True)
+    assert after_steps(run_of("Functional", tmp_path, "fsdp2", gather=gather), tried=True) == wanted
 
 
 @pytest.mark.parametrize("name", ["Replaced", "HookAfter"])
@@ -179,3 +190,20 @@ def test_one_process_promises_nothing_of_several(name: str, tmp_path: Path) -> N
     assert "gives the same weights" not in said
     assert f"lockstep evaluate {run.folder} scores the exported model once more" in said
     assert ("this model trains on one process only" in said) == (name != "SwitchedLate")  # seen while it trains
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("ClampedLate", "forward counts in calls"),
+        ("Queue", "the model keeps state between batches: queue"),
+        ("Center", "the model keeps state between batches: center"),
+    ],
+)
+def test_what_may_depend_on_a_count_is_noted_and_nothing_is_promised(name: str, note: str, tmp_path: Path) -> None:
+    run = run_of(name, tmp_path, "single")
+    assert works(World(run), run) == 0
+    said = log(run.folder)
+    assert note in said
+    assert "gives the same weights" not in said
+    assert "whether this is the same training on 2 process(es)" in said

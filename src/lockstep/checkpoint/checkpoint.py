@@ -255,8 +255,13 @@ class Checkpoints:
             raise CheckpointError(text)
         if self.world.is_main:
             self.say(text)
-            if (cleared := self.room.clear(step == self.steps, self.mirror.held if self.mirror else ())) is not None:
+            if (cleared := self.clear(step == self.steps)) is not None:
                 self.say(cleared)
+
+    def clear(self, last: bool = True) -> str | None:
+        """Rank 0: remove older checkpoints where the disk has no room for what comes next; `last`: no checkpoint does.
+        Returns what was removed, in words."""
+        return self.room.clear(last, self.mirror.held if self.mirror else ())
 
     def _writes(self) -> bool:
         """Whether this rank's OUTPUT is that of rank 0. Asked once. Collective."""

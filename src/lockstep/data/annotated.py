@@ -1,6 +1,7 @@
-"""Files of annotated texts whose rows are not lines: CoNLL, SQuAD's own JSON, and JSON that maps columns to values.
+"""Files of annotated texts whose rows are not lines: CoNLL, SQuAD's own JSON, JSON that maps columns to values, and
+JSON documents that hold a list of rows.
 
-In: `data` of a run with `layout: conll`, `squad` or `columns`; files may be compressed. Out: their rows as a
+In: `data` of a run with `layout: conll`, `squad`, `columns` or `records`; files may be compressed. Out: their rows as a
 `datasets.Dataset`, or a `RunError` that names key, file and place. `layout_of` says which of these a file seems to be.
 """
 
@@ -25,7 +26,15 @@ ENDINGS = {
     "conll": (".conll", ".conllu", ".iob", ".iob2", ".bio", ".ner", ".txt", ".tsv"),
     "squad": (".json",),
     "columns": (".json",),
+    "records": (".json",),
 }
+_DOCUMENTS = {  # layout -> what a document of it is
+    "squad": "questions of SQuAD",
+    "records": "rows within a document",
+}
+_ROW_LISTS = ("data", "rows", "records", "examples", "items", "samples", "instances")  # what lists of rows are called
+_TURNS = ({"role", "content"}, {"from", "value"})  # keys of a message, which is no row
+_IDS = 10  # rows of a mapping of ids to rows, at least, unless the ids are numbers
 _CONLLU = ("id", "tokens", "lemmas", "pos_tags", "xpos", "feats", "heads", "relations", "deps", "misc")
 _CONLL_2003 = ("tokens", "pos_tags", "chunk_tags", "ner_tags")
 _TAG = re.compile(r"O|[BIESLU]-\S+")
@@ -35,7 +44,7 @@ _TAGS = 200  # different ones that a file has, at most
 
 
 def layout_of(file: Path, encoding: str) -> str | None:
-    """conll, squad or columns, if a file seems to be that; None for any other."""
+    """conll, squad, columns or records, if a file seems to be that; None for any other."""
     ending = compressed.plain(file).suffix
     try:
         if ending == ".json":
@@ -148,12 +157,46 @@ def _is_conll(text: str, ending: str) -> bool:
 # -- JSON ------------------------------------------------------------------------------------------------------------
 
 
+def check_rows(file: Path, key: str, encoding: str) -> None:
+    """Refuse a .json file that is one document, which would be read as one row. Errors: `RunError`."""
+    if compressed.plain(file).suffix != ".json":
+        return
+    try:
+        held = _document(file, encoding)
+        layout = _layout_of_json(held)
+    except (ValueError, RunError, RecursionError):  # whoever reads it says what is wrong
+        return
+    if layout in _DOCUMENTS:
+        raise RunError(
+            f"{key}: {file} is one document ({_DOCUMENTS[layout]}), and would be read as one row: set data.layout: "
+            f"{layout}"
+        )
+    lists = [name for name, value in held.items() if _is_row_list(value)] if isinstance(held, Mapping) else []
+    if len(lists) > 1:
+        raise RunError(
+            f"{key}: {file} is one document with several lists of rows ({', '.join(lists)}), and would be read as one "
+            "row: write each list to a file of its own"
+        )
+
+
 def _document(file: Path, encoding: str) -> Any:
-    """Errors: `ValueError`."""
-    text = b"".join(compressed.blocks(file, "data")).decode(readable.codec(encoding))
-    if text.lstrip()[:1] != "{":  # rows
+    """The mapping that a file consists of; None for a list of rows, and for a row on each line. Errors:
+    `ValueError`."""
+    blocks = compressed.blocks(file, "data")
+    start = next(blocks, b"")
+    beginning = start.decode(readable.codec(encoding), errors="ignore").lstrip()
+    first, _, rest = beginning.partition("\n")
+    if beginning[:1] != "{" or (rest.strip() and _is_json(first)):
         return None
-    return json.loads(text)
+    return json.loads(b"".join([start, *blocks]).decode(readable.codec(encoding)))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _layout_of_json(held: Any) -> str | None:
@@ -162,6 +205,8 @@ def _layout_of_json(held: Any) -> str | None:
     articles = held.get("data")
     if isinstance(articles, list) and articles and isinstance(articles[0], Mapping) and "paragraphs" in articles[0]:
         return "squad"
+    if _records_in(held) is not None:
+        return "records"
     lists = [values for values in held.values() if isinstance(values, list)]
     if len(lists) == len(held):
         rows = all(isinstance(value, Mapping) for values in lists for value in values)
@@ -170,6 +215,32 @@ def _layout_of_json(held: Any) -> str | None:
     places = {tuple(values) for values in maps}
     numbered = len(maps) == len(held) and len(places) == 1 and all(place.isdigit() for each in places for place in each)
     return "columns" if numbered else None
+
+
+def _records_in(held: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The rows of a document: one list of mappings in it, ids with a row each, or columns and a list of values for each
+    row (pandas' orient table, index and split); None for any other."""
+    columns, data = held.get("columns"), held.get("data")
+    if isinstance(columns, list) and isinstance(data, list):
+        fits = [isinstance(row, list) and len(row) == len(columns) for row in data]
+        if fits and all(fits):
+            return [dict(zip(columns, row, strict=True)) for row in data]
+    lists = {name: value for name, value in held.items() if _is_row_list(value)}
+    if len(lists) == 1 and (len(held) == 1 or next(iter(lists)).lower() in _ROW_LISTS):
+        return next(iter(lists.values()))
+    values = list(held.values())
+    if all(isinstance(value, Mapping) and value for value in values) and len({tuple(value) for value in values}) == 1:
+        names = set(values[0])
+        ids = len(values) >= _IDS or (len(values) > 1 and all(name.isdigit() for name in held))
+        if ids and names not in _TURNS and not all(name.isdigit() for name in names):
+            return values
+    return None
+
+
+def _is_row_list(value: Any) -> bool:
+    """Whether a value is a list of rows, and not one of messages."""
+    rows = isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value)
+    return bool(rows) and not any(turn <= set(value[0]) for turn in _TURNS)
 
 
 def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
@@ -183,6 +254,8 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
         wanted = {
             "squad": 'SQuAD\'s JSON: {"data": [{"paragraphs": [{"context": ..., "qas": [...]}]}]}',
             "columns": 'a mapping of columns to lists that are as long as each other: {"text": [...], "label": [...]}',
+            "records": 'a document with one list of rows, {"data": [{"text": ..., "label": ...}, ...]}, or ids with '
+            "a row each",
         }
         raise RunError(f"{key}: {file}: layout: {layout} wants {wanted[layout]}")
     return held
@@ -199,6 +272,19 @@ def read_columns(files: list[Path], key: str, data: DataSection) -> Dataset:
         lists = {name: values if isinstance(values, list) else list(values.values()) for name, values in held.items()}
         try:
             parts.append(datasets.Dataset.from_dict(lists))
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{key}: {file}: a column holds values of several kinds: {error}") from None
+    return _together(files, parts, key)
+
+
+def read_records(files: list[Path], key: str, data: DataSection) -> Dataset:
+    """The rows that a document holds. Errors: `RunError`."""
+    parts = []
+    for file in files:
+        rows = _records_in(_read_document(file, key, data, "records"))
+        assert rows is not None  # by its layout
+        try:
+            parts.append(row_files.of_rows(rows))
         except (ValueError, TypeError) as error:
             raise RunError(f"{key}: {file}: a column holds values of several kinds: {error}") from None
     return _together(files, parts, key)

@@ -67,13 +67,18 @@ ROLES = {
 
 
 def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
-    """The same where messages have `role` and `content`; those of `from` and `value` get these. Errors: `RunError` for
-    one who speaks that has no role here."""
-    inner = getattr(dataset.features[column], "feature", None)
-    if not isinstance(inner, Mapping) or "role" in inner or not {"from", "value"} <= set(inner):
+    """Rows whose messages have `role` and `content`: those of `from` and `value` get these, and a message by itself
+    becomes a list of one. Errors: `RunError` for one who speaks that has no role here."""
+    feature = dataset.features[column]
+    inner = feature if isinstance(feature, Mapping) else getattr(feature, "feature", None)
+    if not isinstance(inner, Mapping) or not ({"from", "value"} <= set(inner) or {"role", "content"} <= set(inner)):
+        return dataset
+    if inner is not feature and "role" in inner:
         return dataset
 
     def renamed(turn: Mapping[str, Any], row: int) -> dict[str, Any]:
+        if "role" in inner:
+            return dict(turn)
         role = ROLES.get(str(turn["from"]).strip().lower())
         if role is None:
             raise RunError(
@@ -84,7 +89,8 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
         return {"role": role, "content": turn["value"], **rest}
 
     def batch(rows: dict[str, list], places: list[int]) -> dict[str, list]:
-        held = zip(rows[column], places, strict=True)
+        several = ([told] if isinstance(told, Mapping) else told for told in rows[column])
+        held = zip(several, places, strict=True)
         return {column: [None if told is None else [renamed(turn, row) for turn in told] for told, row in held]}
 
     return dataset.map(batch, with_indices=True, batched=True)

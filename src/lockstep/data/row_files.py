@@ -10,7 +10,7 @@ import codecs
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,19 +95,26 @@ def read(files: list[Path], key: str, plain: str | None, data: DataSection) -> D
 
 def _read(files: list[Path], ending: str, key: str, plain: str | None, data: DataSection) -> Dataset:
     """Files of one format, none of them compressed. Errors: `RunError`."""
-    import datasets
-
     encoding = data.encoding
     builder, options = FORMATS[ending]
     if builder == "lines":
         return _plain(files, plain, encoding) if plain else _lines(files, key, encoding)
     utf8 = codecs.lookup(encoding).name == "utf-8"
     if builder == "json" and not utf8:  # its reader knows UTF-8 only
-        return datasets.Dataset.from_list([row for file in files for row in _rows_of(file, key, encoding)])
+        return of_rows([row for file in files for row in _rows_of(file, key, encoding)])
     if builder == "json":
         for file in files:
             readable.check_levels(file, key)
     return _loaded(builder, files, key, encoding, options)
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+    """Rows with all columns that any of them has, and null where one has none (`Dataset.from_list` takes the columns of
+    the first row). Errors: what pyarrow raises for a column of several kinds."""
+    import datasets
+
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
 
 
 def without_index(rows: Dataset) -> Dataset:

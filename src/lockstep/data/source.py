@@ -43,6 +43,7 @@ _READERS = {
     "conll": annotated.read_conll,
     "squad": annotated.read_squad,
     "columns": annotated.read_columns,
+    "records": annotated.read_records,
 }
 
 
@@ -54,6 +55,7 @@ class Source:
     splits: dict[str, Dataset]
     left_out: dict[str, int] = field(default_factory=dict)  # split -> rows that `data.filter` left out
     sources: list[str] = field(default_factory=list)  # names of those of a mixture, by their numbers in `SOURCE`
+    columns: tuple[str, ...] = ()  # that the task reads
 
 
 def files_of(data: DataSection) -> list[Path]:
@@ -156,7 +158,7 @@ def load(
     for name, split in splits.items():
         if len(split) == 0:
             raise RunError(f"data.{name}: the {name} split of {source.name} is empty")
-    return Source(source.name, splits, left_out)
+    return Source(source.name, splits, left_out, columns=tuple((columns or {}).values()))
 
 
 # -- local files -----------------------------------------------------------------------------------------------------
@@ -260,6 +262,8 @@ def _expand(value: str | list[str], key: str, layout: str, root: Path | None = N
 def _read(files: list[Path], key: str, plain: str | None, data: DataSection) -> Dataset:
     if data.layout != "rows":
         return _READERS[data.layout](files, key, data)
+    for file in files:
+        annotated.check_rows(file, key, data.encoding)
     return row_files.read(files, key, plain, data)
 
 

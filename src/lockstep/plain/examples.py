@@ -4,20 +4,24 @@ In: a run file as a mapping, a tokenizer, rows. Out: examples as mappings, in th
 what the task's loss compares with.
 """
 
+import json
+from collections.abc import Callable
 from typing import Any
 
-from lockstep.plain.rows import NotCovered, Row, columns, get
+from lockstep.plain.rows import Row, columns, get, same
 
-IGNORED = -100
+IGNORED = -100  # no label, as in transformers
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
 
 
-def examples(run: dict, tokenizer: Any, rows: list[Row], labels: list[Any]) -> list[dict[str, Any]]:
-    """All examples of some rows. `labels`: the values of labels, in the order of their codes."""
-    task, most = run["task"], run["data"]["max_length"]
-    if task["name"] == "language_modeling":
-        return _language(task, tokenizer, rows)
-    make = {"classification": _classification}[task["name"]]
-    return [make(task, tokenizer, row, most, labels) for row in rows]
+def examples(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
+    """All examples of some rows. `job`: a `Plain`."""
+    name = job.run["task"]["name"]
+    if name == "language_modeling":
+        return _language(job, rows)
+    if name == "masked_language_modeling":
+        return _hidden(job, rows)
+    return [MAKERS[name](job, row, job.run["task"], job.run["data"]["max_length"]) for row in rows]
 
 
 def end_of(tokenizer: Any) -> int | None:
@@ -25,11 +29,22 @@ def end_of(tokenizer: Any) -> int | None:
     return tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
 
+def tokens(tokenizer: Any, *texts: str, **options: Any) -> list[int]:
+    """The tokens of a text or of two."""
+    return list(tokenizer(*texts, verbose=False, **options)["input_ids"])
+
+
+def closed(tokenizer: Any, ids: list[int]) -> list[int]:
+    """With the end token behind, where it is not there already."""
+    end = end_of(tokenizer)
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
 def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
     """What labels are called in the data, in the order of their codes: sorted, or as the run file names them."""
     task, (_, names) = run["task"], columns(run["task"])
     if task["name"] == "token_classification":
-        return sorted({tag for row in rows for tag in get(row, names[0])})
+        return sorted({str(tag) for row in rows for tag in get(row, names[0])})
     if task["name"] != "classification" or task["regression"]:
         return []
     if len(names) > 1:
@@ -45,10 +60,10 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
 # -- one example a row -------------------------------------------------------------------------------------------------
 
 
-def _classification(task: dict, tokenizer: Any, row: Row, most: int, labels: list[Any]) -> dict[str, Any]:
+def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     texts, names = columns(task)
-    found = tokenizer(*(get(row, column) for column in texts), truncation=True, max_length=most)
-    instead = tokenizer.pad_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    found = job.tokenizer(*(get(row, column) for column in texts), truncation=True, max_length=most)
+    instead = job.tokenizer.pad_token_id if job.tokenizer.eos_token_id is None else job.tokenizer.eos_token_id
     example = {"input_ids": found["input_ids"] or [instead]}
     if len(texts) == 2 and "token_type_ids" in found:
         example["token_type_ids"] = found["token_type_ids"] or [0]
@@ -56,58 +71,190 @@ def _classification(task: dict, tokenizer: Any, row: Row, most: int, labels: lis
     if task["regression"]:
         return example | {"labels": [float(n) for n in (held[0] if isinstance(held[0], list) else held)]}
     if task["multi_label"]:
-        has = [bool(value) for value in held] if len(names) > 1 else [label in held[0] for label in labels]
+        has = [bool(value) for value in held] if len(names) > 1 else [label in held[0] for label in job.labels]
         return example | {"labels": [float(each) for each in has]}
-    value = str(held[0]).lower() if isinstance(held[0], bool) and held[0] not in labels else held[0]
-    return example | {"labels": labels.index(value)}
+    return example | {"labels": job.labels.index(held[0])}
 
 
-# -- causal language models --------------------------------------------------------------------------------------------
+def _tags(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+    """A word's first token has its tag."""
+    words, tags = ([str(value) for value in get(row, task[key])] for key in ("words", "tags"))
+    found = job.tokenizer(words, is_split_into_words=True, truncation=True, max_length=most)
+    of = found.word_ids()
+    first = [word is not None and word not in of[:place] for place, word in enumerate(of)]
+    labels = [job.labels.index(tags[word]) if has else IGNORED for word, has in zip(of, first, strict=True)]
+    return {"input_ids": found["input_ids"], "next": labels}
 
 
-def _language(task: dict, tokenizer: Any, rows: list[Row]) -> list[dict[str, Any]]:
-    """Texts one after the other in full blocks, or each by itself; a token's label is the token itself, as in
-    transformers, and IGNORED where it is only read."""
-    size, alone = task["block_size"], not task["cross_documents"]
-    texts = [_text(task, tokenizer, row) for row in rows]
-    if task["packing"] if task["packing"] is not None else not (task["prompt"] or task["messages"]):
-        ids = [token for text, _ in texts for token in text]
-        wanted = [IGNORED if alone and place == 0 else label for _, known in texts for place, label in enumerate(known)]
-        places = [place for text, _ in texts for place in range(len(text))]
-        return _blocks(ids, wanted, size, places if alone else None)
-    if task["prompt"] or task["messages"]:
-        texts = [(ids[: size + 1], known[: size + 1]) for ids, known in texts]
-    return [example for ids, known in texts for example in _blocks(ids, known, size, None)]
+def _pair(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+    """A source and its target."""
+    cut = {"truncation": True, "max_length": most}
+    ids = tokens(job.tokenizer, task["prefix"] + get(row, task["source"]), **cut)
+    target = {"text_target": get(row, task["target"]), **cut, "max_length": task["target_length"] or most}
+    wanted = tokens(job.target_tokenizer, **target)
+    return {"input_ids": ids or closed(job.tokenizer, []), "next": wanted or closed(job.target_tokenizer, [])}
 
 
-def _blocks(ids: list[int], labels: list[int], size: int, places: list[int] | None) -> list[dict[str, Any]]:
-    """Blocks that share a token: the last label of one is the first token of the next. `labels` are shifted here: the
-    label at a place is the token that follows. A block with nothing to predict is none."""
+def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+    """The windows of a question, as in transformers' own script: where the answer is not in one, its first token."""
+    window = {"truncation": "only_second", "max_length": most, "stride": task["stride"]}
+    both = get(row, task["question"]).strip(), get(row, task["context"])
+    found = job.tokenizer(*both, **window, return_overflowing_tokens=True, return_offsets_mapping=True)
+    held, windows = get(row, task["answers"]), list[dict[str, Any]]()
+    if isinstance(held, dict):  # the first answer is learned
+        held = [{"text": text, "answer_start": at} for text, at in zip(held["text"], held["answer_start"], strict=True)]
+    for part, ids in enumerate(found["input_ids"]):
+        spans, sides, ends = found["offset_mapping"][part], found.sequence_ids(part), (0, 0)
+        inside = [place for place, side in enumerate(sides) if side == 1]
+        if held:
+            start, stop = held[0]["answer_start"], held[0]["answer_start"] + len(held[0]["text"])
+            if spans[inside[0]][0] <= start and spans[inside[-1]][1] >= stop:
+                first = max(place for place in inside if spans[place][0] <= start)
+                ends = first, min(place for place in inside if spans[place][1] >= stop)
+        types = {"token_type_ids": found["token_type_ids"][part]} if "token_type_ids" in found else {}
+        windows.append({"input_ids": ids, "ends": ends, **types})
+    return {"windows": windows}
+
+
+def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+    """The texts of a row, and the score of the two."""
+    texts = [get(row, column) for column in columns(task)[0]]
+    ids = [tokens(job.tokenizer, text, truncation=True, max_length=most) for text in texts]
+    low, high = task["score_range"]
+    score = (get(row, task["score"]) - low) / (high - low) if task["score"] else None
+    names = [same({"text": text}, ["text"]) for text in texts]
+    return {"texts": [each or closed(job.tokenizer, []) for each in ids], "names": names, "score": score}
+
+
+def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+    """A prompt with each of two answers, and where these begin."""
     found = []
+    for key in ("chosen", "rejected"):
+        asked, told = task["prompt"] and get(row, task["prompt"]), get(row, task[key])
+        if task["conversations"]:
+            before, after = ([{"role": r, "content": t}] if isinstance(t, str) else list(t or ())
+                             for r, t in (("user", asked), ("assistant", told)))  # fmt: skip
+            ids, known = _turns(job, [*before, *after], None, {})[-1]
+            first = next((place for place, learned in enumerate(known) if learned), len(ids))
+        else:
+            prompt = _open(job.tokenizer, tokens(job.tokenizer, asked)) if asked is not None else []
+            ids, first = prompt + tokens(job.tokenizer, told, add_special_tokens=asked is None), len(prompt)
+        ids, first = closed(job.tokenizer, ids), max(1, first)
+        found.append({"input_ids": ids[:most], "next": [*([IGNORED] * first + ids[first:])[1:most], IGNORED]})
+    return {"answers": found}
+
+
+def _open(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Without end tokens behind."""
+    while ids and ids[-1] == end_of(tokenizer):
+        ids.pop()
+    return ids
+
+
+MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "classification": _classification,
+    "token_classification": _tags,
+    **dict.fromkeys(("translation", "summarization"), _pair),
+    "question_answering": _question,
+    "embedding": _texts,
+    **dict.fromkeys(("preference", "reward"), _answers),
+}
+
+
+# -- language models ---------------------------------------------------------------------------------------------------
+
+
+def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
+    """Texts one after the other in full blocks, or each by itself."""
+    task = job.run["task"]
+    size, cut = task["block_size"], bool(task["prompt"] or task["messages"])
+    texts = [each for row in rows for each in _documents(job, row, task)]
+    if not (task["packing"] if task["packing"] is not None else not cut):
+        most = size + 1 if cut else None
+        return [block for ids, known in texts for block in _blocks(ids[:most], known[:most], size)]
+    apart = not task["cross_documents"]
+    known = [t and not (apart and place == 0) for _, learned in texts for place, t in enumerate(learned)]
+    places = [place for ids, _ in texts for place in range(len(ids))]
+    return _blocks([token for ids, _ in texts for token in ids], known, size, places if apart else None)
+
+
+def _blocks(ids: list[int], known: list[bool], size: int, places: list[int] | None = None) -> list[dict[str, Any]]:
+    """Blocks and what follows each token of them; the last token of all is only predicted. `known`: whether a token is
+    learned; `places`: where it stands in its text, if texts do not see each other."""
+    found, wanted = [], [token if learned else IGNORED for token, learned in zip(ids, known, strict=True)]
     for start in range(0, len(ids) - 1, size):
         stop = min(start + size, len(ids) - 1)
-        block: dict[str, Any] = {"input_ids": ids[start:stop], "next": labels[start + 1 : stop + 1]}
+        block: dict[str, Any] = {"input_ids": ids[start:stop], "next": wanted[start + 1 : stop + 1]}
         if places is not None:
-            within = places[start:stop]
-            block["position_ids"] = [min(place, i) for i, place in enumerate(within)]
-        if any(label != IGNORED for label in block["next"]):
-            found.append(block)
+            block["position_ids"] = [min(place, i) for i, place in enumerate(places[start:stop])]
+        found += [block] * any(label != IGNORED for label in block["next"])
     return found
 
 
-def _text(task: dict, tokenizer: Any, row: Row) -> tuple[list[int], list[int]]:
-    """The tokens of a row, closed by the end token, and their labels."""
-    end = end_of(tokenizer)
+def _documents(job: Any, row: Row, task: dict) -> list[tuple[list[int], list[bool]]]:
+    """The texts of a row as tokens, and which of these are learned."""
     if task["messages"]:
-        raise NotCovered("task.messages: plain has no conversations yet")
+        tools = get(row, task["tools"]) if task["tools"] else None
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
+        return _turns(job, get(row, task["messages"]), tools, task["template_arguments"])
     if not task["prompt"]:
-        ids = list(tokenizer(get(row, task["text"]), verbose=False)["input_ids"])
-        ids += [end] if end is not None and ids and ids[-1] != end else []
-        ids = ids or ([end] if end is not None else [])
-        return ids, list(ids)
-    asked = list(tokenizer(get(row, task["prompt"]), verbose=False)["input_ids"])
-    while asked and asked[-1] == end:
-        asked.pop()
-    told = list(tokenizer(get(row, task["response"]), add_special_tokens=False, verbose=False)["input_ids"])
-    told += [end] if end is not None and told[-1:] != [end] else []
-    return asked + told, [IGNORED] * len(asked) + told
+        ids = closed(job.tokenizer, tokens(job.tokenizer, get(row, task["text"])))
+        return [(ids, [True] * len(ids))]
+    asked = _open(job.tokenizer, tokens(job.tokenizer, get(row, task["prompt"])))
+    told = closed(job.tokenizer, tokens(job.tokenizer, get(row, task["response"]), add_special_tokens=False))
+    return [(asked + told, [False] * len(asked) + [True] * len(told))]
+
+
+def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple[list[int], list[bool]]]:
+    """A conversation by the chat template, once, or once for each turn of the assistant; its turns are learned, from
+    behind what asks for them."""
+    task, tokenizer, found = job.run["task"], job.tokenizer, []
+    messages = [
+        {"role": ROLES.get(str(m.get("from")), m.get("from")), "content": m.get("value")}
+        | {key: value for key, value in m.items() if value is not None and key not in ("from", "value")}
+        for m in row
+    ]
+    messages = [{**m, "content": m.get("content") or ""} for m in messages]
+
+    def text(count: int, opened: bool = False) -> str:
+        how = {"tools": tools, "chat_template": task["chat_template"], "tokenize": False, **arguments}
+        return tokenizer.apply_chat_template(messages[:count], add_generation_prompt=opened, **how)
+
+    at = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    at = at[-1:] if task["name"] != "language_modeling" else at
+    spans = [(len(text(place, True)), len(text(place + 1))) for place in at]
+    each = task.get("turns") == "each"
+    for whole, learned in (
+        [(text(p + 1), [s]) for p, s in zip(at, spans, strict=True)] if each else [(text(len(messages)), spans)]
+    ):
+        made = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        known = [any(begin < end <= stop for begin, stop in learned) for _, end in made["offset_mapping"]]
+        ids = closed(tokenizer, list(made["input_ids"]))
+        found.append((ids, known + known[-1:] * (len(ids) - len(known))))
+    return found
+
+
+def _hidden(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
+    """Texts as a masked language model reads them, before tokens are masked."""
+    task, size = job.run["task"], job.run["data"]["max_length"]
+    texts = [get(row, task["text"]) for row in rows]
+    if task["packing"]:
+        ids = [token for text in texts for token in closed(job.tokenizer, tokens(job.tokenizer, text))]
+        return _blocks(ids, [True] * len(ids), size)
+    cut = {"truncation": True, "max_length": size, "return_overflowing_tokens": True}
+    return [{"input_ids": ids} for text in texts for ids in job.tokenizer([text], **cut)["input_ids"]]
+
+
+def masked(job: Any, example: dict, read: list[int], predicted: list[int]) -> dict[str, Any]:
+    """An example with masks that were drawn elsewhere, once they are seen to be its own and as many as the run file
+    says. Errors: `ValueError`."""
+    ids, task = example["input_ids"], job.run["task"]
+    hidden = [label != IGNORED for label in predicted]
+    right = all(
+        (label if has else token) == own for token, label, has, own in zip(read, predicted, hidden, ids, strict=True)
+    )
+    special = {*job.tokenizer.all_special_ids} - {job.tokenizer.unk_token_id}
+    most = max(1, round(task["masked"] * (sum(token not in special for token in ids) or len(ids))))
+    if len(read) != len(ids) or not right or (sum(hidden) != most and not task["whole_words"]):
+        raise ValueError(f"{sum(hidden)} tokens are masked, {most} should be, or they are of another text")
+    return {"input_ids": read, "next": predicted}

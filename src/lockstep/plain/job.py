@@ -3,7 +3,9 @@
 In: a run file as a mapping, and a tokenizer's folder. Out: a `Plain`, which reads what it is asked for, once.
 """
 
+import json
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,17 @@ class Plain:
     """A run, read plainly. `rows`: raw rows by split, where the caller has read them; `labels`: the values of labels in
     the order of their codes, where those rows do not show all."""
 
+    reference: Any = None  # of preferences: the model before training
+
     def __init__(
         self, run: dict, tokenizer: str, rows: dict[str, list[Row]] | None = None, labels: list[Any] | None = None
     ) -> None:
         from transformers import AutoTokenizer
 
-        self.run = run
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=run["model"]["trust_remote_code"])
+        self.run, trusted = run, {"trust_remote_code": run["model"]["trust_remote_code"]}
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, **trusted)
+        own = Path(tokenizer) / "target"  # of a translation's targets, where they have one of their own
+        self.target_tokenizer = AutoTokenizer.from_pretrained(own, **trusted) if own.is_dir() else self.tokenizer
         if rows is not None:
             self.splits = rows
         if labels is not None:
@@ -33,35 +39,50 @@ class Plain:
         """The rows of all splits."""
         return read_splits(self.run, self.tokenizer)
 
-    def rows(self, split: str) -> list[Row]:
-        """The rows of a split."""
-        return self.splits[split]
-
     @cached_property
     def labels(self) -> list[Any]:
-        """The values of labels, in the order of their codes: those of all rows of train, before any is cut off."""
+        """The values of labels, in the order of their codes."""
         return made.values_of_labels(self.run, self.splits["train"])
 
     @property
-    def names(self) -> list[str]:
-        """What labels are called in the model's config."""
-        return self.run["task"].get("label_names") or [str(label) for label in self.labels]
+    def outputs(self) -> int:
+        """Numbers that a classifier has to give of a text."""
+        regression = self.run["task"].get("regression")
+        return len(self.encode(self.splits["train"][:1])[0]["labels"]) if regression else len(self.labels) or 1
 
     @cached_property
     def class_weights(self) -> list[float] | None:
-        """The weight of each label in the loss, to a millionth (2^-20), as the run file gives them."""
+        """The weight of each label in the loss, rounded to 2^-20."""
         task = self.run["task"]
         wanted = task.get("class_weights")
         if not wanted:
             return None
-        if isinstance(wanted, dict):
-            found: Any = [wanted.get(name, 1.0) for name in self.names]
-        else:
+        names = task["label_names"] or [str(label) for label in self.labels]
+        found: Any = [wanted.get(name, 1.0) for name in names] if isinstance(wanted, dict) else None
+        if found is None:  # balanced, as of scikit-learn
             encoded = [each["labels"] for each in self.examples("train")]
             total = len(encoded)
             of = np.sum(encoded, 0) if task["multi_label"] else np.bincount(encoded, minlength=len(self.labels))
             found = (total - of) / of if task["multi_label"] else total / (len(self.labels) * of)
         return [max(1, round(weight * 2**20)) / 2**20 for weight in found]
+
+    @property
+    def pooling(self) -> str:
+        """How hidden states become a vector: as the run file or the model's own files say, else their mean."""
+        from transformers.utils import cached_file
+
+        source, quiet = self.run["model"]["source"], {"_raise_exceptions_for_missing_entries": False}
+        if self.run["task"]["pooling"] or not source:
+            return self.run["task"]["pooling"] or "mean"
+        file = cached_file(source, "1_Pooling/config.json", revision=self.run["model"]["revision"], **quiet)
+        told = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        return (
+            "cls"
+            if told.get("pooling_mode_cls_token")
+            else "last_token"
+            if told.get("pooling_mode_lasttoken")
+            else "mean"
+        )
 
     @cache  # noqa: B019 - as long as the job
     def examples(self, split: str) -> list[dict]:
@@ -70,4 +91,4 @@ class Plain:
 
     def encode(self, rows: list[Row]) -> list[dict]:
         """The examples of some rows."""
-        return made.examples(self.run, self.tokenizer, rows, self.labels)
+        return made.examples(self, rows)

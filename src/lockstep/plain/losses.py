@@ -3,24 +3,23 @@
 In: a model, examples. Out: the sum of the losses over targets, and how many targets there are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, normalize
 
 from lockstep.plain.examples import IGNORED
+from lockstep.plain.rows import NotCovered
 
-SMALL = 1e-4  # of the loss: what a model adds to the cross entropy, from which on it is more than rounding
+Loss = tuple[Tensor, float]
 
 
-def batch_loss(job: Any, model: nn.Module, examples: list[dict], step: int = 0) -> tuple[Tensor, float]:
+def batch_loss(job: Any, model: nn.Module, examples: list[dict]) -> Loss:
     """The sum over targets, float32 with a graph, and the number of targets, with their weights. `job`: a `Plain`."""
-    name = job.run["task"]["name"]
-    device = next(model.parameters()).device
-    return {"classification": _classification, "language_modeling": _next_tokens}[name](job, model, examples, device)
+    return LOSSES[job.run["task"]["name"]](job, model, examples, next(model.parameters()).device)
 
 
 def padded(examples: list[dict], name: str, fill: int, device: Any) -> Tensor:
@@ -32,18 +31,15 @@ def padded(examples: list[dict], name: str, fill: int, device: Any) -> Tensor:
 def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
     """What a model reads."""
     found = {"input_ids": padded(examples, "input_ids", job.tokenizer.pad_token_id, device)}
-    ones = [{"mask": [1] * len(example["input_ids"])} for example in examples]
-    found["attention_mask"] = padded(ones, "mask", 0, device)
     if "token_type_ids" in examples[0]:
         found["token_type_ids"] = padded(examples, "token_type_ids", 0, device)
-    if "position_ids" in examples[0]:
-        # where texts are read by themselves: positions that begin anew say so, and transformers asks for no mask then
-        found["position_ids"] = padded(examples, "position_ids", 0, device)
-        del found["attention_mask"]
-    return found
+    if "position_ids" in examples[0]:  # that begin anew with each text: to transformers, that texts are read alone
+        return found | {"position_ids": padded(examples, "position_ids", 0, device)}
+    ones = [{"mask": [1] * len(example["input_ids"])} for example in examples]
+    return found | {"attention_mask": padded(ones, "mask", 0, device)}
 
 
-def _classification(job: Any, model: nn.Module, examples: list[dict], device: Any) -> tuple[Tensor, float]:
+def _classification(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     task = job.run["task"]
     logits = model(**inputs_of(job, examples, device)).logits.float()  # [B, C]
     labels = torch.tensor([example["labels"] for example in examples], device=device)
@@ -66,17 +62,123 @@ def _classification(job: Any, model: nn.Module, examples: list[dict], device: An
     return cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=smooth), count
 
 
-def _next_tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> tuple[Tensor, float]:
-    """Cross entropy of each token after those before it, and what the model itself adds to it."""
-    inputs, wanted = inputs_of(job, examples, device), padded(examples, "next", IGNORED, device)
-    return _tokens(model(**inputs).logits, wanted)
+def _tokens(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
+    """Cross entropy of a label at each token of one text, and what a model's routers add to it as transformers has it:
+    a multiple of their loss to the mean."""
+    found = model(**inputs_of(job, examples, device))
+    total, count = _summed(found.logits, padded(examples, "next", IGNORED, device))
+    routers = getattr(found, "aux_loss", None)
+    return total if routers is None else total + count * model.config.router_aux_loss_coef * routers, count
 
 
-def _tokens(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> tuple[Tensor, float]:
+def _summed(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Loss:
     """Cross entropy of [B, T, V] against [B, T], summed over what is not IGNORED."""
     flat = logits.float().flatten(0, 1)
     total = cross_entropy(flat, wanted.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
     return total, int((wanted != IGNORED).sum())
+
+
+def _pairs(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
+    """Cross entropy of the targets; given as labels, so that the model itself shifts what its decoder reads."""
+    wanted = padded(examples, "next", IGNORED, device)
+    logits = model(**inputs_of(job, examples, device), labels=wanted).logits
+    return _summed(logits, wanted, job.run["task"]["label_smoothing"])
+
+
+def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
+    """Cross entropies of the first and the last token of the answer, among all that are no padding."""
+    windows = [window for example in examples for window in example["windows"]]
+    inputs = inputs_of(job, windows, device)
+    found = model(**inputs)
+    both = (found.start_logits, found.end_logits) if "start_logits" in found else found.logits.unbind(-1)
+    least = torch.finfo(torch.float32).min
+    logits = [side.float().masked_fill(inputs["attention_mask"] == 0, least) for side in both]
+    ends = torch.tensor([window["ends"] for window in windows], device=device)
+    losses = [cross_entropy(side, ends[:, place], reduction="sum") for place, side in enumerate(logits)]
+    return losses[0] + losses[1], 2 * len(windows)
+
+
+def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
+    """Of each row the cross entropy of its positive among the texts of its batch, by cosine; or the squared error of
+    the cosine. A text is not told apart from itself, nor from other positives of its anchor."""
+    task, count = job.run["task"], len(examples)
+    sides = len(examples[0]["texts"])
+    texts = [{"input_ids": example["texts"][side]} for side in range(sides) for example in examples]
+    inputs = inputs_of(job, texts, device)
+    found = model(**inputs)
+    vectors = found.logits if "logits" in found else pooled(found.last_hidden_state, inputs, job.pooling)
+    asked, others = vectors[:count], vectors[count:]
+    if task["score"]:
+        wanted = torch.tensor([example["score"] for example in examples], device=device).float()
+        return ((asked * others).sum(1) - wanted).square().sum(), count
+    scores = task["scale"] * asked.float() @ others.float().T
+    own, other = ([e["names"][side] for side in some for e in examples] for some in ((0,), range(1, sides)))
+    most = task["negatives"] or count  # other rows that a row is told apart from
+    hidden = [
+        [
+            at != row and (name in (own[row], other[row]) or own[at:][:1] == [own[row]] or (at - row) % count > most)
+            for at, name in enumerate(other)
+        ]
+        for row in range(count)
+    ]
+    scores = scores.masked_fill(torch.tensor(hidden, device=device), -torch.inf)
+    return cross_entropy(scores, torch.arange(count, device=device), reduction="sum"), count
+
+
+def pooled(hidden: Tensor, inputs: dict[str, Tensor], how: str) -> Tensor:
+    """Vectors of unit length: of the first token, of the last, or the mean of all: float32 [B, H]."""
+    hidden, mask = hidden.float(), inputs["attention_mask"][:, :, None].float()
+    last = hidden[torch.arange(len(hidden)), inputs["attention_mask"].sum(1) - 1]
+    ways = {"cls": hidden[:, 0], "last_token": last, "mean": (hidden * mask).sum(1) / mask.sum(1)}
+    return normalize(ways[how], dim=-1)
+
+
+def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
+    """The losses of DPO (arXiv:2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425) and SimPO (2405.14734)."""
+    task, pairs = job.run["task"], [answer for example in examples for answer in example["answers"]]
+    inputs, wanted = inputs_of(job, pairs, device), padded(pairs, "next", IGNORED, device)
+
+    def said(by: nn.Module) -> Tensor:
+        """Log-probabilities of the answers: [B, 2]."""
+        logits = by(**inputs).logits.float()
+        each = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view(wanted.shape)
+        return -(each.sum(1) / ((wanted != IGNORED).sum(1) if task["loss"] in ("ipo", "simpo") else 1)).view(-1, 2)
+
+    found = said(model)
+    if task["loss"] != "simpo":
+        if job.reference is None:
+            raise NotCovered("task.loss: a reference model is needed, and none was given")
+        with torch.no_grad():
+            before = said(job.reference)
+        found = found - before
+    margin, smooth = found[:, 0] - found[:, 1], task["label_smoothing"]
+    scaled = task["beta"] * margin
+    losses = {
+        "dpo": -(1 - smooth) * logsigmoid(scaled) - smooth * logsigmoid(-scaled),
+        "ipo": (margin - 1 / (2 * task["beta"])).square(),
+        "hinge": (1 - scaled).relu(),
+        "simpo": -logsigmoid(scaled - task.get("gamma", 0.0)),
+    }
+    return losses[task["loss"]].sum(), len(examples)
+
+
+def _reward(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
+    """The loss of Bradley and Terry's model of choices (arXiv:2203.02155)."""
+    answers = [answer for example in examples for answer in example["answers"]]
+    rewards = model(**inputs_of(job, answers, device)).logits.float().view(-1, 2)
+    losses = -logsigmoid(rewards[:, 0] - rewards[:, 1]) + job.run["task"]["center"] * rewards.sum(1).square()
+    return losses.sum(), len(examples)
+
+
+LOSSES: dict[str, Callable[..., Loss]] = {
+    "classification": _classification,
+    **dict.fromkeys(("language_modeling", "masked_language_modeling", "token_classification"), _tokens),
+    **dict.fromkeys(("translation", "summarization"), _pairs),
+    "question_answering": _questions,
+    "embedding": _embedding,
+    "preference": _preference,
+    "reward": _reward,
+}
 
 
 @contextmanager

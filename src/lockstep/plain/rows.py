@@ -3,33 +3,28 @@
 In: a run file as a mapping. Out: rows by split as mappings, in the order of the files, which is the order of examples.
 """
 
-import csv
 import glob
 import json
-import math
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 Row = dict[str, Any]
-READ = {  # the keys of a task that name columns of texts
-    "classification": "text text_pair",
-    "text": "text",
-    "prompt": "prompt response",
-    "messages": "messages",
-    "masked_language_modeling": "text",
-    "token_classification": "words",
-    **dict.fromkeys(("translation", "summarization"), "source target"),
-    **dict.fromkeys(("preference", "reward"), "prompt chosen rejected"),
-    "question_answering": "question context",
-    "embedding": "anchor positive negative",
+TASKS = {  # task -> keys of columns of texts | of labels, Auto class of transformers, task of peft
+    "classification": ("text text_pair | label", "ForSequenceClassification", "SEQ_CLS"),
+    "token_classification": ("words | tags", "ForTokenClassification", "TOKEN_CLS"),
+    "language_modeling": ("text prompt response messages |", "ForCausalLM", "CAUSAL_LM"),
+    "masked_language_modeling": ("text |", "ForMaskedLM", "FEATURE_EXTRACTION"),
+    "translation": ("source target |", "ForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+    "summarization": ("source target |", "ForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+    "question_answering": ("question context | answers", "ForQuestionAnswering", "QUESTION_ANS"),
+    "embedding": ("anchor positive negative | score", "", "FEATURE_EXTRACTION"),
+    "preference": ("prompt chosen rejected |", "ForCausalLM", "CAUSAL_LM"),
+    "reward": ("prompt chosen rejected |", "ForSequenceClassification", "SEQ_CLS"),
 }
 USUAL = {"train": ["train", "training"], "validation": ["validation", "valid", "val", "dev"], "test": ["test"]}
-
-
-NUMBERS = r"[+-]?\d+", r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"  # whole, and any
+ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 
 class NotCovered(Exception):
@@ -54,15 +49,12 @@ def read_splits(run: dict, tokenizer: Any = None) -> dict[str, list[Row]]:
     if data["split_column"]:
         known = {word: split for split, words in USUAL.items() for word in words}
         each = [(known[str(get(row, data["split_column"])).strip().lower()], row) for row in splits["train"]]
-        splits = {split: [row for of, row in each if of == split] for split in USUAL}
-        splits = {split: rows for split, rows in splits.items() if rows}
-    if data["limit"]:
-        splits = {split: rows[: data["limit"]] for split, rows in splits.items()}
+        splits = {split: rows for split in USUAL if (rows := [row for of, row in each if of == split])}
+    splits = {split: rows[: data["limit"]] for split, rows in splits.items()}
     if data["drop_missing"]:
-        splits = {s: [row for row in rows if not lacks(row, run["task"])] for s, rows in splits.items()}
+        splits = {split: [row for row in rows if not lacks(row, run["task"])] for split, rows in splits.items()}
     if data["deduplicate"]:
-        first = {same(row, [*texts, *labels]): row for row in reversed(splits["train"])}
-        splits["train"] = list(reversed(first.values()))
+        splits["train"] = list({same(row, texts + labels): row for row in splits["train"][::-1]}.values())[::-1]
     share = data["test_fraction"] if "test" not in splits else 0.0
     if share:
         splits["train"], splits["test"] = cut(run, splits["train"], share, [run["seed"], 1])
@@ -77,21 +69,20 @@ def read_splits(run: dict, tokenizer: Any = None) -> dict[str, list[Row]]:
 
 def columns(task: dict) -> tuple[list[str], list[str]]:
     """The columns of texts that a task reads, and those of labels."""
-    kind = task["name"]
-    if kind == "language_modeling":
-        kind = next((key for key in ("messages", "prompt") if task[key]), "text")
-    if kind not in READ:
-        raise NotCovered(f"task.name: {kind} is no task that plain knows")
-    read = READ[kind].split()
-    named = [task[key] for key in read if task.get(key)]
-    texts = [column for name in named for column in (name if isinstance(name, list) else [name])]
-    of_task = {"classification": "label", "token_classification": "tags", "question_answering": "answers"}
-    label = task.get(of_task.get(kind, "score")) or []
-    return texts, label if isinstance(label, list) else [label]
+    if task["name"] not in TASKS:
+        raise NotCovered(f"task.name: {task['name']} is code of yours, or no task that plain knows")
+    texts, labels = (keys.split() for keys in TASKS[task["name"]][0].split("|"))
+    if task["name"] == "language_modeling" and (task["prompt"] or task["messages"]):
+        texts.remove("text")
+    named = [[task[key] for key in keys if task[key]] for keys in (texts, labels)]
+    read = [[c for name in names for c in (name if isinstance(name, list) else [name])] for names in named]
+    return read[0], read[1]
 
 
 def get(row: Row, path: str) -> Any:
-    """What a row holds in a column, or along a dotted path into one."""
+    """What a row holds in a column, in a language of its translation, or along a dotted path into a column."""
+    if path not in row and isinstance(row.get("translation"), dict):
+        row = row["translation"]
     if path in row or "." not in path:
         return row.get(path)
     value: Any = row
@@ -105,42 +96,36 @@ def get(row: Row, path: str) -> Any:
 
 def holds(value: Any, wanted: Any, tokenizer: Any) -> bool:
     """Whether a condition of `data.filter` holds for a value; none holds where there is nothing."""
+    measures = {
+        "": lambda: value,
+        "characters": lambda: len(value),
+        "words": lambda: len(value.split() if isinstance(value, str) else value),
+        "tokens": lambda: len(tokenizer(value)["input_ids"]),
+    }
     if value is None or value != value:
         return False
     if not isinstance(wanted, dict):
         return value in (wanted if isinstance(wanted, list) else [wanted])
-    for key, limit in wanted.items():
-        if key == "none_of":
-            if value in limit:
-                return False
-            continue
-        end, _, what = key.partition("_")
-        if what == "tokens" and tokenizer is None:
-            raise NotCovered(f"data.filter: {key} needs the tokenizer")
-        count = {
-            "": lambda: value,
-            "characters": lambda: len(value),
-            "words": lambda: len(value.split() if isinstance(value, str) else value),
-            "tokens": lambda: len(tokenizer(value)["input_ids"]),
-        }[what]()
-        if count < limit if end == "min" else count > limit:
-            return False
-    return True
+    bounds = [(*key.partition("_"), limit) for key, limit in wanted.items() if key != "none_of"]
+    fits = [measures[w]() >= limit if end == "min" else measures[w]() <= limit for end, _, w, limit in bounds]
+    return all(fits) and value not in wanted.get("none_of", [])
 
 
 def lacks(row: Row, task: dict) -> bool:
     """Whether a row has no text or no label where the task reads one."""
     texts, labels = columns(task)
     read = [get(row, column) for column in [*texts, *labels]]
-    if any(
-        v is None or (isinstance(v, float) and math.isnan(v)) or (isinstance(v, str) and not v.strip()) for v in read
-    ):
+    if any(value is None or value != value or (isinstance(value, str) and not value.strip()) for value in read):
         return True
-    if task["name"] == "language_modeling" and task.get("messages"):
-        turns = get(row, task["messages"])
-        spoken = any(turn.get("role", turn.get("from")) in ("assistant", "gpt") for turn in turns)
-        return not spoken or any(turn.get("content", turn.get("value")) is None for turn in turns)
-    return False
+    if task["name"] == "question_answering":
+        return not task["unanswerable"] and not (read[2]["text"] if isinstance(read[2], dict) else read[2])
+    if task["name"] == "token_classification":
+        return not read[0] or any(value is None or not str(value).strip() for value in read[0] + read[1])
+    if task["name"] != "language_modeling" or not task["messages"]:
+        return False
+    spoken = any(turn.get("role", turn.get("from")) in ("assistant", "gpt") for turn in read[0])
+    silent = [t for t in read[0] if t.get("content", t.get("value")) is None and not t.get("tool_calls")]
+    return not spoken or bool(silent)
 
 
 def same(row: Row, read: list[str]) -> str:
@@ -149,54 +134,51 @@ def same(row: Row, read: list[str]) -> str:
 
 
 def _spaced(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _spaced(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_spaced(inner) for inner in value]
+    if isinstance(value, dict | list):
+        return [_spaced(each) for each in (value.items() if isinstance(value, dict) else value)]
     return " ".join(value.split()) if isinstance(value, str) else value
 
 
 def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row], list[Row]]:
     """A share of train, drawn with the seed: of each label in proportion, where a text has one; of a single text its
     end."""
-    texts, labels = columns(run["task"])
-    task, random = run["task"], np.random.default_rng(seed)
+    (texts, labels), task, random = columns(run["task"]), run["task"], np.random.default_rng(seed)
     if len(rows) == 1 and task["name"].endswith("language_modeling") and texts == [task["text"]]:
         text = get(rows[0], texts[0])
         at = int(len(text) * (1 - share))
         return [{texts[0]: text[:at]}], [{texts[0]: text[at:]}]
+    of: list[Any] = [0] * len(rows)
     if task["name"] == "classification" and not task["multi_label"] and not task["regression"]:
         of = [get(row, labels[0]) for row in rows]
-        places = [[i for i, label in enumerate(of) if label == value] for value in sorted(set(of))]
-        held = {int(i) for each in places for i in random.permutation(each)[: round(len(each) * share)]}
-    else:
-        held = {int(i) for i in random.permutation(len(rows))[: round(len(rows) * share)]}
+    places = [[i for i, label in enumerate(of) if label == value] for value in sorted(set(of))]
+    held = {int(i) for each in places for i in random.permutation(each)[: round(len(each) * share)]}
     return [r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def read(data: dict, task: dict) -> dict[str, list[Row]]:
     """The rows of the splits that the run file names or that are called by their usual names."""
-    named = {split: data[split] for split in USUAL if data[split] is not None}
-    root = Path(data["source"]).expanduser() if data["source"] else Path()
-    files = (
-        {split: _files(value, root) for split, value in named.items()}
-        if data["source"] is None or root.exists()
-        else {}
-    )
+    named, root = {s: data[s] for s in USUAL if data[s] is not None}, Path(data["source"] or "").expanduser()
+    files = {split: _files(value, root) for split, value in named.items()}
     if data["source"] and root.is_dir():
         for split, words in USUAL.items():
-            patterns = [p for word in words for p in (f"{word}.*", f"{word}[-_]*", f"{word}/*")]
-            there = [sorted(f for f in root.glob(pattern) if f.suffix in READERS) for pattern in patterns]
+            patterns = [pattern for word in words for pattern in (f"{word}.*", f"{word}[-_]*", f"{word}/*")]
+            there = [sorted(f for f in root.glob(pattern) if f.suffix in ENDINGS) for pattern in patterns]
             files.setdefault(split, next(filter(None, there), []))
         if not any(files.values()):
-            files["train"] = sorted(f for f in root.iterdir() if f.suffix in READERS)
-    elif data["source"] and (root.is_file() or root.suffix in READERS or set("*?[") & set(data["source"])):
-        files = {"train": _files(data["source"], Path())} | {s: _files(v, Path()) for s, v in named.items()}
+            files["train"] = sorted(f for f in root.iterdir() if f.suffix in ENDINGS)
+    elif data["source"] and (root.is_file() or root.suffix in ENDINGS or set("*?[") & set(data["source"])):
+        files = {"train": _files(data["source"], Path())} | files
+    elif data["source"] and ("://" in data["source"] or data["source"].startswith("builtin/")):
+        raise NotCovered(f"data.source: {data['source']} is neither files nor of the Hub")
     elif data["source"]:
-        return _of_hub(data, named)
+        import datasets
+
+        found = datasets.load_dataset(data["source"], data["config"], revision=data["revision"])
+        names = {s: next((w for w in [named.get(s), *words] if w in found), None) for s, words in USUAL.items()}
+        return {split: list(found[name]) for split, name in names.items() if name}
     return {s: [row for file in some for row in _rows(file, data, task)] for s, some in files.items() if some}
 
 
@@ -209,60 +191,25 @@ def _files(value: Any, root: Path) -> list[Path]:
     return found
 
 
-def _of_hub(data: dict, named: dict[str, str]) -> dict[str, list[Row]]:
-    if data["source"].startswith("builtin/") or "://" in data["source"]:
-        raise NotCovered(f"data.source: {data['source']} is neither files nor of the Hub")
-    import datasets
-
-    found = datasets.load_dataset(data["source"], data["config"], revision=data["revision"])
-    names = {split: next((w for w in [named.get(split), *words] if w in found), None) for split, words in USUAL.items()}
-    return {split: list(found[name]) for split, name in names.items() if name}
-
-
 def _rows(file: Path, data: dict, task: dict) -> list[Row]:
-    if file.suffix not in READERS:
-        raise NotCovered(f"data: {file.name} is no {', '.join(READERS)}")
+    from pyarrow import csv, parquet
+
+    if file.suffix not in ENDINGS or data["quote"] is not None:
+        raise NotCovered(f"data: {file.name} is none of {', '.join(ENDINGS)}, or data.quote says how it is quoted")
     if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(file).to_pylist()
-    return READERS[file.suffix](file.read_text(encoding=data["encoding"]).removeprefix("\ufeff"), data, task)
-
-
-def _json(text: str, data: dict, task: dict) -> list[Row]:
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
-
-
-def _table(text: str, data: dict, task: dict, separator: str = ",") -> list[Row]:
-    lines = text.splitlines(keepends=True)
-    mark = {"tab": "\t"}.get(data["separator"], data["separator"]) or separator
-    if data["quote"] is not None or (data["separator"] is None and data["columns"] is None and mark not in lines[0]):
-        raise NotCovered("data.separator: plain reads tables with commas or tabs, quoted as the csv module does")
-    found = [dict(row) for row in csv.DictReader(lines, data["columns"], delimiter=mark)]
-    for column in found[0] if found else ():
-        values = [row[column] or "0" for row in found]
-        whole, number = (all(re.fullmatch(form, value) for value in values) for form in NUMBERS)
-        kind: Any = str if column in columns(task)[0] or not number else int if whole else float
-        for row in found:
-            row[column] = kind(row[column]) if row[column] not in (None, "") else None
-    return found
-
-
-def _text(text: str, data: dict, task: dict) -> list[Row]:
+        return parquet.read_table(file).to_pylist()
+    if file.suffix in (".csv", ".tsv"):
+        mark = data["separator"] or ("\t" if file.suffix == ".tsv" else ",")
+        how = csv.ReadOptions(column_names=data["columns"], encoding=data["encoding"])
+        options = csv.ParseOptions(delimiter="\t" if mark == "tab" else mark, newlines_in_values=True)
+        texts = csv.ConvertOptions(column_types=dict.fromkeys(columns(task)[0], "string"))
+        return csv.read_csv(file, how, options, texts).to_pylist()
+    text = file.read_text(encoding=data["encoding"]).removeprefix("\ufeff")
+    lines = [line for line in text.split("\n") if line.strip()]
+    if file.suffix != ".txt":
+        return json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     if task["name"].endswith("language_modeling"):
-        texts = text.split("\n") if task["document"] == "line" else [text]
-        return [{"text": each} for each in texts if each.strip()]
-    pairs = [line.rpartition(";") for line in text.split("\n") if line.strip()]
+        return [{"text": each} for each in (lines if task["document"] == "line" else [text]) if each.strip()]
+    pairs = [line.rpartition(";") for line in lines]
     whole = all(label.strip().lstrip("-").isdigit() for _, _, label in pairs)
     return [{"text": t, "label": int(label) if whole else label.strip()} for t, _, label in pairs]
-
-
-READERS: dict[str, Any] = {
-    **dict.fromkeys((".jsonl", ".json"), _json),
-    ".csv": _table,
-    ".txt": _text,
-    ".parquet": None,
-    ".tsv": lambda text, data, task: _table(text, data, task, "\t"),
-}

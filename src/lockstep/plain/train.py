@@ -3,6 +3,7 @@
 In: a job, a model of transformers, and which examples are in which step. Out: loss, gradients and weights of each step.
 """
 
+import copy
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -15,15 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.plain.examples import end_of, masked
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss, without_dropout
-from lockstep.plain.rows import NotCovered
+from lockstep.plain.rows import TASKS, NotCovered
 
-HEADS = {
-    "classification": "AutoModelForSequenceClassification",
-    "language_modeling": "AutoModelForCausalLM",
-}
-LAYER = re.compile(r".*?\.\d+(?:\.|$)")  # the name of a weight in a list of layers
+SHARED = ("betas", "eps", "momentum", "beta2_decay", "d", "nesterov", "ns_steps")  # keys that torch's optimizers have
 
 
 @dataclass(frozen=True)
@@ -39,41 +37,64 @@ class StepRecord:
 
 def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: bool = False) -> nn.Module:
     """The model of the run file, by the Auto class of its task. `weights`: what it starts from, by name; else those of
-    the source, or fresh ones. `empty`: on the meta device, and nothing is read."""
+    the source, or fresh ones. `empty`: on the meta device, and nothing is read. Errors: `NotCovered`."""
     import transformers
 
-    run, section = job.run, job.run["model"]
-    auto = getattr(transformers, HEADS[run["task"]["name"]])
-    trusted = {"trust_remote_code": section["trust_remote_code"]}
-    if section["type"]:
-        config = transformers.AutoConfig.for_model(section["type"], **section["config"])
-        config.vocab_size = section["config"].get("vocab_size", len(job.tokenizer))
-        config.bos_token_id, config.eos_token_id = job.tokenizer.bos_token_id, job.tokenizer.eos_token_id
-    else:
-        where = {"revision": section["revision"], **trusted}
-        config = transformers.AutoConfig.from_pretrained(section["source"], **where)
-        for key, value in section["config"].items():
-            setattr(config, key, value)
-    config.pad_token_id, config.use_cache = job.tokenizer.pad_token_id, False
-    if run["task"]["name"] == "classification":
-        count = len(job.labels) or len(job.examples("train")[0]["labels"])
-        config.num_labels = count
-    options = trusted | ({"attn_implementation": section["attention"]} if section["attention"] else {})
-    if section["adapter"] or section["quantization"] or section["dtype"] != "float32":
-        raise NotCovered("model.adapter, model.quantization, model.dtype: plain trains whole models in float32")
+    section, (_, head, kind) = job.run["model"], TASKS[job.run["task"]["name"]]
+    if section["quantization"] or (section["dtype"] != "float32" and not section["adapter"]):
+        raise NotCovered("model.quantization, model.dtype: plain trains in float32")
+    auto, config = getattr(transformers, f"AutoModel{head}"), _config(job, head)
+    options = {"attn_implementation": section["attention"]} if section["attention"] else {}
     if section["source"] and weights is None and not empty:
         options |= {"revision": section["revision"], "ignore_mismatched_sizes": True}
-        model = auto.from_pretrained(section["source"], config=config, **options)
+        model = auto.from_pretrained(section["source"], config=config, **options).float()
     else:
         with torch.device("meta" if empty else "cpu"):
-            model = auto.from_config(config, **options)
-    model = model.float()
+            model = auto.from_config(config, **options).float()
+    if section["adapter"]:
+        import peft
+
+        given = {key: value for key, value in section["adapter"].items() if key not in ("type", "export")}
+        of_type = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(section["adapter"].get("type", "lora").upper())]
+        model = peft.get_peft_model(model, of_type(task_type=kind, **given))
     if weights is not None:
         load_weights(model, weights)
-    for name, parameter in model.named_parameters():
-        if any(fnmatchcase(name, pattern) for pattern in section["freeze"]):
+    for name, parameter in model.named_parameters():  # vectors are made without a pooler
+        if any(fnmatchcase(name, each) for each in section["freeze"]) or (not head and name.startswith("pooler.")):
             parameter.requires_grad_(False)
     return model
+
+
+def _config(job: Plain, head: str) -> Any:
+    """The config of the model: the run file's entries, the tokenizer's tokens, the task's labels."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    section, tokenizer, targets = job.run["model"], job.tokenizer, job.target_tokenizer
+    if section["trust_remote_code"]:
+        raise NotCovered("model.trust_remote_code: plain runs models of transformers alone")
+    if section["type"]:
+        config = transformers.AutoConfig.for_model(section["type"], **section["config"])
+        config.vocab_size = section["config"].get("vocab_size", len(tokenizer))
+        ends = tokenizer.sep_token_id if config.is_encoder_decoder else None
+        config.eos_token_id = ends if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        config.bos_token_id = tokenizer.bos_token_id
+    else:
+        config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
+        for key, value in section["config"].items():
+            setattr(config, key, value)
+    config.pad_token_id, config.use_cache = tokenizer.pad_token_id, False
+    if head.endswith("Classification"):
+        config.num_labels = job.outputs
+    if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        config.is_decoder = True
+    if head == "ForSeq2SeqLM":
+        start = targets.pad_token_id if config.model_type not in ("bart", "mbart") else end_of(targets)
+        known = None if section["type"] else getattr(config, "decoder_start_token_id", None)
+        config.decoder_start_token_id = start if known is None else known
+        if section["type"] and hasattr(config, "decoder_vocab_size"):
+            config.decoder_vocab_size, config.share_encoder_decoder_embeddings = len(targets), targets is tokenizer
+    return config
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -91,48 +112,51 @@ def train_steps(
     model: nn.Module,
     steps: Sequence[Sequence[Sequence[int]]],
     total: int,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int],
     perturb: bool = False,
     state: dict[str, Tensor] | None = None,
+    masks: Sequence[dict] = (),
 ) -> Iterator[StepRecord]:
     """Train `model`, without dropout. `steps`: of each step its micro-batches, of each the numbers of its examples in
-    train. `total`: steps of the whole run; `numbers`: which of them these are, default the first ones. `perturb`:
-    begin from weights whose last bit is another. `state`: the optimizer's before the first step, as KEY.PARAMETER.
-    Errors: `NotCovered`; for an optimizer that torch has not, after the first step."""
-    run, known = job.run, job.examples("train")
-    numbers = range(len(steps)) if numbers is None else numbers
+    train. `numbers`: which of the `total` steps of the run these are. `perturb`: begin from weights whose last bit is
+    another. `state`: the optimizer's before the first step, as KEY.PARAMETER. `masks`: of a masked language model, for
+    each step what its micro-batches `read` and have `predicted`. Errors: `NotCovered`; for an optimizer that torch has
+    not, after the first step."""
+    run, known, uncovered = job.run, job.examples("train"), None
     if run["precision"] == "fp16":
         raise NotCovered("precision: fp16 scales the loss, and skips steps")
+    job.reference = copy.deepcopy(model).eval() if run["task"]["name"] == "preference" else None
     if perturb:
         perturb_(model)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    uncovered, optimizers = None, []
+    trained, optimizers = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
     try:
-        optimizers = optimizers_of(run, model)
-        load_state(optimizers, trained, state or {})
+        optimizers = optimizers_of(run, model, trained, state or {})
     except NotCovered as error:
         uncovered = error
     rates = rates_of(run["optim"], total, max(numbers) + 1)
-    model.train()
     device = next(model.parameters()).device.type
     low = torch.autocast(device, torch.bfloat16) if run["precision"] == "bf16" else nullcontext()
-    for number, groups in zip(numbers, steps, strict=True):
+    model.train()
+    for place, (number, groups) in enumerate(zip(numbers, steps, strict=True)):
         loss, count = 0.0, 0.0
         model.zero_grad()
-        for group in groups:
-            if not len(group):
+        for index, group in enumerate(groups):
+            batch = [known[i] for i in group]
+            if masks:
+                drawn = (masks[place][key][index] for key in ("read", "predicted"))
+                batch = [masked(job, *each) for each in zip(batch, *drawn, strict=True)]
+            if not batch:
                 continue
             with without_dropout(model), low:
-                total_loss, targets = batch_loss(job, model, [known[i] for i in group], number)
-            total_loss.backward()
-            loss, count = loss + float(total_loss.detach()), count + targets
-        for parameter in trained.values():
-            if parameter.grad is not None:
-                parameter.grad /= count
-        gradients = {n: p.grad.detach().cpu().clone() for n, p in trained.items() if p.grad is not None}
-        limit = run["optim"]["clip"] or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), limit))
+                sum_of_losses, targets = batch_loss(job, model, batch)
+            sum_of_losses.backward()
+            loss, count = loss + float(sum_of_losses.detach()), count + targets
         before = {name: p.detach().clone() for name, p in trained.items()}
+        for p in trained.values():
+            p.grad = None if p.grad is None else p.grad / count
+        gradients = {name: p.grad.cpu() for name, p in trained.items() if p.grad is not None}
+        gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), run["optim"]["clip"] or math.inf))
         for optimizer in optimizers:
             for treated in optimizer.param_groups:
                 treated["lr"] = rates[number] * treated["scale"]
@@ -148,97 +172,78 @@ def perturb_(model: nn.Module) -> None:
     """Every weight one step up or down among the numbers of its type, at random."""
     draw = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            up = torch.rand(parameter.shape, generator=draw).to(parameter.device) < 0.5
-            ends = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
-            parameter.copy_(torch.nextafter(parameter, ends))
-
-
-def load_state(optimizers: list[torch.optim.Optimizer], trained: dict[str, nn.Parameter], state: dict) -> None:
-    """Give optimizers the state that they would have after earlier steps."""
-    for key, tensor in state.items():
-        kind, _, name = key.partition(".")
-        for optimizer in optimizers:
-            if any(p is trained[name] for group in optimizer.param_groups for p in group["params"]):
-                optimizer.state[trained[name]][kind] = tensor.to(trained[name].device) if tensor.dim() else tensor
+        signs = torch.where(torch.rand(parameter.shape, generator=draw) < 0.5, torch.inf, -torch.inf)
+        parameter.copy_(torch.nextafter(parameter, signs.to(parameter)))
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-def optimizers_of(run: dict, model: nn.Module) -> list[torch.optim.Optimizer]:
+def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: dict) -> list[torch.optim.Optimizer]:
     """The optimizer of torch, its groups with `scale`, a factor of the run's rate; of muon a second for the rest."""
-    optim = run["optim"]
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    optim, groups = run["optim"], dict[tuple[float, float, bool], list[nn.Parameter]]()
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+    if optim["name"] not in (*kinds, "muon") or optim["layer_decay"] != 1.0:
+        raise NotCovered("optim.name, optim.layer_decay: of this one plain compares losses and gradients alone")
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if optim["layer_decay"] != 1.0:
-        raise NotCovered("optim.layer_decay: plain compares losses and gradients alone")
-    for name, p in named.items():
-        own: dict = next((g for g in optim["groups"] if fnmatchcase(name, g["match"])), {})
-        scale = own["learning_rate"] / optim["learning_rate"] if own.get("learning_rate") else 1.0
+    for name, p in trained.items():
+        own: dict = next((group for group in optim["groups"] if fnmatchcase(name, group["match"])), {})
+        scale = (own.get("learning_rate") or optim["learning_rate"]) / optim["learning_rate"]
         decay = optim["weight_decay"] if own.get("weight_decay") is None else own["weight_decay"]
-        plain = id(p) in norms or name.rpartition(".")[2].endswith("bias")
-        matrix = p.dim() == 2 and LAYER.match(f"model.{name}") is not None and id(p) not in tables
+        decay = 0.0 if id(p) in norms or name.endswith("bias") else decay
+        matrix = re.search(r"(^|\.)\d+\.", name) is not None and id(p) not in tables
         if optim.get("matrices") is not None:
-            matrix = p.dim() == 2 and any(fnmatchcase(name, pattern) for pattern in optim["matrices"])
-        groups.setdefault((scale, 0.0 if plain else decay, matrix), []).append(p)
+            matrix = any(fnmatchcase(name, pattern) for pattern in optim["matrices"])
+        groups.setdefault((scale, decay, matrix and p.dim() == 2), []).append(p)
     every = [{"params": ps, "scale": s, "weight_decay": d, "matrix": m} for (s, d, m), ps in groups.items()]
+    options: dict[str, Any] = {
+        key: tuple(value) if isinstance(value := optim[key], list) else value for key in SHARED if key in optim
+    }
     rate = {"lr": optim["learning_rate"]}
-    if optim["name"] == "adamw":
-        return [torch.optim.AdamW(every, **rate, betas=tuple(optim["betas"]), eps=optim["eps"])]
-    if optim["name"] == "sgd":
-        return [torch.optim.SGD(every, **rate, momentum=optim["momentum"])]
-    if optim["name"] == "adafactor":
-        shape = {key: optim[key] for key in ("beta2_decay", "d")}
-        return [torch.optim.Adafactor(every, **rate, eps=tuple(optim["eps"]), **shape)]
     if optim["name"] == "muon":
-        how = {key: optim[key] for key in ("momentum", "nesterov", "ns_steps")} | {"adjust_lr_fn": optim["adjust"]}
-        first, rest = ([g for g in every if g["matrix"] == is_matrix] for is_matrix in (True, False))
-        others = torch.optim.AdamW(rest, **rate, betas=tuple(optim["betas"]), eps=optim["eps"])
-        return [torch.optim.Muon(first, **rate, **how), others]
-    raise NotCovered(f"optim.name: torch has no {optim['name']}; plain compares losses and gradients alone")
+        both: dict[str, Any] = {key: options.pop(key) for key in ("betas", "eps")}
+        muon = torch.optim.Muon([g for g in every if g["matrix"]], adjust_lr_fn=optim["adjust"], **rate, **options)
+        made = [muon, torch.optim.AdamW([g for g in every if not g["matrix"]], **rate, **both)]
+    else:
+        made = [kinds[optim["name"]](every, **rate, **options)]
+    for key, tensor in state.items():
+        kind, _, name = key.partition(".")
+        for optimizer in made:
+            if any(p is trained[name] for group in optimizer.param_groups for p in group["params"]):
+                optimizer.state[trained[name]][kind] = tensor.to(trained[name].device) if tensor.dim() else tensor
+    return made
 
 
 def rates_of(optim: dict, total: int, count: int) -> list[float]:
     """The learning rates of the first `count` of `total` steps, by transformers' `get_scheduler` or OneCycleLR."""
     top, least, kind = optim["learning_rate"], optim["minimum"], optim["schedule"]
     if isinstance(kind, list):
-        return [float(np.interp(step, [s for s, _ in kind], [r for _, r in kind])) for step in range(count)]
+        return [float(np.interp(step, [s for s, _ in kind], [rate for _, rate in kind])) for step in range(count)]
     from transformers import get_scheduler
 
+    dummy, schedule = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=top), None
     warmup = optim["warmup_steps"] or math.ceil(optim["warmup_fraction"] * total)
-    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=top)
-    if kind == "one_cycle":
-        share = optim["warmup_steps"] / total if optim["warmup_steps"] else optim["warmup_fraction"] or 0.3
-        if total == 1:
-            return [top]
+    if kind == "one_cycle" and total > 1:
         down: dict[str, Any] = {"final_div_factor": 1 / (25 * least) if least else math.inf, "cycle_momentum": False}
-        schedule: Any = torch.optim.lr_scheduler.OneCycleLR(dummy, top, total_steps=total, pct_start=share, **down)
-    else:
-        decay = optim["decay_steps"] or math.ceil(optim["decay_fraction"] * total)
+        rise = optim["warmup_steps"] / total or optim["warmup_fraction"] or 0.3
+        schedule = torch.optim.lr_scheduler.OneCycleLR(dummy, top, total, pct_start=rise, **down)
+    elif kind != "one_cycle":
+        decay = min(optim["decay_steps"] or math.ceil(optim["decay_fraction"] * total), total - warmup)
         shape = {"sqrt": "1-sqrt"}.get(optim["decay_shape"], optim["decay_shape"])
-        names = {
+        known = {
             "constant": ("constant_with_warmup", {}),
-            "linear": ("polynomial", {"lr_end": least * top, "power": 1.0}) if least else ("linear", {}),
-            "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}) if least else ("cosine", {}),
-            "polynomial": ("polynomial", {"lr_end": least * top, "power": optim["power"]}),
             "inverse_sqrt": ("inverse_sqrt", {}),
-            "wsd": (
-                "warmup_stable_decay",
-                {"num_decay_steps": min(decay, total - warmup), "min_lr_ratio": least, "decay_type": shape},
-            ),
+            "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}),
+            "wsd": ("warmup_stable_decay", {"num_decay_steps": decay, "min_lr_ratio": least, "decay_type": shape}),
         }
-        name, own = names[kind]
-        steps = {
-            "num_warmup_steps": warmup,
-            "num_training_steps": None if kind in ("constant", "inverse_sqrt") else total,
-        }
-        schedule = get_scheduler(name, dummy, **steps, scheduler_specific_kwargs=own)
+        name, own = known.get(kind, ("polynomial", {"lr_end": least * top, "power": optim["power"]}))  # and linear
+        steps = None if kind in ("constant", "inverse_sqrt") else total
+        schedule = get_scheduler(name, dummy, warmup, steps, own)
     found = []
     for _ in range(count):
         found.append(float(dummy.param_groups[0]["lr"]))
         dummy.step()
-        schedule.step()
+        if schedule is not None:
+            schedule.step()
     return found

@@ -29,7 +29,7 @@ from lockstep.training.plain_steps import FOLDER, PlainRecord
 FACTOR = 10.0  # of what a change of the last bit comes to, may differ
 LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # may differ whatever that comes to, relatively
 FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
-MOST = 0.1  # a tolerance above this tells nothing
+NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def _trained(job: Plain, record: PlainRecord, folder: Path, perturb: bool) -> It
     weights, state = _named("model.", start), _named("optimizer.", start)
     steps, numbers = [step.micro_batches for step in record.steps], [step.number for step in record.steps]
     model = build_model(job, weights)
-    return train_steps(job, model, steps, record.total, numbers, perturb, state)
+    masks = [step.masked for step in record.steps] if record.steps[0].masked else []
+    return train_steps(job, model, steps, record.total, numbers, perturb, state, masks)
 
 
 def _recorded(record: PlainRecord, folder: Path) -> Iterator[StepRecord]:
@@ -145,20 +146,26 @@ def _beside(ours: StepRecord, plain: StepRecord, perturbed: StepRecord, number: 
 def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str]]:
     """Relative differences of two records of a step, and where the largest ones are."""
     found, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
-    kinds = {"gradient": (a.gradients, b.gradients)}
-    if b.changes:
-        kinds["change"] = (a.changes, b.changes)
-    for kind, (mine, theirs) in kinds.items():
-        sizes = {name: float(tensor.double().norm()) for name, tensor in theirs.items()}
-        whole = math.sqrt(sum(size**2 for size in sizes.values() if math.isfinite(size))) or 1.0
-        least = whole if kind == "change" else FLOOR * whole  # Adam blows up rounding where a gradient is all but zero
+    sizes, whole = _sizes(b.gradients)
+    kinds = [("gradient", a.gradients, b.gradients, [*sizes], FLOOR * whole)]
+    if b.changes:  # Adam makes whole steps of a gradient that is nothing but rounding
+        moved = [name for name, size in sizes.items() if size > NOTHING * whole]
+        kinds.append(("change", a.changes, b.changes, moved, _sizes(b.changes)[1]))
+    for kind, mine, theirs, names, least in kinds:
         apart = {}
-        for name in theirs:
-            difference = float((mine[name].double() - theirs[name].double()).norm()) if name in mine else sizes[name]
-            apart[name] = difference / max(sizes[name], least) if math.isfinite(difference) else math.inf
+        for name in names:
+            difference = float((mine.get(name, 0.0 * theirs[name]).double() - theirs[name].double()).norm())
+            size = max(float(theirs[name].double().norm()), least)
+            apart[name] = difference / size if math.isfinite(difference) else math.inf
         where[kind] = max(apart, key=lambda name: apart[name], default="")
         found[kind] = apart.get(where[kind], 0.0)
     return found, where
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, float], float]:
+    """The 2-norm of each, and of all together."""
+    sizes = {name: float(tensor.double().norm()) for name, tensor in tensors.items()}
+    return sizes, math.sqrt(sum(size**2 for size in sizes.values() if math.isfinite(size))) or 1.0
 
 
 def _relative(a: float, b: float) -> float:

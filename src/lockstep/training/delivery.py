@@ -43,7 +43,7 @@ def write_model(
             write_export(run, task, weights, scores, exported)
             return
         except OSError:
-            if (cleared := checkpoints.room.clear(last=True)) is None:
+            if (cleared := checkpoints.clear()) is None:
                 raise
             checkpoints.say(cleared)
             write_export(run, task, weights, scores, exported)

@@ -7,8 +7,13 @@ changed is put back: a forward before training leaves no trace.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,14 +117,41 @@ def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
         for path, module in model.named_modules()
         if of_user(module)
         for name, value in vars(module).items()
-        if isinstance(value, Tensor)
+        if name not in ("_parameters", "_buffers", "_modules") and _holds_tensor(value)
     ]
     if loose:
         raise RunError(
             f"{engine} would lose {first_few(loose)}: a tensor that a module holds and that is neither a parameter nor "
-            "a buffer, such as weight.data or a constant, gets no numbers. Ask for the weight itself in forward, make "
-            f"a buffer of a constant (register_buffer(..., persistent=False)), or use {instead}"
+            "a buffer, such as weight.data, a constant, or what a list or a function has in it, gets no numbers. Ask "
+            "for the weight itself in forward, make a buffer of a constant (register_buffer(..., persistent=False)), "
+            f"or use {instead}"
         )
+
+
+def _holds_tensor(value: Any, depth: int = 4) -> bool:
+    """Whether a value is a tensor, or has one in it: in a list or a mapping, or in what a function closes over."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType):
+        inside = [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, Mapping):
+        inside = [*value.values()]
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        inside = [*value]
+    else:
+        return False
+    return depth > 0 and any(_holds_tensor(each, depth - 1) for each in inside)
+
+
+def _cells(function: FunctionType) -> list[Any]:
+    """The variables that a function closes over, those that have a value."""
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # nothing is in it yet
+            found.append(cell.cell_contents)
+    return found
 
 
 def first_few(names: Collection[str]) -> str:

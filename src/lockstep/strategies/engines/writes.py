@@ -8,13 +8,15 @@ learns, and a limit on weights does nothing until a weight exceeds it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,8 +45,8 @@ class Writes(TorchDispatchMode):
     def know(self, module: nn.Module, path: str) -> None:
         """Watch the memory of a module's own tensors. An engine may show others after a while."""
         for last, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or id(tensor) in self.known:
-                continue
+            if tensor is None or id(tensor) in self.known or is_functorch_wrapped_tensor(tensor):
+                continue  # what torch.func puts there for a call is no tensor of the module's
             name = f"{path}.{last}".lstrip(".")
             self.names.setdefault(_storage(tensor), name)
             known = self.known[id(tensor)] = _Known(name, module, last, tensor)
@@ -103,6 +105,8 @@ class _Known:
 
 
 def _storage(tensor: Tensor) -> int:
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return 0 if held.is_sparse else held.untyped_storage()._cdata
 
@@ -206,20 +210,56 @@ class _Before:
 
 
 class _Attributes:
-    """Plain attributes of a module, such as a count of calls."""
+    """Attributes of a module that are no parameters, buffers or modules: a count of calls, a queue, a moving average in
+    a plain tensor. Those of kinds that are not known here are left alone."""
 
     def __init__(self, module: nn.Module) -> None:
-        own = vars(module)
-        self.module = module
-        self.plain = {n: v for n, v in own.items() if n not in _OF_EVERY_MODULE and type(v) in _PLAIN}
+        own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+        self.module, self.names = module, set(own)
+        self.kept = {name: put_back for name, value in own.items() if (put_back := _kept(value)) is not None}
 
     def restore(self) -> None:
         own = vars(self.module)
-        for name in [
-            n for n, v in own.items() if type(v) in _PLAIN and n not in self.plain and hasattr(type(self.module), n)
-        ]:
-            del own[name]  # the class has what it was
-        own.update(self.plain)
+        for name in [n for n in own if n not in self.names | _OF_EVERY_MODULE and _kept(own[n]) is not None]:
+            del own[name]  # made meanwhile
+        own.update({name: put_back() for name, put_back in self.kept.items()})
+
+
+def _kept(value: Any, depth: int = 4) -> Callable[[], Any] | None:
+    """What gives a value back with the contents it has now; None for a kind of value that cannot be kept."""
+    if type(value) in _PLAIN:
+        return lambda: value
+    if type(value) in (Tensor, nn.Parameter) and not value.is_meta and not value.is_sparse:
+        copy = value.detach().clone()
+        return lambda: _with_numbers(value, copy)
+    if type(value) not in (list, dict, set, deque) or depth == 0:
+        return None
+    if isinstance(value, dict):
+        inside = {key: _kept(each, depth - 1) or partial(_itself, each) for key, each in value.items()}
+        return lambda: _filled(value, {key: put_back() for key, put_back in inside.items()})
+    parts = [_kept(each, depth - 1) or partial(_itself, each) for each in value]
+    return lambda: _filled(value, [put_back() for put_back in parts])
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _filled(container: Any, contents: Any) -> Any:
+    """The list, queue, set or mapping, with these contents instead of its own."""
+    container.clear()
+    add = container.extend if isinstance(container, list | deque) else container.update
+    add(contents)
+    return container
+
+
+@torch.no_grad()
+def _with_numbers(tensor: Tensor, copy: Tensor) -> Tensor:
+    if tensor.shape != copy.shape:
+        return copy
+    if not same_bits(tensor, copy):
+        tensor.copy_(copy)
+    return tensor
 
 
 def of_user(module: nn.Module, libraries: Collection[str] = _LIBRARIES) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lockstep.config.run import Run
 from lockstep.tasks.modules import items
@@ -93,3 +95,19 @@ def _spread(weight: Tensor) -> float:
     large."""
     here = float(weight.float().std()) if weight.numel() > 1 else 0.0
     return max(here, 0.5 if weight.dim() < 2 else weight[0].numel() ** -0.5)
+
+
+class MeansByClass(TorchFunctionMode):
+    """Notes whether a cross entropy divides by the weights of the classes that its batch happens to hold. Items of a
+    class that is rare may be missing among those that are tried, and then no number shows it."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+            targets = args[1] if len(args) > 1 else kwargs.get("target")
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            if weight is not None and isinstance(targets, Tensor) and not targets.is_floating_point():
+                self.seen |= bool((weight != weight.flatten()[0]).any())
+        return func(*args, **kwargs)

@@ -103,7 +103,8 @@ def probe(run: Run, data: Any, places: np.ndarray) -> Found:
 
 def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
     """Its kind, targets of an example, and doubts. Errors: `RunError`."""
-    values = {name: trial.loss(name) for name in trial.batches}
+    with contrast.MeansByClass() as by_class:
+        values = {name: trial.loss(name) for name in trial.batches}
     for value in values.values():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise RunError(f"task.loss: wanted is a tensor of floats, and it gave {running.kind_of(value)}")
@@ -128,6 +129,8 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
             "that is neither a sum over targets nor their mean; return a sum, or one number a target "
             "(reduction='none')"
         )
+    if kind == "mean" and by_class.seen:
+        raise _no_mean(trial, "its cross entropy divides by the weights of the classes that a batch holds")
     if _adds_up(kind, numbers, trial.weights):
         return kind, 1, []
     if kind == "mean":
@@ -295,10 +298,11 @@ def _remembers(trial: _Trial) -> list[str]:
     those that training changes are looked at elsewhere."""
     buffers = {name: b.detach().clone() for name, b in trial.model.named_buffers()}
     before = _attributes(trial.model)
-    losses = []
+    losses, counts = [], []
     for _ in range(2):
         try:
             losses.append(trial.loss("AB"))
+            counts.append({n: v for n, v in _attributes(trial.model).items() if type(v) in (bool, int, float)})
         except RunError as caught:
             if losses:
                 return [f"task.model: the second batch fails where the same one did not before: {caught}"]
@@ -307,7 +311,10 @@ def _remembers(trial: _Trial) -> list[str]:
             if name in buffers and buffer.shape == buffers[name].shape:
                 buffer.copy_(buffers[name])
     if torch.equal(*losses):
-        return []
+        counting = [name for name, value in counts[1].items() if value != counts[0].get(name, value)]
+        return [
+            f"task.model: forward counts in {', '.join(counting[:4])}: how far depends on the number of processes"
+        ] * bool(counting)
     changed = [name for name, value in _attributes(trial.model).items() if not _alike(value, before.get(name))]
     which = f": {', '.join(changed[:4])}" if changed else ", or draws from a generator of its own"
     return [

@@ -187,7 +187,9 @@ def _kind(rows: Dataset, name: str) -> str:
             return "labels"
         return "texts" if "string" in dtype else "labels" if dtype.startswith(("int", "uint")) else "list"
     if isinstance(feature, dict):
-        return "pair" if name == "translation" and len(feature) >= 2 else "mapping"
+        if name == "translation" and len(feature) >= 2:
+            return "pair"
+        return "turn" if {"role", "content"} <= set(feature) or {"from", "value"} <= set(feature) else "mapping"
     if type(feature).__name__.startswith("Translation"):
         return "pair"
     if getattr(feature, "names", None):

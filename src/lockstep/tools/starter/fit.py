@@ -90,6 +90,11 @@ def fit(task: str, found: Look) -> Fit | None:
 def guess(found: Look) -> tuple[str, Fit]:
     """The task that fits the columns, and its keys. Errors: `RunError` when none does, or when what they seem to be for
     is no task here."""
+    if found.sizes.get("train") == 1 and not found.plain:
+        raise RunError(
+            f"{found.source} holds one row only: {found.described()}. Is it a document that holds the rows? Write each "
+            "row on a line of its own (.jsonl), or say what it is: --task NAME"
+        )
     if (answers := _answer_pairs(found)) is not None:
         return "preference", answers
     if (messages := _messages(found)) is not None:
@@ -321,12 +326,14 @@ def _language_modeling(found: Look) -> Fit | None:
 
 def _answer_pairs(found: Look) -> Fit | None:
     """A prompt with two answers, as data of preferences have them."""
-    readable = {c for c in found.kinds if c in found.texts or found.kinds[c] in ("messages", "turns")}
+    spoken = ("messages", "turns", "turn")
+    readable = {c for c in found.kinds if c in found.texts or found.kinds[c] in spoken}
     if not {"chosen", "rejected"} <= readable:
         return None
-    prompt = first(c for c in PROMPT if c in readable)
-    spoken = any(found.kinds[c] != "text" for c in ("chosen", "rejected"))
-    return Fit({"prompt": prompt} | ({"conversations": True} if spoken else {}))
+    answers = {found.kinds["chosen"], found.kinds["rejected"]}
+    names = (*PROMPT, *MESSAGES) if answers == {"turn"} else PROMPT  # lists may hold the whole conversation
+    prompt = first(c for c in names if c in readable)
+    return Fit({"prompt": prompt} | ({"conversations": True} if answers != {"text"} else {}))
 
 
 def _messages(found: Look) -> Fit | None:

@@ -22,6 +22,7 @@ _ANNOTATED = {
     "conll": "lines of a word and its tags, with blank lines between sentences",
     "squad": "questions as SQuAD has them",
     "columns": "a list of values for each column",
+    "records": "a document with a list of rows",
 }
 _ROWS = 500  # looked at of a file
 _WORDS = {word for words in source.USUAL.values() for word in words}  # what folders of splits are called

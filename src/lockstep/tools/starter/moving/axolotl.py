@@ -38,7 +38,9 @@ TABLE: Table = {
     "test_datasets": Row("data.validation", "path of the one there is, of local files", joined=True),
     "val_set_size": Row("data.validation_fraction", "a share", joined=True),
     "sequence_len": Row("task.block_size", "of preference and reward: data.max_length"),
-    "sample_packing": Row("task.packing"),
+    "pretraining_dataset": Row("data.source", "path of the one there is, with data.stream: true", joined=True),
+    "streaming": Row("data.stream", joined=True),
+    "sample_packing": Row("task.packing", "true: with task.cross_documents: false", joined=True),
     "chat_template_jinja": Row("task.chat_template"),
     "field_messages": Row("task.messages"),
     "adapter": Row("model.adapter", "lora; qlora: with model.quantization", joined=True),
@@ -77,6 +79,9 @@ TABLE: Table = {
     "eval_steps": Row("evaluate.every", joined=True),
     "saves_per_epoch": Row("checkpoint.every", "the steps of an epoch, divided", joined=True),
     "save_steps": Row("checkpoint.every", joined=True),
+    "eval_strategy": Row("evaluate.every", "epoch; steps: eval_steps", joined=True),
+    "evaluation_strategy": Row("evaluate.every", "the older name of eval_strategy", joined=True),
+    "save_strategy": Row("checkpoint.every", "epoch; steps: save_steps; no: 0", joined=True),
     "save_total_limit": Row("checkpoint.keep"),
     "logging_steps": Row("track.every"),
     "eval_batch_size": Row("evaluate.batch_size"),
@@ -128,6 +133,8 @@ TABLE: Table = {
     "shuffle_merged_datasets": Row("", "the order is drawn anew for each epoch", default=True),
     "gradient_checkpointing": Row("model.checkpoint_activations", values={True: True}),
     "gradient_checkpointing_kwargs": Row("", AGAIN),
+    "activation_offloading": Row("model.offload_activations", values={True: True}),
+    "remove_unused_columns": Row("", "columns that no key names are not read"),
     "xformers_attention": Row("", _KERNELS),
     "torch_compile": Row("model.compile", values={True: True}),
     "plugins": Row("", "a task, strategy, launcher or tracker of your own is one class: CONTRIBUTING.md"),
@@ -193,14 +200,8 @@ def move(theirs: Mapping[str, Any], moved: Moved, processes: int | None) -> None
     if "adam_beta1" in theirs or "adam_beta2" in theirs:
         betas = [number(theirs.get("adam_beta1", 0.9)), number(theirs.get("adam_beta2", 0.999))]
         moved.set("optim.betas", betas, "adam_beta1 and adam_beta2")
-    for ours, count, steps in (
-        ("evaluate.every", "evals_per_epoch", "eval_steps"),
-        ("checkpoint.every", "saves_per_epoch", "save_steps"),
-    ):
-        if (times := whole(theirs.get(count), 0)) > 0:
-            moved.set(ours, "epoch" if times == 1 else f"1/{times} epoch", f"{count} {times}")
-        elif (every := number(theirs.get(steps))) is not None:
-            moved.set(ours, int(every) if every >= 1 else every, f"{steps} {every:g}")
+    _intervals(theirs, moved)
+    _packing(theirs, moved)
     _adapter(theirs, moved)
     _tracking(theirs, moved)
     if theirs.get("fsdp") or theirs.get("fsdp_config"):
@@ -258,6 +259,12 @@ def _pairs(entry: Mapping[str, Any], moved: Moved) -> None:
 
 def _data(theirs: Mapping[str, Any], moved: Moved) -> None:
     sets = theirs.get("datasets") or []
+    if theirs.get("pretraining_dataset") and not sets:
+        sets = _streamed(theirs["pretraining_dataset"], moved)
+    elif theirs.get("pretraining_dataset"):
+        moved.drop("pretraining_dataset", None, "several are written by hand: data.sources", True, ("data.source",))
+    if theirs.get("streaming"):
+        moved.set("data.stream", True, "streaming")
     if len(sets) > 1:
         for more in sets[1:]:
             moved.drop(
@@ -286,6 +293,17 @@ def _data(theirs: Mapping[str, Any], moved: Moved) -> None:
             moved.drop("val_set_size", theirs["val_set_size"], why, True, ("data.validation_fraction",))
 
 
+def _streamed(given: Any, moved: Moved) -> list[Mapping[str, Any]]:
+    """The entries of `pretraining_dataset`, a path or entries, as those of `datasets`: texts, read while training."""
+    moved.set("data.stream", True, "pretraining_dataset")
+    entries = given if isinstance(given, list) else [given]
+    entries = [{"path": each} if isinstance(each, str) else each for each in entries]
+    for entry in entries:
+        if entry.get("skip"):
+            moved.drop("pretraining_dataset: skip", entry["skip"], "all rows are read", True, ("data.source",))
+    return [{**entry, "type": "completion", "field": entry.get("text_column", "text")} for entry in entries]
+
+
 def _texts(entry: Mapping[str, Any], moved: Moved) -> None:
     kind = entry.get("type", "completion")
     keys = TYPES.get(kind) if isinstance(kind, str) else None
@@ -298,6 +316,8 @@ def _texts(entry: Mapping[str, Any], moved: Moved) -> None:
     for key, column in (keys or {}).items():
         if key == "task.messages":
             column = entry.get("field_messages", column)
+        elif key == "task.text":
+            column = entry.get("field", column)
         moved.set(key, column, f"datasets: type {kind}")
 
 
@@ -322,6 +342,39 @@ def _adapter(theirs: Mapping[str, Any], moved: Moved) -> None:
         moved.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}", True, ("model.adapter",))
     elif theirs.get("load_in_4bit"):
         moved.drop("load_in_4bit", True, "weights in 4 bits are the base of an adapter", True, ("model.adapter",))
+
+
+def _intervals(theirs: Mapping[str, Any], moved: Moved) -> None:
+    """Evaluations and checkpoints: by epoch, so often an epoch, or every so many steps (below 1: a share of all)."""
+    for ours, count, steps, strategies in (
+        ("evaluate.every", "evals_per_epoch", "eval_steps", ("eval_strategy", "evaluation_strategy")),
+        ("checkpoint.every", "saves_per_epoch", "save_steps", ("save_strategy",)),
+    ):
+        name = next((each for each in strategies if each in theirs), strategies[0])
+        strategy = str(theirs.get(name)).lower()  # YAML reads no as false
+        if (times := whole(theirs.get(count), 0)) > 0:
+            moved.set(ours, "epoch" if times == 1 else f"1/{times} epoch", f"{count} {times}")
+        elif strategy in ("no", "false"):
+            moved.set(ours, 0, f"{name} no")
+        elif strategy == "epoch":
+            moved.set(ours, "epoch", f"{name} epoch")
+        elif (every := number(theirs.get(steps))) is not None:
+            moved.set(ours, int(every) if every >= 1 else every, f"{steps} {every:g}")
+
+
+def _packing(theirs: Mapping[str, Any], moved: Moved) -> None:
+    """Packed samples do not see each other; without sample_packing each text is by itself."""
+    packed = bool(theirs.get("sample_packing"))
+    if moved.task != "language_modeling":
+        if packed:
+            moved.drop("sample_packing", True, f"{moved.task} reads each pair by itself")
+        return
+    if packed or "sample_packing" in theirs:
+        moved.set("task.packing", packed, "sample_packing")
+    elif "task.text" in moved.keys:  # texts alone are packed by default here
+        moved.set("task.packing", False, "sample_packing, by axolotl's default")
+    if packed:
+        moved.set("task.cross_documents", False, "sample_packing")
 
 
 def _tracking(theirs: Mapping[str, Any], moved: Moved) -> None:

@@ -27,7 +27,8 @@ TABLE: Table = {
     "dataset": Row("data.source", "its file: the name stands in dataset_info.json", joined=True),
     "dataset_dir": Row("data.source", "the folder of that file", joined=True),
     "cutoff_len": Row("task.block_size", "of preference and reward: data.max_length"),
-    "packing": Row("task.packing"),
+    "packing": Row("task.packing", "stage pt: true by default", joined=True),
+    "neat_packing": Row("task.cross_documents", "true: with packing, false", joined=True),
     "max_samples": Row("data.limit"),
     "val_size": Row("data.validation_fraction", "a share", joined=True),
     "finetuning_type": Row("model.adapter", "lora; full: no adapter", joined=True),
@@ -58,6 +59,8 @@ TABLE: Table = {
     "tokenized_path": Row("", CACHED),
     "streaming": Row("", "data.stream: true reads shards while training"),
     "plot_loss": Row("", "report.html has the curves"),
+    "double_quantization": Row("", "the scales of the 4-bit weights are in float32", default=True),
+    "use_muon": Row("", "optim.name: muon, by rates of its own", decides=True, by=("optim.name",)),
     "quantization_method": Row("", "bitsandbytes", default="bnb", decides=True),
     "train_on_prompt": Row("", "of prompts and conversations the response alone is learned", decides=True),
     "mask_history": Row("", "all that the assistant says is learned", decides=True),
@@ -66,7 +69,6 @@ TABLE: Table = {
     "rope_scaling": Row("", "model.config sets entries of the model's own config", decides=True, by=("model.config",)),
     "enable_liger_kernel": Row("", "an option of strategy.name=hf_trainer, where it may change the bits"),
     "use_unsloth": Row("", "the model's own kernels are used"),
-    "neat_packing": Row("", "task.packing, with task.cross_documents: false", decides=True, by=("task.packing",)),
     "freeze_trainable_layers": Row(
         "", "model.freeze names the weights that are not trained", decides=True, by=("model.freeze",)
     ),
@@ -111,6 +113,13 @@ def move(theirs: Mapping[str, Any], moved: Moved, processes: int | None) -> None
     for key, name in (("beta", "pref_beta"), ("gamma", "simpo_gamma"), ("label_smoothing", "dpo_label_smoothing")):
         if (value := number(theirs.get(name))) is not None:
             moved.set(f"task.{key}", value, name)
+    if task == "language_modeling":
+        neat = bool(theirs.get("neat_packing"))
+        packed = neat or bool(theirs["packing"] if theirs.get("packing") is not None else stage == "pt")
+        told = "neat_packing" if neat else "packing" if "packing" in theirs else f"packing, by default of stage {stage}"
+        moved.set("task.packing", packed, told)
+        if neat:
+            moved.set("task.cross_documents", False, told)
     _data(theirs, moved)
     _adapter(theirs, moved)
 

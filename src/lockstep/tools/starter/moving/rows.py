@@ -6,11 +6,13 @@ In: a `Call`. Out: keys of a run file, and gaps.
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.tools.starter.moving import things
 from lockstep.tools.starter.moving.loading import RUNS, Reading
 from lockstep.tools.starter.moving.script import Call, Scope, shown
+from lockstep.tools.starter.moving.table import Moved
 from lockstep.tools.starter.moving.things import CUT, Column
 
 _FILES = ("csv", "json", "text", "parquet", "arrow", "pandas", "webdataset")
@@ -93,11 +95,35 @@ def load(call: Call, at: Reading) -> None:
         at.set(call, "data.revision", given.known["revision"])
     if given.known.get("streaming"):
         at.set(call, "data.stream", True)
-    known = ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code", *_LOADING)
+    read = _reading(str(path), given.known, call, at)
+    known = ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code", *_LOADING, *read)
     for name, value in given.known.items():
         if name not in known and value is not None:
             at.moved.unclear(f"line {call.line}: {name}={value}", "not an argument that is known here")
     at.read(call, "data.source")
+
+
+def _reading(builder: str, known: Mapping[str, Any], call: Call, at: Reading) -> tuple[str, ...]:
+    """Set the keys of how .csv and .json files are written. Returns the names of the arguments that say it."""
+    if builder == "json" and isinstance(known.get("field"), str):
+        at.set(call, "data.layout", "records")
+        return ("field",)
+    if builder != "csv":
+        return ()
+    keys = {"sep": "separator", "delimiter": "separator", "column_names": "columns", "names": "columns"}
+    keys |= {"encoding": "encoding", "quotechar": "quote", "quoting": "quote"}
+    quotes = {'"': "double", "'": "single", 0: "double", 3: "none"}  # 0 and 3: csv.QUOTE_MINIMAL and QUOTE_NONE
+    read = []
+    for name in keys.keys() & known.keys():
+        value = quotes.get(known[name]) if keys[name] == "quote" else known[name]
+        if value is not None:
+            at.set(call, f"data.{keys[name]}", value)
+            read.append(name)
+    if "header" in known and known["header"] is None and "data.columns" not in at.moved.keys:
+        at.moved.unclear(f"line {call.line}: header=None", "name the columns", by=("data.columns",))
+    if known.get("header") == 0 and "data.columns" not in at.moved.keys:  # as without it
+        read.append("header")
+    return tuple(read)
 
 
 def _files(call: Call, at: Reading, files: Any, unknown: bool) -> None:
@@ -256,6 +282,8 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
 
 def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
     language = task in ("language_modeling", "masked_language_modeling")
+    if language:  # each text by itself, unless a later function lays them in blocks
+        at.moved.keys.setdefault("task.packing", False)
     key = (
         "task.target_length"
         if at.moved.task in ("translation", "summarization") and "data.max_length" in at.moved.keys
@@ -267,13 +295,20 @@ def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Read
         )
     elif isinstance(known.get("max_length"), int) and (known.get("truncation") or "truncation" in unknown):
         at.set(call, key, known["max_length"])
-        if language:
-            at.moved.keys.setdefault("task.packing", False)
     elif known.get("truncation"):
         why = "it cuts at a length that the tokenizer's files say: give data.max_length"
         at.moved.unclear(str(call), why, by=("data.max_length", "task.block_size"))
     elif not language and "data.max_length" not in at.moved.keys:
         at.moved.drop(str(call), None, "no text is cut: give data.max_length", True, ("data.max_length",))
+    elif language:
+        at.moved.at_end.append(lambda moved: _uncut(call, moved))
+
+
+def _uncut(call: Call, moved: Moved) -> None:
+    """Texts of a language model that no call cuts, and that are not laid in blocks."""
+    keys = ("task.block_size", "data.max_length")
+    if not any(key in moved.keys for key in keys):
+        moved.drop(str(call), None, "no text is cut: give task.block_size, as long as the longest", True, keys)
 
 
 def _labels(function: Scope, at: Reading) -> None:

@@ -1,0 +1,402 @@
+"""Faults planted in lockstep's own source, one at a time, against what is to find them: tests, `verify`, the dry run.
+
+In: benchmarks/mutations.toml, a list of faults of one line. Out: JSON, a line for each fault and judge: whether it was
+found, by what, and in how many seconds. A fault is planted in a copy of the tree in a temporary folder, never in the
+tree itself. Judges run one after another in processes that are forked from one which has imported torch and not
+lockstep.
+
+  python benchmarks/mutations.py run >> RESULTS   every fault, every judge; --only NAME ..., --judges ...
+  python benchmarks/mutations.py table RESULTS    how many each judge found, and which none did
+
+Judges:
+  tests   the files of tests that concern the faulty one, as `near` of the list says: of `make test` those that start no
+          processes, then its kernel; then, of `.ci/run`, the others that start processes. The first that fails ends it.
+  verify  `lockstep verify` on `RUNS`, two steps on two processes: against one process of the same lockstep.
+  plain   what `lockstep verify --plain` compares, of `BESIDE`: three steps against transformers and torch.
+  crossed tests/test_crossed.py: the runs of the generator that every CI job draws; once there are some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FAULTS = Path(__file__).with_suffix(".toml")
+QUICK = "not slow and not long and not gpu and not cluster and not extras"
+LIMIT_S = 1800  # a judge that takes longer has found that something hangs
+APART = ("test_mutations.py",)  # the list itself is tested there: it finds every fault
+
+# Of tests/task_runs.py, or TINY of tests/harness.py: what each crosses with the others' features.
+RUNS: dict[str, list[str]] = {
+    "documents": ["strategy.name=ddp", "average.ema=0.9", "data.group_by_length=2"],
+    "tiny": ["strategy.name=fsdp2", "task.class_weights=balanced", "optim.layer_decay=0.9"],
+    "prompts": ["strategy.name=pipeline", "task.loss_chunk=16"],
+}
+# The same for the plain reference, under `single`: a fault is held against `USUAL`, but for those of a task.
+BESIDE: dict[str, list[str]] = {
+    "tiny": ["task.class_weights=balanced", "task.label_smoothing=0.1"],
+    "prompts": ["average.ema=0.9", "optim.groups=[{match: '*mlp*', learning_rate: 1e-3}]"],
+    "packed": ["task.cross_documents=false", "task.loss_chunk=16"],
+    "messages": [],
+    "translation": ["task.label_smoothing=0.1"],
+    "token_classification": [],
+    "preference": ["task.loss=ipo"],
+    "reward": ["task.center=0.1"],
+    "masked": [],
+    "questions": [],
+    "pairs": [],
+}
+USUAL = ("tiny", "prompts", "packed")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Of `FAULTS`, which says what its entries are."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    does: str
+
+    def planted(self, text: str) -> str:
+        """The file's text with the fault. Errors: `ValueError` where it cannot be told where it belongs."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.file} holds its text {text.count(self.old)} times, and not once")
+        return text.replace(self.old, self.new)
+
+    def lines(self, text: str) -> range:
+        """Of the file's text those of the statement that it changes, about: from the first to the last, from 1."""
+        at = text.index(self.old)
+        return range(text.count("\n", 0, at) + 1, text.count("\n", 0, at + len(self.old)) + 2)
+
+
+def listed() -> dict[str, Any]:
+    """`FAULTS` as it stands."""
+    return tomllib.loads(FAULTS.read_text(encoding="utf-8"))
+
+
+def faults() -> list[Fault]:
+    return [Fault(**each) for each in listed()["fault"]]
+
+
+# -- a copy, and what happens in it ----------------------------------------------------------------------------------
+
+
+class Copy:
+    """The files of the tree that git knows, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.source = folder, folder / "src" / "lockstep"
+        asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.run(asked, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0"):
+            if name and (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        for beside in ("shared",):  # data that some tests read
+            if (ROOT.parent / beside).is_dir():
+                with contextlib.suppress(FileExistsError):
+                    (folder.parent / beside).symlink_to(ROOT.parent / beside)
+
+    @contextlib.contextmanager
+    def holding(self, fault: Fault | None) -> Iterator[None]:
+        """In here the copy has the fault. None: it is as the tree."""
+        if fault is None:
+            yield
+            return
+        path = self.source / fault.file
+        before = path.read_text(encoding="utf-8")
+        self._write(path, fault.planted(before))
+        try:
+            yield
+        finally:
+            self._write(path, before)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):  # told by size and second of the source
+            compiled.unlink()
+
+
+Verdict = tuple[bool, str]  # whether the judge found something, and by what
+
+
+def asked(judge: Callable[..., Verdict], copy: Copy, *given: Any) -> dict[str, Any]:
+    """What a judge says, in a process of its own that ends with all that it has started."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    start = time.perf_counter()
+
+    def work() -> None:
+        os.setsid()
+        ours.close()
+        log = os.open(copy.folder.parent / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.chdir(copy.folder)
+        sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() not in (ROOT / "src", ROOT / "benchmarks")]
+        sys.path[:0] = [str(copy.folder / "src"), str(copy.folder / "tests")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+        theirs.send(judge(copy, *given))
+
+    process = context.Process(target=work)
+    process.start()
+    theirs.close()
+    found, by = True, f"nothing said within {LIMIT_S} s"
+    if ours.poll(LIMIT_S):
+        try:
+            found, by = ours.recv()
+        except EOFError:
+            by = "the judge's process ended"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return {"found": found, "by": by, "seconds": round(time.perf_counter() - start, 1)}
+
+
+# -- judges ----------------------------------------------------------------------------------------------------------
+
+
+def by_tests(copy: Copy, files: list[str], marks: str, keyword: str = "") -> Verdict:
+    """The first test of these files that fails."""
+    import pytest
+
+    class Watch:
+        first = ""
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.failed and not self.first:
+                self.first = report.nodeid
+
+        def pytest_collectreport(self, report: Any) -> None:
+            if report.failed and not self.first:
+                self.first = report.nodeid
+
+    watch = Watch()
+    words = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", marks, "-k", keyword]
+    status = pytest.main([*words, *(f"tests/{name}" for name in files)], plugins=[watch])
+    if status in (0, 5):  # all passed; none was chosen
+        return False, ""
+    return True, watch.first or f"pytest's status {int(status)}"
+
+
+def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
+    """Part by part; the first one is enough as a rule."""
+    near = [f"test_{name.partition('::')[0]}.py" for name in listed()["near"][fault.file]]
+    keyword = " or ".join(name.partition("::")[2] for name in listed()["near"][fault.file] if "::" in name)
+    assert all((copy.folder / "tests" / name).is_file() for name in near), near
+    total = 0.0
+    for part, files, marks in (
+        ("near", near, f"not processes and {QUICK}"),
+        ("kernel", near, f"kernel and {QUICK}"),
+        ("processes", near, f"processes and not kernel and {QUICK}"),
+    ):
+        if part not in parts:
+            continue
+        found = asked(by_tests, copy, files, marks, keyword)
+        total += found["seconds"]
+        if found["found"]:
+            return found | {"seconds": round(total, 1), "part": part}
+    return {"found": False, "by": "", "seconds": round(total, 1), "part": parts[-1]}
+
+
+def by_verify(copy: Copy) -> Verdict:
+    """The first of `RUNS` that `lockstep verify` does not pass."""
+    import forked
+    import task_runs
+    from harness import tiny
+
+    from lockstep.cli import main
+
+    multiprocessing.util.spawnv_passfds = forked._forked_server  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, overrides in RUNS.items():
+            more = ["launch.processes=2", *overrides]
+            try:
+                run = (
+                    tiny(*more, output=f"{folder}/out") if name == "tiny" else task_runs.make(Path(folder), name, *more)
+                )
+                path = Path(folder, f"{name}.yaml")
+                path.write_text(run.dump())
+                status = main(["verify", str(path), "--steps", "2"])
+            except Exception as caught:
+                return True, f"{name}: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
+            if status:
+                return True, name
+    return False, ""
+
+
+PARTS = ("near", "kernel", "processes")
+JUDGES = ("tests", "verify", "plain", *(("crossed",) if (ROOT / "tests" / "test_crossed.py").exists() else ()))
+
+
+def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
+    """The first of these of `BESIDE` that differs from the plain reference."""
+    import task_runs
+    from harness import tiny
+
+    from lockstep.tools.against_plain import differences
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            more, at = ["strategy.name=single", *BESIDE[name]], Path(folder, name)
+            try:
+                run = tiny(*more, output=str(at)) if name == "tiny" else task_runs.make(at, name, *more)
+                verdict = differences(run, steps=3)
+            except Exception as caught:
+                return True, f"{name}: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
+            print(name, verdict.uncovered, verdict.differences, flush=True)
+            if verdict.differences:
+                return True, f"{name}: {verdict.differences[0][:200]}"
+    return False, ""
+
+
+def beside(fault: Fault | None) -> tuple[str, ...]:
+    """The runs that a fault is held against."""
+    return tuple(BESIDE) if fault is None else tuple(listed()["beside"].get(fault.file, USUAL))
+
+
+def reached(copy: Copy, judge: Callable[[Copy], Verdict]) -> Verdict:
+    """Which lines of files that hold faults a judge runs in its own process, as JSON: file -> lines. It says nothing of
+    what the ranks run that it starts."""
+    files = {str(copy.source / fault.file): fault.file for fault in faults()}
+    seen: dict[str, set[int]] = {name: set() for name in files.values()}
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        name = files.get(frame.f_code.co_filename)
+        if name is None:
+            return None
+        seen[name].add(frame.f_lineno)
+        return trace
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    found, by = judge(copy)
+    sys.settrace(None)
+    assert not found, by
+    return False, json.dumps({name: sorted(lines) for name, lines in seen.items()})
+
+
+def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dict[str, Any]:
+    with copy.holding(fault):
+        if judge == "tests":
+            if fault is None:
+                files = [p.name for p in sorted(ROOT.glob("tests/test_*.py")) if p.name not in APART]
+                return asked(by_tests, copy, files, f"(not processes or kernel) and {QUICK}")
+            return quick_tests(copy, fault, parts)
+        if judge == "crossed":
+            return asked(by_tests, copy, ["test_crossed.py"], QUICK)
+        if judge == "plain":
+            return asked(by_plain, copy, beside(fault))
+        return asked(by_verify, copy)
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+
+def preload() -> None:
+    """What every judge imports, but for lockstep itself."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    import numpy
+    import pyarrow
+    import pytest
+    import tokenizers
+    import torch
+    import torch.distributed.run
+    import transformers.models.bert.modeling_bert
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.marian.modeling_marian
+
+    assert all((numpy, pyarrow, pytest, tokenizers, torch, transformers))
+    assert "lockstep" not in sys.modules, "lockstep is the copy's"
+
+
+def run(names: list[str], judges: list[str], parts: list[str], done: Iterable[Mapping[str, Any]]) -> None:
+    """Print a line for each fault and judge that is not among those `done`."""
+    over = {(each["name"], each["judge"]) for each in done}
+    chosen = [fault for fault in faults() if not names or fault.name in names]
+    if unknown := {*names} - {fault.name for fault in chosen} - {"none"}:
+        raise SystemExit(f"no fault is called {', '.join(sorted(unknown))}")
+    some: list[Fault | None] = [*chosen] if "none" not in names else [None, *(f for f in chosen if names != ["none"])]
+    preload()
+    with tempfile.TemporaryDirectory(prefix="lockstep-mutations-") as folder:
+        os.environ["HF_DATASETS_CACHE"] = f"{folder}/datasets"
+        os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache"
+        copy = Copy(Path(folder, "tree"))
+        runs = json.loads(asked(reached, copy, by_plain)["by"]) if "plain" in judges else {}
+        for fault in some:
+            for judge in judges:
+                name = fault.name if fault else "none"
+                if (name, judge) not in over:
+                    if fault and fault.file.startswith(("data/", "tasks/")):  # what it makes is for nobody else
+                        os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache-{fault.name}"
+                    else:
+                        os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache"
+                    text = (copy.source / fault.file).read_text(encoding="utf-8") if fault else ""
+                    if (
+                        judge == "plain"
+                        and fault
+                        and beside(fault) == USUAL
+                        and not {*fault.lines(text)} & {*runs[fault.file]}
+                    ):
+                        found: dict[str, Any] = {"found": False, "by": "it runs none of these lines", "seconds": 0.0}
+                    else:
+                        found = judged(copy, fault, judge, parts)
+                    found = {"name": name, "judge": judge} | found
+                    print(json.dumps(found), flush=True)
+
+
+def read(path: str) -> list[dict[str, Any]]:
+    lines = Path(path).read_text(encoding="utf-8").splitlines() if path else []
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown: what each judge found in each room, and what nobody did."""
+    rooms = {fault.name: fault.file.partition("/")[0] for fault in faults()}
+    found = {(each["name"], each["judge"]): each["found"] for each in results if each["name"] in rooms}
+    judges = [judge for judge in JUDGES if any(j == judge for _, j in found)]
+    rows = [f"| room | faults | {' | '.join(judges)} | any |", "|---" * (3 + len(judges)) + "|"]
+    for room in [*dict.fromkeys(rooms.values()), "all"]:
+        names = [name for name, of in rooms.items() if room in (of, "all")]
+        each = [sum(found.get((name, judge), False) for name in names) for judge in judges]
+        every = sum(any(found.get((name, judge), False) for judge in judges) for name in names)
+        rows.append(f"| {room} | {len(names)} | {' | '.join(map(str, each))} | {every} |")
+    none = [name for name in rooms if not any(found.get((name, judge), False) for judge in judges)]
+    return "\n".join([*rows, "", f"found by none: {', '.join(none) or 'no fault'}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("table").add_argument("file")
+    running = commands.add_parser("run")
+    running.add_argument("--only", nargs="*", default=[], help="names of faults; none: the tree as it is")
+    running.add_argument("--judges", nargs="*", default=[*JUDGES], choices=JUDGES)
+    running.add_argument("--parts", nargs="*", default=[*PARTS], choices=PARTS, help="of the judge tests")
+    running.add_argument("--done", default="", help="a file of results: what is in it is not run again")
+    words = parser.parse_args()
+    if words.command == "table":
+        print(table(read(words.file)))
+    else:
+        run(words.only, words.judges, words.parts, read(words.done))
+
+
+if __name__ == "__main__":
+    main()
