@@ -57,7 +57,7 @@ EVERY = ("evaluate.every=1",)
 
 KEYS: dict[str, Tried | Elsewhere] = {
     "name": Tried("name=another", "nothing"),
-    "output": Tried("output=FOLDER/elsewhere", "text", beside=("output=FOLDER/here",)),
+    "output": Tried("output=FOLDER/elsewhere", "nothing", beside=("output=FOLDER/here",)),
     "mirror": Elsewhere("files", "test_mirror.py", "an object store"),
     "seed": Tried("seed=1", "order weights", quick=True),
     "epochs": Tried("epochs=2", "order weights", beside=("steps=null", "epochs=1", "data.limit=44")),
@@ -267,7 +267,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.words": Elsewhere("inputs", "test_token_classification.py", "another column"),
     "task.tags": Elsewhere("inputs", "test_token_classification.py", "another column"),
     "task.anchor": Tried("task.anchor=negative", "order weights", "pairs", ("task.negative=null",)),
-    "task.positive": Tried("task.positive=negative", "order weights", "pairs", ("task.negative=null",)),
+    "task.positive": Tried("task.positive=negative", "inputs weights", "pairs", ("task.negative=null",)),
     "task.negative": Tried("task.negative=null", "inputs weights", "pairs"),
     "task.score": Elsewhere("weights", "test_embedding.py", "scored pairs"),
     "task.score_range": Elsewhere("weights", "test_embedding.py", "scored pairs"),
@@ -302,6 +302,32 @@ for tracker, names in TRACKERS.items():
     needs = f"the tracker {tracker}"
     KEYS |= {f"track.{tracker}.{name}": Elsewhere("job", "test_other_keys.py", needs) for name in names.split()}
 
+# Entries that were not seen to hold yet: `pytest -m long tests/test_run_file_keys.py`. An entry that is goes from here.
+BY_HAND: set[str] = set()
+BY_HAND |= {*["name", "output", "metrics", "export"]}
+BY_HAND |= {*["task.name", "task.text_pair", "task.label_names", "task.multi_label"]}
+BY_HAND |= {*["task.threshold", "data.source", "data.validation", "data.test"]}
+BY_HAND |= {*["data.layout", "data.separator", "data.quote", "data.filter"]}
+BY_HAND |= {*["data.overlap", "data.drop_missing", "data.follow_links", "data.encoding"]}
+BY_HAND |= {*["data.stream_window", "data.stream_cache_gb", "model.type", "model.attention"]}
+BY_HAND |= {*["model.checkpoint_activations", "model.freeze", "tokenizer.vocab_size", "optim.learning_rate"]}
+BY_HAND |= {*["optim.warmup_steps", "optim.minimum", "optim.decay_fraction", "optim.decay_shape"]}
+BY_HAND |= {*["optim.groups", "optim.master_weights", "optim.betas", "optim.momentum"]}
+BY_HAND |= {*["optim.d", "optim.nesterov", "optim.adjust", "optim.average_power"]}
+BY_HAND |= {*["strategy.name", "strategy.exchange", "launch.max_restarts", "launch.timeout_s"]}
+BY_HAND |= {*["launch.hang_s", "launch.hand_over", "evaluate.every", "evaluate.patience"]}
+BY_HAND |= {*["evaluate.min_delta", "evaluate.limit", "evaluate.batch_size", "checkpoint.every"]}
+BY_HAND |= {*["checkpoint.keep", "checkpoint.at", "checkpoint.best", "guard.every"]}
+BY_HAND |= {*["fingerprint.every", "average.ema", "average.ema_warmup", "average.last"]}
+BY_HAND |= {*["track.every", "track.wait_s", "track.console", "profile.steps"]}
+BY_HAND |= {*["profile.after", "hub.license", "hub.language", "hub.tags"]}
+BY_HAND |= {*["task.tokenizers", "task.beams", "task.bleu", "task.bleu_tokenizer"]}
+BY_HAND |= {*["task.prompt", "task.turns", "task.block_size", "task.cross_documents"]}
+BY_HAND |= {*["task.sample_prompt", "task.sample_tokens", "task.temperature", "task.whole_words"]}
+BY_HAND |= {*["task.chosen", "task.beta", "task.reference_batch_size", "task.center"]}
+BY_HAND |= {*["task.question", "task.answer_tokens", "task.anchor", "task.positive"]}
+BY_HAND |= {*["task.negative", "task.scale"]}
+
 
 def row(key: str, case: Tried | Elsewhere) -> str:
     """A line of the page."""
@@ -311,7 +337,8 @@ def row(key: str, case: Tried | Elsewhere) -> str:
     words = " ".join(f"`{word}`" for word in case.beside if "FOLDER" not in word)
     task = f"task of `{case.kind}`; " if case.kind in OTHER_TASKS else ""
     beside = f"{task}{f'with {words}' if words else ''}".removesuffix("; ").replace("|", "\\|")
-    return f"| `{key}` | {changes} | {beside} | `{case.change.replace('FOLDER/', '').replace('|', chr(92) + '|')}` |"
+    change, yet = case.change.replace("FOLDER/", "").replace("|", "\\|"), "not yet: " if key in BY_HAND else ""
+    return f"| `{key}` | {changes} | {beside} | {yet}`{change}` |"
 
 
 def page() -> str:
@@ -325,7 +352,8 @@ runs that differ in one key must differ in what stands here, and in nothing else
 another one is tried with it. Where weights differ, exports, scores and texts do as well; they are compared where the
 weights are the same. Keys that change the order, inputs or weights alone are tried in three steps of one process, the
 others in a whole run. Keys that need several processes, a network, a cluster or a GPU have tests of their own, which
-the last column names. A key that is not in the table fails the test.
+the last column names. "Not yet" marks an entry whose test is written and was not seen to hold. A key that is not in the
+table fails the test.
 
 {words}
 

@@ -31,6 +31,7 @@ STEPS = 3
 INPUTS = ("input_ids", "token_type_ids", "decoder_input_ids")
 SMALL = {"steps": STEPS, "micro_batches": 4, "strategy": {"name": "single"}, "track": {"every": 1}}
 SMALL |= {"launch": TINY["launch"] | {"processes": 1}, "fingerprint": {"every": 1}}
+RUN_FILE = re.compile(r"(`{3,})yaml.*?\1", re.DOTALL)  # in the model card, and with every key in it
 TIMES = re.compile(r"[\d.,]+ ?(s|ms|min|h|MiB|GiB|/s)\b|\d{4}-\d\d-\d\d[T ][\d:.]+Z?")
 
 
@@ -206,7 +207,7 @@ def results(output: Path) -> dict[str, Any]:
             [line.get("step") for line in logged],
         ),
         "text": (
-            TIMES.sub("", (output / "export" / "README.md").read_text()),
+            TIMES.sub("", RUN_FILE.sub("", (output / "export" / "README.md").read_text())),
             (output / "samples.jsonl").read_text() if (output / "samples.jsonl").exists() else "",
         ),
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from key_table import EFFECTS, KEYS, PAGE, Elsewhere, Tried, page
+from key_table import BY_HAND, EFFECTS, KEYS, PAGE, Elsewhere, Tried, page
 from key_table_runs import Place, tried
 
 from lockstep.config import plugins
@@ -25,9 +25,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 TRIED = {key: case for key, case in KEYS.items() if isinstance(case, Tried)}
 
 
-@pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=() if case.quick else pytest.mark.slow) for key, case in TRIED.items()]
-)
+def marks(key: str) -> list[pytest.MarkDecorator]:
+    if key in BY_HAND:
+        return [pytest.mark.slow, pytest.mark.long]
+    return [] if TRIED[key].quick else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=marks(key)) for key in TRIED])
 def test_a_key_changes_what_the_table_says_and_nothing_else(
     key: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +64,7 @@ def schema_keys() -> set[str]:
 def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
     assert schema_keys() == set(KEYS)
     assert len(KEYS) > 250
+    assert set(TRIED) >= BY_HAND
 
 
 def test_entries_say_what_the_page_explains_and_name_tests_that_there_are() -> None:
