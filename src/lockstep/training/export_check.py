@@ -84,6 +84,8 @@ def _why_not(run: Run, task: Task) -> str:
         return "verify.plain is false"
     if task.own_model or "." in run.task.name or run.model.trust_remote_code:
         return "the model or the task is code of yours, or of the Hub"
+    if run.task.name == "masked_language_modeling":
+        return "its targets are drawn for every evaluation"
     if task.asks_first:
         return "its loss asks for the model before training"
     if run.model.quantization is not None and run.model.adapter.get("export") == "adapter":
@@ -138,8 +140,9 @@ def exported_losses(run: Run, task: Task, places: Sequence[int], folder: Path, d
     values = plain_sides.plain_file(run, task)
     if run.task.options.get("loss_chunk"):
         values["task"] |= {"label_smoothing": 0.0}  # evaluations are without it
-    job = Plain(values, str(folder), {"train": kept.rows}, plain_sides.labels_of(task))
-    examples: list[dict[str, Any]] = job.encode(kept.rows)[: len(kept.at)]
+    rows = plain_sides.rows_of(task, kept)
+    job = Plain(values, str(folder), {"train": rows}, plain_sides.labels_of(task))
+    examples: list[dict[str, Any]] = job.encode(rows)[: len(kept.at)]
     if len(examples) != len(kept.at):
         raise ValueError(f"its tokenizer makes {len(examples)} examples of texts that were {len(kept.at)}")
     model = loaded(run, task, folder).to(device)

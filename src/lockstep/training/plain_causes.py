@@ -102,5 +102,6 @@ def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
         plain_sides.with_tensors_of(model, sides.model)
     blocks.prepare(run, model)
     job = plain_sides.job_of(run, task)
-    plain = plain_sides.plain_model(run, task, job, model.train()) if key in _NEW_WEIGHTS else sides.plain
+    plain = plain_sides.plain_model(job, model.train()) if key in _NEW_WEIGHTS else sides.plain
+    job.reference = plain
     return replace(sides, run=run, task=task, model=model, plain=plain, job=job)

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from lockstep.config.run import Run
 from lockstep.data import raw_rows
 from lockstep.distributed.place import PLACE
 from lockstep.distributed.randomness import seed_everything
+from lockstep.plain.examples import masked
 from lockstep.plain.losses import batch_loss, without_dropout
 from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines.writes import preserved
@@ -212,6 +214,8 @@ def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) 
 def plain_numbers(sides: Sides, places: Sequence[int]) -> Numbers:
     """As transformers and torch compute them."""
     examples = [sides.examples[place] for place in places]
+    if sides.run.task.name == "masked_language_modeling":
+        examples = _masked(sides, places, examples)
     count = 0.0
 
     def loss() -> Tensor:
@@ -234,6 +238,16 @@ def plain_numbers(sides: Sides, places: Sequence[int]) -> Numbers:
         count,
         {name: (norm / per, product / per) for name, (norm, product) in found.gradient.items()},
     )
+
+
+def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Examples with the masks that the run draws for them. Errors: `ValueError` where those are not theirs."""
+    micro = sides.task.collate_at(sides.columns, sides.at[list(places)], 0, 0)
+    rows = zip(micro.inputs["input_ids"].tolist(), micro.targets.tolist(), examples, strict=True)
+    return [
+        masked(sides.job, example, read[: len(example["input_ids"])], wanted[: len(example["input_ids"])])
+        for read, wanted, example in rows
+    ]
 
 
 def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> Numbers:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data.columns import Columns
+from lockstep.data.questions import CONTEXT, QUESTION, START, TEXTS
 from lockstep.data.raw_rows import RawRows
 from lockstep.plain.job import Plain
 from lockstep.plain.rows import NotCovered
@@ -23,7 +24,7 @@ from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.treatment import make_model
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import adapters, quantized
+from lockstep.tasks.models import quantized
 from lockstep.tasks.task import Task
 
 WHOLE = 100_000_000  # parameters up to which a second model is built, where no rank holds the whole one
@@ -62,17 +63,28 @@ def sides_of(run: Run, task: Task, strategy: Strategy) -> Sides:
     if kept is None:
         raise Elsewhere("no raw rows were kept of its data")
     job = job_of(run, task)
-    examples = job.encode(kept.rows)[: len(kept.at)]
+    examples = job.encode(rows_of(task, kept))[: len(kept.at)]
     columns = task.splits[kept.split] if kept.examples is None else kept.examples
     model = whole_model(run, task, strategy)
-    return Sides(run, task, model, plain_model(run, task, job, model), job, columns, kept.at, examples)
+    plain = plain_model(job, model)
+    job.reference = plain  # before training it is the model itself
+    return Sides(run, task, model, plain, job, columns, kept.at, examples)
 
 
 def job_of(run: Run, task: Task) -> Plain:
     """The run as the plain path reads it, of the rows that were kept."""
     kept = RawRows.of(task.prepared.facts)
-    rows = [] if kept is None else kept.rows
+    rows = [] if kept is None else rows_of(task, kept)
     return Plain(plain_file(run, task), task.prepared.tokenizer, {"train": rows}, labels_of(task))
+
+
+def rows_of(task: Task, kept: RawRows) -> list[dict[str, Any]]:
+    """The kept rows as the plain path reads them."""
+    if task.run.task.name != "question_answering":
+        return kept.rows
+    told = [(row[TEXTS], row[START]) for row in kept.rows]
+    answers = [[{"text": texts[0], "answer_start": start}] if texts else [] for texts, start in told]
+    return [row | {TEXTS: found} for row, found in zip(kept.rows, answers, strict=True)]
 
 
 def labels_of(task: Task) -> list[Any] | None:
@@ -86,11 +98,14 @@ def plain_file(run: Run, task: Task) -> dict[str, Any]:
     """The run file as the plain path reads it: with the names of columns that the kept rows have, and weights of labels
     that depend on all rows as numbers."""
     values: dict[str, Any] = run.model_dump(mode="json")
+    values["model"] |= {"quantization": None, "dtype": "float32"}  # what is packed or narrow is widened
     options = values["task"]
     if run.task.name in ("translation", "summarization"):
         options |= {"source": "source", "target": "target"}
     if run.task.name == "token_classification":
         options |= {"words": "words", "tags": "tags"}
+    if run.task.name == "question_answering":
+        options |= {"question": QUESTION, "context": CONTEXT, "answers": TEXTS}
     weights = getattr(getattr(task, "objective", None), "weights", None)
     if weights is not None:
         options["class_weights"] = {}
@@ -114,38 +129,18 @@ def whole_model(run: Run, task: Task, strategy: Strategy) -> nn.Module:
     return model.train()
 
 
-def plain_model(run: Run, task: Task, job: Plain, model: nn.Module) -> nn.Module:
+def plain_model(job: Plain, model: nn.Module) -> nn.Module:
     """A model of transformers, and of peft where there is an adapter, with the parameters and buffers of another one:
     the very tensors, where they are float32. Errors: `Elsewhere` where their names or shapes differ, or where too many
     would have to be widened."""
-    whole = Plain.__new__(Plain)
-    vars(whole).update(vars(job))
-    whole.run = job.run | {"model": job.run["model"] | {"adapter": {}, "quantization": None, "dtype": "float32"}}
-
-    def built(empty: bool) -> nn.Module:
-        plain = build_model(whole, empty=empty)
-        if run.model.adapter:
-            with torch.device("meta" if empty else "cpu"):
-                plain = _with_adapter(run, plain, adapters.TASKS[str(task.head)])
-        return plain
-
     try:
-        plain = built(empty=True)
+        plain = build_model(job, empty=True)
     except NotCovered:
         raise
     except Exception:  # a family that cannot be built without memory
-        plain = built(empty=False)
+        plain = build_model(job)
     with_tensors_of(plain, model)
     return plain.to(device_of(model)).train()
-
-
-def _with_adapter(run: Run, model: nn.Module, kind: str) -> nn.Module:
-    """A model with the run's adapter, by peft alone. `kind`: peft's name of the task."""
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType, get_peft_model
-
-    given = {key: value for key, value in run.model.adapter.items() if key not in adapters.OURS}
-    config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(str(run.model.adapter.get("type", "lora")).upper())]
-    return get_peft_model(model, config(task_type=kind, **given))
 
 
 def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
