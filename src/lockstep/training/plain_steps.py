@@ -81,6 +81,7 @@ def record_session(session: Session, count: int = 2) -> None:
     _save(folder / "start.safetensors", strategy.state_dict(), world)
     held_out = session.task.splits["validation"]
     rows = np.arange(min(EVALUATED, len(held_out)))
+    rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # as evaluations have them in a batch
     scores = evaluate(session.run, world, session.task, strategy, held_out, rows, texts=False)
     hides = session.run.task.name == "masked_language_modeling"
     shown = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
