@@ -13,6 +13,7 @@ Judges:
           processes, then its kernel; then, of `.ci/run`, the others that start processes. The first that fails ends it.
   verify  `lockstep verify` on `RUNS`, two steps on two processes: against one process of the same lockstep.
   plain   what `lockstep verify --plain` compares, of `BESIDE`: three steps against transformers and torch.
+  crossed tests/test_crossed.py: the runs of the generator that every CI job draws; once there are some.
 """
 
 from __future__ import annotations
@@ -38,22 +39,30 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FAULTS = Path(__file__).with_suffix(".toml")
 QUICK = "not slow and not long and not gpu and not cluster and not extras"
-LIMIT_S = 900  # a judge that takes longer has found that something hangs
+LIMIT_S = 1800  # a judge that takes longer has found that something hangs
 APART = ("test_mutations.py",)  # the list itself is tested there: it finds every fault
 
 # Of tests/task_runs.py, or TINY of tests/harness.py: what each crosses with the others' features.
 RUNS: dict[str, list[str]] = {
     "documents": ["strategy.name=ddp", "average.ema=0.9", "data.group_by_length=2"],
-    "translation": ["strategy.name=fsdp2", "task.label_smoothing=0.1", "task.loss_chunk=16"],
-    "preference": ["strategy.name=allreduce"],
-    "tiny": ["strategy.name=pipeline", "task.class_weights=balanced", "optim.layer_decay=0.9"],
+    "tiny": ["strategy.name=fsdp2", "task.class_weights=balanced", "optim.layer_decay=0.9"],
+    "prompts": ["strategy.name=pipeline", "task.loss_chunk=16"],
 }
-# The same for the plain reference, under `single`.
-BESIDE: list[tuple[str, list[str]]] = [
-    ("tiny", ["task.class_weights=balanced", "task.label_smoothing=0.1", "optim.layer_decay=0.9"]),
-    ("prompts", ["average.ema=0.9", "optim.groups=[{match: '*mlp*', learning_rate: 1e-3}]"]),
-    ("packed", ["task.cross_documents=false", "task.loss_chunk=16"]),
-]
+# The same for the plain reference, under `single`: a fault is held against `USUAL`, but for those of a task.
+BESIDE: dict[str, list[str]] = {
+    "tiny": ["task.class_weights=balanced", "task.label_smoothing=0.1"],
+    "prompts": ["average.ema=0.9", "optim.groups=[{match: '*mlp*', learning_rate: 1e-3}]"],
+    "packed": ["task.cross_documents=false", "task.loss_chunk=16"],
+    "messages": [],
+    "translation": ["task.label_smoothing=0.1"],
+    "token_classification": [],
+    "preference": ["task.loss=ipo"],
+    "reward": ["task.center=0.1"],
+    "masked": [],
+    "questions": [],
+    "pairs": [],
+}
+USUAL = ("tiny", "prompts", "packed")
 
 
 @dataclass(frozen=True)
@@ -164,7 +173,7 @@ def asked(judge: Callable[..., Verdict], copy: Copy, *given: Any) -> dict[str, A
 # -- judges ----------------------------------------------------------------------------------------------------------
 
 
-def by_tests(copy: Copy, files: list[str], marks: str) -> Verdict:
+def by_tests(copy: Copy, files: list[str], marks: str, keyword: str = "") -> Verdict:
     """The first test of these files that fails."""
     import pytest
 
@@ -180,7 +189,7 @@ def by_tests(copy: Copy, files: list[str], marks: str) -> Verdict:
                 self.first = report.nodeid
 
     watch = Watch()
-    words = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", marks]
+    words = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", marks, "-k", keyword]
     status = pytest.main([*words, *(f"tests/{name}" for name in files)], plugins=[watch])
     if status in (0, 5):  # all passed; none was chosen
         return False, ""
@@ -189,7 +198,9 @@ def by_tests(copy: Copy, files: list[str], marks: str) -> Verdict:
 
 def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
     """Part by part; the first one is enough as a rule."""
-    near = [f"test_{name}.py" for name in listed()["near"][fault.file]]
+    near = [f"test_{name.partition('::')[0]}.py" for name in listed()["near"][fault.file]]
+    keyword = " or ".join(name.partition("::")[2] for name in listed()["near"][fault.file] if "::" in name)
+    assert all((copy.folder / "tests" / name).is_file() for name in near), near
     total = 0.0
     for part, files, marks in (
         ("near", near, f"not processes and {QUICK}"),
@@ -198,7 +209,7 @@ def quick_tests(copy: Copy, fault: Fault, parts: list[str]) -> dict[str, Any]:
     ):
         if part not in parts:
             continue
-        found = asked(by_tests, copy, files, marks)
+        found = asked(by_tests, copy, files, marks, keyword)
         total += found["seconds"]
         if found["found"]:
             return found | {"seconds": round(total, 1), "part": part}
@@ -232,19 +243,19 @@ def by_verify(copy: Copy) -> Verdict:
 
 
 PARTS = ("near", "kernel", "processes")
-JUDGES = ("tests", "verify", "plain")
+JUDGES = ("tests", "verify", "plain", *(("crossed",) if (ROOT / "tests" / "test_crossed.py").exists() else ()))
 
 
-def by_plain(copy: Copy) -> Verdict:
-    """The first of `BESIDE` that differs from the plain reference."""
+def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
+    """The first of these of `BESIDE` that differs from the plain reference."""
     import task_runs
     from harness import tiny
 
     from lockstep.tools.against_plain import differences
 
     with tempfile.TemporaryDirectory() as folder:
-        for place, (name, overrides) in enumerate(BESIDE):
-            more, at = ["strategy.name=single", *overrides], Path(folder, str(place))
+        for name in names:
+            more, at = ["strategy.name=single", *BESIDE[name]], Path(folder, name)
             try:
                 run = tiny(*more, output=str(at)) if name == "tiny" else task_runs.make(at, name, *more)
                 verdict = differences(run, steps=3)
@@ -254,6 +265,11 @@ def by_plain(copy: Copy) -> Verdict:
             if verdict.differences:
                 return True, f"{name}: {verdict.differences[0][:200]}"
     return False, ""
+
+
+def beside(fault: Fault | None) -> tuple[str, ...]:
+    """The runs that a fault is held against."""
+    return tuple(BESIDE) if fault is None else tuple(listed()["beside"].get(fault.file, USUAL))
 
 
 def reached(copy: Copy, judge: Callable[[Copy], Verdict]) -> Verdict:
@@ -284,7 +300,11 @@ def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dic
                 files = [p.name for p in sorted(ROOT.glob("tests/test_*.py")) if p.name not in APART]
                 return asked(by_tests, copy, files, f"(not processes or kernel) and {QUICK}")
             return quick_tests(copy, fault, parts)
-        return asked(by_plain if judge == "plain" else by_verify, copy)
+        if judge == "crossed":
+            return asked(by_tests, copy, ["test_crossed.py"], QUICK)
+        if judge == "plain":
+            return asked(by_plain, copy, beside(fault))
+        return asked(by_verify, copy)
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
@@ -324,9 +344,17 @@ def run(names: list[str], judges: list[str], parts: list[str], done: Iterable[Ma
             for judge in judges:
                 name = fault.name if fault else "none"
                 if (name, judge) not in over:
-                    shutil.rmtree(f"{folder}/cache", ignore_errors=True)  # what another fault has left there
+                    if fault and fault.file.startswith(("data/", "tasks/")):  # what it makes is for nobody else
+                        os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache-{fault.name}"
+                    else:
+                        os.environ["LOCKSTEP_CACHE"] = f"{folder}/cache"
                     text = (copy.source / fault.file).read_text(encoding="utf-8") if fault else ""
-                    if judge == "plain" and fault and not {*fault.lines(text)} & {*runs[fault.file]}:
+                    if (
+                        judge == "plain"
+                        and fault
+                        and beside(fault) == USUAL
+                        and not {*fault.lines(text)} & {*runs[fault.file]}
+                    ):
                         found: dict[str, Any] = {"found": False, "by": "it runs none of these lines", "seconds": 0.0}
                     else:
                         found = judged(copy, fault, judge, parts)

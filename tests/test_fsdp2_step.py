@@ -2,10 +2,12 @@
 the two is taken."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import odd_models
 import pytest
+import torch
 from harness import TINY, build, digest, run_on, tiny
 from marks import slow
 from test_fsdp2 import of
@@ -159,3 +161,23 @@ def test_the_smallest_memory_decides_for_all_ranks() -> None:
 def test_what_cannot_work_is_refused(options: dict, said: str) -> None:
     with pytest.raises(RunError, match=said):
         checked_strategy(tiny(strategy={"name": "fsdp2", "options": options}), 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_weight_that_is_one_number_counts_once_in_the_norm(ranks: int) -> None:
+    """Every rank holds it, and the rows of the others are each of one rank."""
+    matrix, number = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.tensor(3.0)
+    each = -(-len(matrix) // ranks)
+    squares = torch.zeros(())
+    for rank in range(ranks):
+        rows = matrix[rank * each : (rank + 1) * each]
+        held: Any = SimpleNamespace(
+            alone=False,
+            world=SimpleNamespace(size=ranks, sum=lambda tensor: tensor),
+            stepped={"matrix": rows, "number": number},
+            named={"matrix": matrix, "number": number},
+            rows={},
+            spread=None,
+        )
+        squares += FSDP2Step.whole_gradient(held, [rows, number]).norm().square()
+    assert torch.allclose(squares.sqrt(), torch.cat([matrix.reshape(-1), number[None]]).norm(), rtol=1e-6)

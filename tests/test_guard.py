@@ -135,6 +135,26 @@ class WrongWitness:
             )
 
 
+def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_time() -> None:
+    run = tiny("strategy.name=single", "guard.every=1")
+    task, strategy = build(run, World(run))
+    feed = Feed(run, task, strategy.own_micro_batches(), strategy.world.device)
+    session: Any = SimpleNamespace(run=run, world=strategy.world, feed=feed, strategy=strategy)
+    guard, seen = Guard(session), list[int]()
+    guard.trained(feed.make(0), 1e-3)  # the control: nothing is found
+
+    def hear(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(0)
+        return gradient if len(seen) == 1 else gradient * (1 + 2**-22)
+
+    strategy.named["transformer.h.1.mlp.c_fc.weight"].register_hook(hear)
+    before = digest(strategy.state_dict())
+    with pytest.raises(Corrupted, match="is not the same where"):
+        guard.trained(feed.make(1), 1e-3)
+    assert digest(strategy.state_dict()) == before
+    strategy.close()
+
+
 @pytest.mark.processes
 def test_a_witness_that_is_wrong_is_named() -> None:
     def owner(run: Run, step: int) -> int:

@@ -221,9 +221,10 @@ def _records_in(held: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """The rows of a document: one list of mappings in it, ids with a row each, or columns and a list of values for each
     row (pandas' orient table, index and split); None for any other."""
     columns, data = held.get("columns"), held.get("data")
-    split = isinstance(columns, list) and isinstance(data, list) and bool(data)
-    if split and all(isinstance(row, list) and len(row) == len(columns) for row in data):
-        return [dict(zip(columns, row, strict=True)) for row in data]
+    if isinstance(columns, list) and isinstance(data, list):
+        fits = [isinstance(row, list) and len(row) == len(columns) for row in data]
+        if fits and all(fits):
+            return [dict(zip(columns, row, strict=True)) for row in data]
     lists = {name: value for name, value in held.items() if _is_row_list(value)}
     if len(lists) == 1 and (len(held) == 1 or next(iter(lists)).lower() in _ROW_LISTS):
         return next(iter(lists.values()))

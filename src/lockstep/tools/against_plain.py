@@ -16,17 +16,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data import source
+from lockstep.distributed.memory import capacity
+from lockstep.plain.examples import masked
 from lockstep.plain.job import Plain
-from lockstep.plain.rows import NotCovered
-from lockstep.plain.train import StepRecord, build_model, train_steps
+from lockstep.plain.rows import TASKS, NotCovered
+from lockstep.plain.train import StepRecord, build_model, evaluation_loss, perturb_, train_steps
+from lockstep.track.console import Console
 from lockstep.training.plain_steps import FOLDER, PlainRecord
 
-FACTOR = 10.0  # of what a change of the last bit comes to, may differ
+COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
+TENSORS = ("gradient", "change")
+STEPS = 2  # that are compared
+FACTOR, LOW = 10.0, 3.0  # times what a change of the last bit of a float32, of a bfloat16 comes to, may differ
 LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # may differ whatever that comes to, relatively
 FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
@@ -69,15 +76,65 @@ def differences(run: Run, steps: int = 2) -> Verdict:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def covers(run: Run) -> bool:
+    """Whether plain knows the task."""
+    return run.task.name in TASKS
+
+
+def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) -> int:
+    """Say what came of a comparison with the steps recorded in OUTPUT/plain. `verdict`: a file of JSON that it is added
+    to. Returns the exit status."""
+    console.say("the same steps without dropout by the plain reference (lockstep.plain) ...")
+    folder = output / FOLDER
+    if not folder.exists():
+        found = Verdict(uncovered=f"task.name: {run.task.name} is code of yours")
+    elif (needed := _bytes(folder)) > (free := capacity(torch.device("cpu"), 1)):
+        found = Verdict(uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are there")
+    else:
+        found = compare(run, folder)
+    if found.steps:
+        console.table("beside the plain reference", COLUMNS, [_row(step.number, step.found) for step in found.steps])
+        for step in found.steps:
+            number, *allowed = _row(step.number, step.allowed)
+            named = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
+            console.say(f"allowed in step {number}, by what a change of the last bit comes to: {', '.join(named)}")
+    if verdict is not None:
+        held = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
+        held["agrees"] = held["agrees"] and not found.differences
+        told = {"differences": found.differences, "not_covered": found.uncovered}
+        verdict.write_text(json.dumps(held | {"plain": told}), encoding="utf-8")
+    if found.uncovered is not None:
+        console.say(f"not compared with the plain reference: {found.uncovered}")
+    if found.differences:
+        console.say("found: NOT what the plain reference computes")
+        for line in found.differences:
+            console.say(f"  {line}")
+    elif found.steps:
+        console.say("found: what the plain reference computes, to rounding")
+    return int(bool(found.differences))
+
+
+def _bytes(folder: Path) -> int:
+    """What two plain runs take beside each other: weights, gradients, optimizer, and what is recorded."""
+    return 6 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _row(number: int, sizes: Mapping[str, float]) -> list[str]:
+    """Of a table."""
+    return [str(number), *(f"{sizes[key]:.1e}" if key in sizes else "" for key in ("loss", "norm", *TENSORS))]
+
+
 def compare(run: Run, folder: Path) -> Verdict:
     """What plain makes of the steps recorded in a folder."""
     record, verdict = PlainRecord.read(folder), Verdict()
     try:
         job = Plain(plain_run(run, folder), record.tokenizer)
         _check_numbers(job, record)
+        if record.evaluated:
+            verdict.differences.extend(_evaluation(job, record, folder, run.precision))
         plain, perturbed = (_trained(job, record, folder, last_bit) for last_bit in (False, True))
         for place, (ours, theirs, other) in enumerate(zip(_recorded(record, folder), plain, perturbed, strict=True)):
-            beside = _beside(ours, theirs, other, record.steps[place].number)
+            beside = _beside(ours, theirs, other, record.steps[place].number, run.precision)
             verdict.steps.append(beside)
             if lines := _lines(beside, ours, theirs):
                 verdict.differences.extend(lines)
@@ -109,11 +166,40 @@ def _check_numbers(job: Plain, record: PlainRecord) -> None:
         raise ValueError(f"the run trains example {most}, and plain makes {known} of the same data")
 
 
+def _evaluation(job: Plain, record: PlainRecord, folder: Path, precision: str) -> list[str]:
+    """What differs in the loss of some validation examples, before the steps."""
+    examples = [job.examples("validation")[i] for i in record.evaluated]
+    if record.evaluation_masked:
+        drawn = (record.evaluation_masked[key][0] for key in ("read", "predicted"))
+        examples = [masked(job, *each) for each in zip(examples, *drawn, strict=True)]
+    model = _model(job, folder)
+    low = torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=precision == "bf16")
+    with low:
+        plain = evaluation_loss(job, model, examples)
+        perturb_(model, precision)
+        spread = _relative(evaluation_loss(job, model, examples), plain)
+    allowed = max(LEAST["loss"], (FACTOR if precision == "fp32" else LOW) * spread)
+    apart = _relative(record.evaluation_loss, plain)
+    limit = f"differs by {apart:.1e}, and rounding comes to {allowed:.1e}"
+    told = f"evaluation: the loss of {len(examples)} examples is {record.evaluation_loss!r}, and {plain!r} by plain"
+    return [] if apart <= allowed else [f"{told} ({limit})"]
+
+
+def _model(job: Plain, folder: Path) -> nn.Module:
+    """The model with the weights that the steps begin with, and its reference from before any training."""
+    gpu = torch.cuda.is_available() and job.run["launch"]["device"] != "cpu"
+    device, untrained = torch.device("cuda" if gpu else "cpu"), folder.parent / "start.safetensors"
+    weights = _named("model.", load_file(folder / "start.safetensors"))
+    if job.reference is None and job.run["task"]["name"] == "preference":
+        first = _named("weight.", load_file(untrained)) if untrained.exists() else weights
+        job.reference = build_model(job, first).to(device).eval()
+    return build_model(job, weights).to(device)
+
+
 def _trained(job: Plain, record: PlainRecord, folder: Path, perturb: bool) -> Iterator[StepRecord]:
-    start = load_file(folder / "start.safetensors")
-    weights, state = _named("model.", start), _named("optimizer.", start)
+    state = _named("optimizer.", load_file(folder / "start.safetensors"))
     steps, numbers = [step.micro_batches for step in record.steps], [step.number for step in record.steps]
-    model = build_model(job, weights)
+    model = _model(job, folder)
     masks = [step.masked for step in record.steps] if record.steps[0].masked else []
     return train_steps(job, model, steps, record.total, numbers, perturb, state, masks)
 
@@ -137,10 +223,11 @@ def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def _beside(ours: StepRecord, plain: StepRecord, perturbed: StepRecord, number: int) -> Beside:
+def _beside(ours: StepRecord, plain: StepRecord, perturbed: StepRecord, number: int, precision: str) -> Beside:
     found, where = _apart(ours, plain)
     spread, _ = _apart(perturbed, plain)
-    return Beside(number, found, {key: max(LEAST[key], FACTOR * spread[key]) for key in found}, where)
+    factor = FACTOR if precision == "fp32" else LOW
+    return Beside(number, found, {key: max(LEAST[key], factor * spread[key]) for key in found}, where)
 
 
 def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str]]:

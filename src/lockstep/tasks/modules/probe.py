@@ -312,12 +312,9 @@ def _remembers(trial: _Trial) -> list[str]:
                 buffer.copy_(buffers[name])
     if torch.equal(*losses):
         counting = [name for name, value in counts[1].items() if value != counts[0].get(name, value)]
-        if not counting:
-            return []
         return [
-            f"task.model: forward counts in {', '.join(counting[:4])}, and how far it counts depends on how many "
-            "micro-batches a process has run: where something depends on the count, so do the weights"
-        ]
+            f"task.model: forward counts in {', '.join(counting[:4])}: how far depends on the number of processes"
+        ] * bool(counting)
     changed = [name for name, value in _attributes(trial.model).items() if not _alike(value, before.get(name))]
     which = f": {', '.join(changed[:4])}" if changed else ", or draws from a generator of its own"
     return [

@@ -203,7 +203,7 @@ def _command(words: list[str], line: int) -> Command:
 def _negated(options: Mapping[str, Any]) -> dict[str, Any]:
     """`--no_NAME` of HfArgumentParser as NAME: false, where NAME is an option that is known."""
     known = trainer.TABLE.keys() | EXAMPLES.keys() | trl.TABLE.keys()
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in options.items():
         plain = name.removeprefix("no_")
         found |= {plain: False} if value is True and name not in known and plain in known else {name: value}
