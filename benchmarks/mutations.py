@@ -46,7 +46,7 @@ APART = ("test_mutations.py",)  # the list itself is tested there: it finds ever
 RUNS: dict[str, list[str]] = {
     "documents": ["strategy.name=ddp", "average.ema=0.9", "data.group_by_length=2"],
     "tiny": ["strategy.name=fsdp2", "task.class_weights=balanced", "optim.layer_decay=0.9"],
-    "prompts": ["strategy.name=pipeline", "task.loss_chunk=16"],
+    "prompts": ["strategy.name=pipeline", "task.samples=0"],
 }
 # The same for the plain reference, under `single`: a fault is held against `USUAL`, but for those of a task.
 BESIDE: dict[str, list[str]] = {
@@ -60,7 +60,7 @@ BESIDE: dict[str, list[str]] = {
     "reward": ["task.center=0.1"],
     "masked": [],
     "questions": [],
-    "pairs": [],
+    "pairs": ["data.padding=batch"],
 }
 USUAL = ("tiny", "prompts", "packed")
 
@@ -368,16 +368,18 @@ def read(path: str) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: what each judge found in each room, and what nobody did."""
+    """Markdown: of the faults that each judge was asked about, by room, how many it found; and which nobody did."""
     rooms = {fault.name: fault.file.partition("/")[0] for fault in faults()}
     found = {(each["name"], each["judge"]): each["found"] for each in results if each["name"] in rooms}
-    judges = [judge for judge in JUDGES if any(j == judge for _, j in found)]
-    rows = [f"| room | faults | {' | '.join(judges)} | any |", "|---" * (3 + len(judges)) + "|"]
+    judges = [*dict.fromkeys(judge for _, judge in found)]
+    rows = [f"| room | faults | {' | '.join(judges)} |", "|---" * (2 + len(judges)) + "|"]
     for room in [*dict.fromkeys(rooms.values()), "all"]:
         names = [name for name, of in rooms.items() if room in (of, "all")]
-        each = [sum(found.get((name, judge), False) for name in names) for judge in judges]
-        every = sum(any(found.get((name, judge), False) for judge in judges) for name in names)
-        rows.append(f"| {room} | {len(names)} | {' | '.join(map(str, each))} | {every} |")
+        cells = []
+        for judge in judges:
+            answers = [found[name, judge] for name in names if (name, judge) in found]
+            cells.append(f"{sum(answers)}" + f" of {len(answers)}" * (len(answers) < len(names)))
+        rows.append(f"| {room} | {len(names)} | {' | '.join(cells)} |")
     none = [name for name in rooms if not any(found.get((name, judge), False) for judge in judges)]
     return "\n".join([*rows, "", f"found by none: {', '.join(none) or 'no fault'}"])
 
