@@ -35,6 +35,7 @@ from lockstep.launchers import local
 
 RUN = TINY | {"name": "fuzzed", "output": "out", "launch": {"device": "cpu", "threads": 1, "processes": 1}}
 KINDS = ("run", "text", "rows", "words")
+START_S = 120  # of imports, on a busy machine
 LIMIT_S = 60
 DEEP = 30_000
 
@@ -298,14 +299,22 @@ def _by_hand(seed: int, seconds: float) -> None:
     """Cases in a child, from where the last child was when it died, until the time is over."""
     until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        child = subprocess.run(
-            [sys.executable, __file__, "--child", str(seed), str(number), str(until - time.monotonic())],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
-        number = int(child.stdout.split()[-1]) + 1
+        left_s = until - time.monotonic()
+        try:
+            child = subprocess.run(
+                [sys.executable, __file__, "--child", str(seed), str(number), str(left_s)],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+                timeout=left_s + START_S + LIMIT_S,
+            )
+        except subprocess.TimeoutExpired as late:
+            begun = (late.stdout or b"").split()
+            print(f"FINDING: seed {seed} hangs in case {int(begun[-1]) if begun else number}", flush=True)
+            return
+        begun = child.stdout.split()
+        number = int(begun[-1]) + 1 if begun else number + 1
         if child.returncode:
             print(f"FINDING: case {number - 1} of seed {seed} ended its process: {child.returncode}", flush=True)
     print(f"{number} cases of seed {seed}", flush=True)

@@ -32,6 +32,7 @@ CHANGED: dict[str, Any] = {
     "checkpoint": {"every": 1, "keep": 1, "at": [2], "best": "-loss", "on_failure": "stop", "changed_code": "allow"},
     "fingerprint": {"every": 2},
     "guard": {"every": 2, "on_difference": "retry"},
+    "verify": {"plain": False},
     "profile": {"steps": 1, "after": 1},
     "track": {"every": 1, "console": "quiet", "wait_s": 1.0},
     "export": "best",

@@ -18,19 +18,22 @@ from lockstep.data import readable
 from lockstep.distributed.world import World
 from lockstep.training.predicting import row_of
 
-CASES = 25  # of each kind: some ten seconds
+FEW = [(kind, 1, 25) for kind in KINDS]  # cases of each kind: some ten seconds
+MORE = [pytest.param(kind, 2, 125, marks=pytest.mark.slow) for kind in KINDS]  # a minute
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_given_is_used_or_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "seed", "cases"), [*FEW, *MORE])
+def test_what_is_given_is_used_or_refused(
+    kind: str, seed: int, cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     without_ranks(monkeypatch.setattr)
-    fuzz = Fuzz(tmp_path / "case", seed=1)
-    for number in range(CASES):
+    fuzz = Fuzz(tmp_path / "case", seed)
+    for number in range(cases):
         fuzz.run(number * len(KINDS) + KINDS.index(kind))
     assert fuzz.findings == []
-    assert sum(fuzz.statuses.values()) == CASES
+    assert sum(fuzz.statuses.values()) == cases
 
 
 def test_a_finding_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top() -> None:
 
 def test_a_file_can_be_held_in_the_head() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in [*ROOT.rglob("*.py"), *TESTS.glob("*.py")]}
-    assert {str(path): count for path, count in lines.items() if count >= 400} == {}
+    assert {str(path): count for path, count in lines.items() if count >= 700} == {}
 
 
 def test_a_function_can_be_read_without_scrolling() -> None:

@@ -234,6 +234,31 @@ def test_a_folder_that_is_deleted_is_no_success(
     assert capfd.readouterr().err.count("was deleted or moved away") == 1
 
 
+def test_a_folder_that_a_link_replaces_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not even its lock is made there, nor is the record of another run touched; a link to where it was moved is it."""
+    asked = threading.Event()
+    monkeypatch.setattr(os, "kill", lambda pid, number: asked.set() if number == signal.SIGTERM else None)
+    (theirs := tmp_path / "theirs").mkdir()
+    launched.write(theirs, launched.here("local", 1))
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    lock = take(tmp_path / "out", nothing, beat_s=0.05)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    (tmp_path / "out").symlink_to(tmp_path / "moved")
+    assert lock.verdict(0) == 0
+    (tmp_path / "out").unlink()
+    (tmp_path / "out").symlink_to(theirs)
+    assert asked.wait(60)
+    assert lock.verdict(75) == 1
+    lock.release()
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
+    said = capfd.readouterr().err
+    assert said.count(f"out was replaced by a link to {theirs} while it was trained into") == 1
+    assert "nothing is written through the link" in said
+    assert "new folder of that name" not in said
+
+
 def test_deleted_in_the_last_moment(tmp_path: Path) -> None:
     lock = take(tmp_path / "out", nothing, beat_s=1000)
     shutil.rmtree(tmp_path / "out")

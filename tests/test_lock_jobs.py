@@ -98,6 +98,26 @@ def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_pa
     assert "resuming after step" in out
 
 
+def test_output_that_a_link_replaces_in_training_promises_nothing(tmp_path: Path, cache: Path) -> None:
+    """The run ends, with no word of going on: the same command would refuse the folder that is there now."""
+    write(tmp_path, strategy={"name": "held.Held"})
+    (theirs := tmp_path / "theirs").mkdir()
+    (theirs / "letter.txt").write_text("mine")
+    process = start(
+        [*LOCKSTEP, "train", "run.yaml", "launch.processes=1"], tmp_path, cache, PYTHONPATH=HERE, HELD_S="600"
+    )
+    until(lambda: step_of(tmp_path) >= 25, "step 25", process)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    (tmp_path / "out").symlink_to(theirs)
+    status, out, err = ended(process)
+    assert status == 1, (out, err)
+    assert err.count(f"out was replaced by a link to {theirs} while it was trained into") == 1
+    said = " ".join(out.split())
+    assert "the checkpoint of step 20 is where that folder was moved to" in said
+    assert "the same command goes on" not in said
+    assert [path.name for path in theirs.iterdir()] == ["letter.txt"]
+
+
 def test_a_finished_run_whose_other_files_are_gone_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:
     """OUTPUT was moved away in the last moment: a new folder holds the last checkpoint and the export."""
     shutil.copytree(untouched, tmp_path, dirs_exist_ok=True)

@@ -82,6 +82,11 @@ def run_of(name: str, folder: Path, strategy: str, **options: Any) -> Run:
     return load(None, [], values)
 
 
+def builds(world: World, run: Run) -> bool:
+    build(run, world)[1].close()
+    return True
+
+
 def after_steps(run: Run, tried: bool) -> str:
     """The state after three steps."""
     task, strategy = build(run, World(run))
@@ -123,6 +128,29 @@ def test_what_fsdp_would_lose_is_refused(name: str, said: str, tmp_path: Path) -
     run = run_of(name, tmp_path, "fsdp2", gather="micro_batch")
     with pytest.raises(RunError, match=said):
         after_steps(run, tried=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "strategy", "lost"),
+    [
+        ("Clamped", "zero3", "second.weight"),
+        ("ClampedElsewhere", "zero3", "second.weight"),
+        ("Evaluated", "zero3", "second.weight"),
+        ("Plain", "zero3", None),
+        ("LimitedChain", "pipeline", "3.weight"),
+        ("Chain", "pipeline", None),
+    ],
+)
+def test_what_is_cut_up_would_lose_what_forward_writes(
+    name: str, strategy: str, lost: str | None, tmp_path: Path
+) -> None:
+    run = run_of(name, tmp_path, strategy)
+    if lost is None:
+        assert run_on(2, builds, run, run=run) == [True, True]
+        return
+    with pytest.raises(AssertionError, match=f"would lose what the model's forward writes to {lost}, which is trained"):
+        run_on(2, builds, run, run=run)
 
 
 @pytest.mark.parametrize("gather", ["step", "micro_batch"])

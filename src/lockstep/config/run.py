@@ -44,10 +44,11 @@ from lockstep.config.sections import (
     TrackSection,
     at_length,
 )
+from lockstep.config.verification import VerifySection
 
 _FREE = (
     *("name", "output", "mirror", "stop_after", "launch", "metrics", "evaluate", "checkpoint"),
-    *("fingerprint", "guard"),
+    *("fingerprint", "guard", "verify"),
     *("track", "profile", "export", "hub"),
 )
 
@@ -95,6 +96,7 @@ class Run(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
     guard: GuardSection = Field(default_factory=GuardSection)  # type: ignore[arg-type]
     fingerprint: FingerprintSection = Field(default_factory=FingerprintSection)  # type: ignore[arg-type]
+    verify: VerifySection = Field(default_factory=VerifySection)  # type: ignore[arg-type]
     average: AverageSection = Field(default_factory=AverageSection)  # type: ignore[arg-type]
     track: TrackSection = Field(default_factory=TrackSection)  # type: ignore[arg-type]
     profile: ProfileSection = Field(default_factory=ProfileSection)  # type: ignore[arg-type]

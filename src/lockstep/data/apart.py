@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import missing, scan, shards
+from lockstep.data import missing, raw_rows, scan, shards
 from lockstep.data.source import SOURCE, Source
 
 if TYPE_CHECKING:
@@ -34,13 +34,14 @@ def kept(
     train. Errors: `RunError`."""
     facts: dict[str, Any] = missing.left_out(read.splits, splits)
     facts |= {"filtered": read.left_out} if read.left_out else {}
+    columns = [*texts, *label, *read.columns]
     if run.data.stream:
         if "validation" not in splits:
             raise RunError(
                 "data.validation: missing; a share of a stream cannot be cut off, which needs all of its rows at once. "
                 "Name files, or put validation.* beside train.*"
             )
-        return splits, facts | _of_sources(read, splits)
+        return splits, facts | _of_sources(read, splits) | raw_rows.fact(splits, columns, run)
     if run.data.deduplicate:
         train, rows = splits["train"], first_of(hashes(splits["train"], [*texts, *label]))
         if len(rows) < len(train):
@@ -60,7 +61,7 @@ def kept(
     for name, count in zip(read.sources, facts.get("sources", {"rows": {"train": []}})["rows"]["train"], strict=True):
         if count == 0:
             raise RunError(f"data.sources: {name}: no row is left in train")
-    return splits, facts
+    return splits, facts | raw_rows.fact(splits, columns, run)
 
 
 def _of_sources(read: Source, splits: Mapping[str, Dataset]) -> dict[str, Any]:

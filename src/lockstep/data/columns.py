@@ -24,13 +24,15 @@ _SIDES = ("input_ids", "target_ids")  # columns of tokens that go through the mo
 class Shards:
     """The record batches of a split, in order."""
 
-    def __init__(self, path: str | Path) -> None:
-        path = Path(path)
+    def __init__(self, path: str | Path | pa.RecordBatch) -> None:
         self.index: dict[str, Any] | None = None
         self._opened: dict[int, pa.RecordBatch] = {}
         self._lists: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}  # of the shards that were used
         self._files: list[Path] = []
-        if path.is_dir():
+        if isinstance(path, pa.RecordBatch):
+            whole = pa.Table.from_batches([path])
+            self._opened, sizes = {0: path}, [len(path)]
+        elif (path := Path(path)).is_dir():
             self.index = json.loads((path / INDEX).read_text(encoding="utf-8"))
             self._files = [path / name for name in self.index["rows"]]
             sizes = list(self.index["rows"].values())
@@ -117,7 +119,8 @@ class Numbers(np.lib.mixins.NDArrayOperatorsMixin):
 class Columns:
     """An encoded split: ragged token columns and flat ones."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path | pa.RecordBatch) -> None:
+        """`path`: of a folder of shards or a file; or examples in memory."""
         self._shards = Shards(path)
         self._cache: dict[str, Ragged] = {}
 

@@ -22,7 +22,7 @@ class LabelLists:
     """Names of labels, and which of them each text has."""
 
     def __init__(self, columns: list[str], names: list[str], values: list) -> None:
-        self.columns, self.names = columns, names
+        self.columns, self.names, self.values = columns, names, list(values)
         self.place = {value: code for code, value in enumerate(values)}
 
     def of(self, rows: dict[str, list]) -> list[list[int]]:

@@ -21,6 +21,7 @@ class LabelNumbers:
 
     def __init__(self, columns: list[str], names: list[str], lists: bool) -> None:
         self.columns, self.names, self.lists = columns, names, lists
+        self.values: list[Any] = []  # nothing is counted of numbers
 
     def of(self, rows: dict[str, list]) -> list[list[float]]:
         """The numbers of each of some rows."""

@@ -46,7 +46,7 @@ class Codes:
     """Labels and their codes, which count from 0."""
 
     def __init__(self, column: str, names: list[str], values: list) -> None:
-        self.column, self.names = column, names
+        self.column, self.names, self.values = column, names, list(values)
         self.place = {value: code for code, value in enumerate(values)}
 
     def of(self, rows: dict[str, list]) -> np.ndarray:

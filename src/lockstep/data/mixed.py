@@ -51,7 +51,9 @@ def load(
         together = row_files.agreeing(_named(some), f"data.sources: {split}", "sources of one mixture")
         splits[split] = datasets.concatenate_datasets(together)
     names = [entry.name for entry in data.sources]
-    return source.Source(f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names)
+    return source.Source(
+        f"{len(names)} sources ({', '.join(names)})", splits, dict(fewer), names, tuple(columns.values())
+    )
 
 
 def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]) -> tuple[str, list[int]]:

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lockstep import __version__
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
-from lockstep.data import copies, remote, row_files, source, tables
+from lockstep.data import copies, raw_rows, remote, row_files, source, tables
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.origin import model_folder
 from lockstep.data.tokenizer import TARGET
 from lockstep.data.tokens import VERSION, Prepared, content, digest
 from lockstep.distributed.place import PLACE
+
+if TYPE_CHECKING:
+    from lockstep.data.stream_rows import Make
 
 _YOUNGER = ("separator", "quote")  # keys of `data`
 _TEMPLATES = "additional_chat_templates"  # of a tokenizer's folder
@@ -30,6 +33,12 @@ _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".o
 
 class Prepares(Protocol):
     """A task, as far as its data are concerned."""
+
+    row_is_example: ClassVar[bool]
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+        """What makes examples of rows."""
 
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
@@ -58,6 +67,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         _files(run),
         task.fingerprint(run),
         *elsewhere,
+        raw_rows.VERSION,
     )
     path = cache_folder() / "prepared" / f"{key}.json"
     PLACE.at("waiting for another process that prepares the same data")
@@ -84,6 +94,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                 sources := found.facts.get("sources")
             ) is not None:  # where one ends and the next begins decides the order
                 found = replace(found, key=digest(found.key, sources["rows"]["train"]))
+            found = raw_rows.with_examples(found, run, task)
             for place in found.places:
                 if inside(place) and not sealed(place):  # a task of one's own wrote it
                     seal(place)

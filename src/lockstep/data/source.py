@@ -55,6 +55,7 @@ class Source:
     splits: dict[str, Dataset]
     left_out: dict[str, int] = field(default_factory=dict)  # split -> rows that `data.filter` left out
     sources: list[str] = field(default_factory=list)  # names of those of a mixture, by their numbers in `SOURCE`
+    columns: tuple[str, ...] = ()  # that the task reads
 
 
 def files_of(data: DataSection) -> list[Path]:
@@ -157,7 +158,7 @@ def load(
     for name, split in splits.items():
         if len(split) == 0:
             raise RunError(f"data.{name}: the {name} split of {source.name} is empty")
-    return Source(source.name, splits, left_out)
+    return Source(source.name, splits, left_out, columns=tuple((columns or {}).values()))
 
 
 # -- local files -----------------------------------------------------------------------------------------------------

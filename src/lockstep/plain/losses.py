@@ -15,6 +15,7 @@ from lockstep.plain.examples import IGNORED
 from lockstep.plain.rows import NotCovered
 
 Loss = tuple[Tensor, float]
+SMALL = 1e-4  # of a loss: what a model adds to it, above which it is more than rounding
 
 
 def batch_loss(job: Any, model: nn.Module, examples: list[dict]) -> Loss:
@@ -62,13 +63,24 @@ def _classification(job: Any, model: nn.Module, examples: list[dict], device: An
     return cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=smooth), count
 
 
-def _tokens(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
-    """Cross entropy of a label at each token of one text, and what a model's routers add to it as transformers has it:
-    a multiple of their loss to the mean."""
-    found = model(**inputs_of(job, examples, device))
-    total, count = _summed(found.logits, padded(examples, "next", IGNORED, device))
-    routers = getattr(found, "aux_loss", None)
-    return total if routers is None else total + count * model.config.router_aux_loss_coef * routers, count
+def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
+    """Cross entropy of a label at each token of one text, and what the model itself adds to it."""
+    wanted = padded(examples, "next", IGNORED, device)
+    labels, causal = wanted, job.run["task"]["name"] == "language_modeling"
+    if causal:  # whose model moves them by one itself
+        labels = torch.cat([torch.full_like(wanted[:, :1], IGNORED), wanted[:, :-1]], 1)
+    found = model(**inputs_of(job, examples, device), labels=labels)
+    total, count = _summed(found.logits, wanted)
+    means = [_summed(found.logits, labels)] + [_summed(found.logits[:, :-1], labels[:, 1:])] * causal
+    return total + count * _added(found.loss, means), count
+
+
+def _added(loss: Tensor, means: list[Loss]) -> Tensor | float:
+    """What a model adds to the cross entropy of its labels, such as the loss of its routers: to the mean over targets.
+    `means`: what its cross entropy may be; those made of an encoder do not move labels."""
+    added = [(abs(float(loss.detach() - total.detach() / count)), total / count) for total, count in means if count]
+    apart, mean = min(added, key=lambda each: each[0], default=(0.0, loss))
+    return loss - mean if apart > SMALL * abs(float(loss.detach())) else 0.0
 
 
 def _summed(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Loss:
@@ -81,8 +93,9 @@ def _summed(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Loss:
 def _pairs(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     """Cross entropy of the targets; given as labels, so that the model itself shifts what its decoder reads."""
     wanted = padded(examples, "next", IGNORED, device)
-    logits = model(**inputs_of(job, examples, device), labels=wanted).logits
-    return _summed(logits, wanted, job.run["task"]["label_smoothing"])
+    found = model(**inputs_of(job, examples, device), labels=wanted)
+    total, count = _summed(found.logits, wanted, job.run["task"]["label_smoothing"])
+    return total + count * _added(found.loss, [_summed(found.logits, wanted)]), count
 
 
 def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:

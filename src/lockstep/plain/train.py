@@ -127,7 +127,7 @@ def train_steps(
         raise NotCovered("precision: fp16 scales the loss, and skips steps")
     job.reference = copy.deepcopy(model).eval() if run["task"]["name"] == "preference" else None
     if perturb:
-        perturb_(model)
+        perturb_(model, run["precision"])
     trained, optimizers = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
     try:
         optimizers = optimizers_of(run, model, trained, state or {})
@@ -168,12 +168,15 @@ def train_steps(
 
 
 @torch.no_grad()
-def perturb_(model: nn.Module) -> None:
-    """Every weight one step up or down among the numbers of its type, at random."""
+def perturb_(model: nn.Module, precision: str) -> None:
+    """Every weight one step up or down, at random, among the numbers that are computed with: a bfloat16 has 8 bits."""
     draw = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        signs = torch.where(torch.rand(parameter.shape, generator=draw) < 0.5, torch.inf, -torch.inf)
-        parameter.copy_(torch.nextafter(parameter, signs.to(parameter)))
+        signs = torch.where(torch.rand(parameter.shape, generator=draw) < 0.5, 1.0, -1.0).to(parameter)
+        if precision == "fp32":
+            parameter.copy_(torch.nextafter(parameter, signs * torch.inf))
+        else:
+            parameter.mul_(1 + signs * 2.0**-9)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------

@@ -282,3 +282,8 @@ def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:
     """Two examples, as the model takes them."""
     columns = task.splits["train"]
     return task.collate(columns, np.arange(min(2, len(columns))), 0).to(device).inputs
+
+
+def call_on_cpu(model: nn.Module, task: Task) -> None:
+    """Forward of the first two examples, where the model is before it is cut up."""
+    model(**first_inputs(task, torch.device("cpu")))

@@ -11,6 +11,7 @@ How a model is cut is in `cuts.py`, what one stage does with a micro-batch in `s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,13 +37,14 @@ from lockstep.strategies.engines.pipelining import (
     run_schedule,
     skip_negotiation,
 )
-from lockstep.strategies.engines.side_effects import refuse_own_tensors
+from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
 from lockstep.strategies.exact.routes import links
 from lockstep.strategies.exact.shared_state import Shared
 from lockstep.strategies.exact.treatment import make_model
+from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.strategy import DataParallel, summing
 from lockstep.tasks.models import models
 from lockstep.tasks.task import Task
@@ -136,6 +138,9 @@ class Pipeline(Shared):
             self.make_groups()
         model = make_model(task, empty=self.blank or not self.world.is_main)
         refuse_own_tensors(model, "strategy.name: pipeline", "strategy.name=ddp")
+        if not self.blank:
+            call = partial(call_on_cpu, model, task)
+            refuse_writes(model, self.world, call, "strategy.name: pipeline", "strategy.name=ddp")
         self.cut = (sequential.SequentialCut if own_model(self.run) else Cut)(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]
         self.receive_weights(model)

@@ -67,7 +67,7 @@ class AnswerPairs(Task):
     """A task whose example is a pair of answers."""
 
     Options: ClassVar[type[AnswerPairOptions]]
-    streams = True
+    streams = row_is_example = True
     gathered = ("rewards",)
     tokenizer: Any
 

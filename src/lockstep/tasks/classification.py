@@ -50,7 +50,7 @@ class Classification(Task):
     head = "classification"
     pipeline = "text-classification"
     shown = ("samples",)
-    streams = True
+    streams = row_is_example = True
 
     @property
     def usage(self) -> str:
@@ -104,10 +104,10 @@ class Classification(Task):
             files[split] = _encode(run, dataset, options, codes, str(folder), key)
         called = {"numbers": codes.names} if options.regression else {"labels": codes.names, "of_label": counts}
         facts: dict[str, Any] = called | {"source": data.name}
+        facts["label_values"] = codes.values
         if not options.regression:
             facts |= labels.alike(dict(zip(codes.names, counts, strict=False)))
-        if rows is not None and isinstance(codes, labels.Codes):
-            facts["label_values"] = list(codes.place)
+        if rows is not None:
             key = digest(VERSION, folder.name, run.data.max_length, kept, codes.names, facts["label_values"])
             index = rows.index(cls.example_maker(run, str(folder), facts), key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)

@@ -82,6 +82,7 @@ class Embedding(Task):
 
     Options = EmbeddingOptions
     head = "embedding"
+    row_is_example = True
     unstreamed = "texts that are the same are found among all rows of train, so that none is the negative of itself"
     library, loader = "sentence-transformers", "SentenceTransformer"
     pipeline = "sentence-similarity"

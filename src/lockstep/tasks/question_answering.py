@@ -63,7 +63,7 @@ class QuestionAnswering(Task):
     Options = QuestionAnsweringOptions
     head = "question_answering"
     pipeline = "question-answering"
-    streams = True
+    streams = row_is_example = True
     shown = ("answer_tokens", "samples")
     for_metrics = ("spans",)
     metric_names = ("exact_match", "f1")

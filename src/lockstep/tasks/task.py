@@ -46,6 +46,7 @@ class Task(ABC):
     head: ClassVar[str | None] = None  # of its model of transformers, as `models.HEADS` calls it
     streams: ClassVar[bool] = False  # whether `data.stream` goes with it: it has the two methods about it
     unstreamed: ClassVar[str] = "it has no `stream` and no `example_maker`"  # why not, where it does not
+    row_is_example: ClassVar[bool] = False  # whether example i of a split is made of its row i alone
     functions: ClassVar[tuple[str, ...]] = ()  # its keys that name functions of the user's
     library: ClassVar[str] = "transformers"  # what loads the export
     loader: ClassVar[str] = "from_pretrained"  # by which function

@@ -50,7 +50,7 @@ class TokenClassification(PerToken):
     Options = TokenClassificationOptions
     head = "token_classification"
     pipeline = "token-classification"
-    streams = True
+    streams = row_is_example = True
     shown = ("samples",)
     metric_names = ("accuracy", "precision", "recall", "f1")
 

@@ -49,7 +49,7 @@ class Translation(Task):
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = "seq2seq"
-    streams = True
+    streams = row_is_example = True
     pipeline = "translation"
     shown: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
     answer: ClassVar[str] = "translation"  # what `predict` calls what is written

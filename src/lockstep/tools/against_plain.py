@@ -16,17 +16,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.config.run import Run
 from lockstep.data import source
+from lockstep.distributed.memory import capacity
 from lockstep.plain.job import Plain
-from lockstep.plain.rows import NotCovered
+from lockstep.plain.rows import TASKS, NotCovered
 from lockstep.plain.train import StepRecord, build_model, train_steps
+from lockstep.track.console import Console
 from lockstep.training.plain_steps import FOLDER, PlainRecord
 
-FACTOR = 10.0  # of what a change of the last bit comes to, may differ
+COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
+TENSORS = ("gradient", "change")
+STEPS = 2  # that are compared
+FACTOR, LOW = 10.0, 3.0  # times what a change of the last bit of a float32, of a bfloat16 comes to, may differ
 LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # may differ whatever that comes to, relatively
 FLOOR = 1e-3  # of the whole: the norm that a parameter counts for at least, as gradients that cancel hold its rounding
 NOTHING = 1e-5  # of the whole: a gradient below it is zero but for rounding
@@ -69,6 +75,54 @@ def differences(run: Run, steps: int = 2) -> Verdict:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def covers(run: Run) -> bool:
+    """Whether plain knows the task."""
+    return run.task.name in TASKS
+
+
+def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) -> int:
+    """Say what came of a comparison with the steps recorded in OUTPUT/plain. `verdict`: a file of JSON that it is added
+    to. Returns the exit status."""
+    console.say("the same steps without dropout by the plain reference (lockstep.plain) ...")
+    folder = output / FOLDER
+    if not folder.exists():
+        found = Verdict(uncovered=f"task.name: {run.task.name} is code of yours")
+    elif (needed := _bytes(folder)) > (free := capacity(torch.device("cpu"), 1)):
+        found = Verdict(uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are there")
+    else:
+        found = compare(run, folder)
+    if found.steps:
+        console.table("beside the plain reference", COLUMNS, [_row(step.number, step.found) for step in found.steps])
+        for step in found.steps:
+            number, *allowed = _row(step.number, step.allowed)
+            named = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
+            console.say(f"allowed in step {number}, by what a change of the last bit comes to: {', '.join(named)}")
+    if verdict is not None:
+        held = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
+        held["agrees"] = held["agrees"] and not found.differences
+        told = {"differences": found.differences, "not_covered": found.uncovered}
+        verdict.write_text(json.dumps(held | {"plain": told}), encoding="utf-8")
+    if found.uncovered is not None:
+        console.say(f"not compared with the plain reference: {found.uncovered}")
+    if found.differences:
+        console.say("found: NOT what the plain reference computes")
+        for line in found.differences:
+            console.say(f"  {line}")
+    elif found.steps:
+        console.say("found: what the plain reference computes, to rounding")
+    return int(bool(found.differences))
+
+
+def _bytes(folder: Path) -> int:
+    """What two plain runs take beside each other: weights, gradients, optimizer, and what is recorded."""
+    return 6 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _row(number: int, sizes: Mapping[str, float]) -> list[str]:
+    """Of a table."""
+    return [str(number), *(f"{sizes[key]:.1e}" if key in sizes else "" for key in ("loss", "norm", *TENSORS))]
+
+
 def compare(run: Run, folder: Path) -> Verdict:
     """What plain makes of the steps recorded in a folder."""
     record, verdict = PlainRecord.read(folder), Verdict()
@@ -77,7 +131,7 @@ def compare(run: Run, folder: Path) -> Verdict:
         _check_numbers(job, record)
         plain, perturbed = (_trained(job, record, folder, last_bit) for last_bit in (False, True))
         for place, (ours, theirs, other) in enumerate(zip(_recorded(record, folder), plain, perturbed, strict=True)):
-            beside = _beside(ours, theirs, other, record.steps[place].number)
+            beside = _beside(ours, theirs, other, record.steps[place].number, run.precision)
             verdict.steps.append(beside)
             if lines := _lines(beside, ours, theirs):
                 verdict.differences.extend(lines)
@@ -113,7 +167,8 @@ def _trained(job: Plain, record: PlainRecord, folder: Path, perturb: bool) -> It
     start = load_file(folder / "start.safetensors")
     weights, state = _named("model.", start), _named("optimizer.", start)
     steps, numbers = [step.micro_batches for step in record.steps], [step.number for step in record.steps]
-    model = build_model(job, weights)
+    gpu = torch.cuda.is_available() and job.run["launch"]["device"] != "cpu"
+    model = build_model(job, weights).to("cuda" if gpu else "cpu")
     masks = [step.masked for step in record.steps] if record.steps[0].masked else []
     return train_steps(job, model, steps, record.total, numbers, perturb, state, masks)
 
@@ -137,10 +192,11 @@ def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def _beside(ours: StepRecord, plain: StepRecord, perturbed: StepRecord, number: int) -> Beside:
+def _beside(ours: StepRecord, plain: StepRecord, perturbed: StepRecord, number: int, precision: str) -> Beside:
     found, where = _apart(ours, plain)
     spread, _ = _apart(perturbed, plain)
-    return Beside(number, found, {key: max(LEAST[key], FACTOR * spread[key]) for key in found}, where)
+    factor = FACTOR if precision == "fp32" else LOW
+    return Beside(number, found, {key: max(LEAST[key], factor * spread[key]) for key in found}, where)
 
 
 def _apart(a: StepRecord, b: StepRecord) -> tuple[dict[str, float], dict[str, str]]:

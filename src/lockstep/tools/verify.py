@@ -26,6 +26,7 @@ from lockstep.distributed.randomness import UNCOVERED
 from lockstep.launchers import start
 from lockstep.launchers.launcher import Launcher
 from lockstep.launchers.processes import accelerate_config
+from lockstep.tools import against_plain
 from lockstep.track.console import Console
 from lockstep.training.recording import Recording, Step, read
 
@@ -229,9 +230,11 @@ def promise(recording: Recording) -> str:
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
-    """Record both jobs and tell; `verdict`: also into this file, as JSON. Under torchrun and its like this process is
-    one rank. Returns 0 when all is as promised, 1 when not, or a job's own exit status. Errors: `RunError`."""
+def verify(run: Run, steps: int, verdict: Path | None = None, plain: bool = True, single: bool = True) -> int:
+    """Record the job under its strategy; compare it with the same job as one process (`single`), and with the plain
+    reference (`plain`). `verdict`: a file that the result is written to, as JSON. Under torchrun and its like this
+    process is one rank. Returns 0 when all is as promised, 1 when not, or a job's own exit status. Errors:
+    `RunError`."""
     launcher = None
     start.task_of_srun(run)
     if start.joining():
@@ -243,13 +246,16 @@ def verify(run: Run, steps: int, verdict: Path | None = None) -> int:
     try:
         console = Console(os.environ.get("RANK", "0") == "0")
         console.say(f"{steps} steps under {run.strategy.name} ...")
-        status = _record(run.model_copy(update={"output": str(folder / "run")}), launcher, steps)
+        looked_at = against_plain.STEPS if plain and against_plain.covers(run) else 0
+        status = _record(run.model_copy(update={"output": str(folder / "run")}), launcher, steps, looked_at)
         if status or not (folder / "run" / "recording.json").exists():  # the latter on every rank but the first
             return status
-        console.say("the same steps as one process ...")
-        if status := record_alone(run, folder / "alone", steps):
-            return status
-        return tell(console, folder / "run", folder / "alone", verdict)
+        if single:
+            console.say("the same steps as one process ...")
+            if status := record_alone(run, folder / "alone", steps):
+                return status
+            status = tell(console, folder / "run", folder / "alone", verdict)
+        return max(status, against_plain.tell(console, run, folder / "run", verdict) if plain else 0)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -263,8 +269,8 @@ def recorded(run: Run, folder: Path, steps: int) -> tuple[int, Prepared | None]:
     return status or int(not (folder / "recording.json").exists()), prepared
 
 
-def _record(run: Run, launcher: Launcher | None, steps: int) -> int:
-    job = (RECORD, str(steps))
+def _record(run: Run, launcher: Launcher | None, steps: int, plain: int = 0) -> int:
+    job = (RECORD, str(steps), "0", str(plain))
     if launcher is None:
         from lockstep.training import rank as worker
 

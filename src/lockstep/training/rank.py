@@ -32,17 +32,15 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import launched
 from lockstep.distributed.failure import lost_contact, tell_failure
-from lockstep.distributed.journal import Journal, launched_by
-from lockstep.distributed.journal import facts as start_facts
+from lockstep.distributed.journal import Journal
 from lockstep.distributed.launched import TRAIN
 from lockstep.distributed.place import PLACE
-from lockstep.distributed.randomness import UNCOVERED, own_generators
+from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.stops import end_by_signal
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.watch import Watch
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import side_effects
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.best import Best
@@ -52,15 +50,15 @@ from lockstep.track.report.history import lines_of, told_whole
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
+from lockstep.training import export_check
+from lockstep.training.beginning import resumed
 from lockstep.training.delivery import at_a_stop, delivered, write_model
-from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
 from lockstep.training.ending import final_scores
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.going_on import GoingOn
 from lockstep.training.loop import Counts, TrainingFailed, samples
 from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
-from lockstep.training.sizes import remarks
-from lockstep.training.summary import Promised, closing, digest_of, facts, promised
+from lockstep.training.summary import Promised, closing, digest_of, promised
 
 
 def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -196,50 +194,17 @@ def work(run: Run, world: World) -> int:
     PLACE.at("building the model")
     with console.busy(lambda: PLACE.name):
         session = replace(build_session(run, world, prepared, console.note), journal=Journal(world, run.folder))
-        step = -1 if world.apart else resumed(session, console)
+        step, compared = (-1, "") if world.apart else resumed(session, console)
+        session = replace(session, compared=compared)
     found = through(session, console, step)
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = found.strategy.exported()
+    evaluated = export_check.evaluated(run, session.task, found.strategy)
     doubts = session.task.doubts + own_generators(session.task, found.strategy.model)
     found.strategy.close()
     known = promised(found.strategy, doubts)
-    return DONE if weights is None else deliver(session, console, found, weights, known)
-
-
-def resumed(session: Session, console: Console) -> int:
-    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the updates that are done.
-    Collective."""
-    run, world, strategy = session.run, session.world, session.strategy
-    opening = facts(run, world, session.task, strategy, session.feed)
-    console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
-    if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
-        console.note(f"{UNCOVERED}: {', '.join(own)}")
-    prepared = session.task.prepared
-    for text in (*session.task.doubts, *remarks(run, prepared)):
-        console.note(text)
-    PLACE.at("trying a step with the longest examples")
-    try_a_step(session, lambda: try_the_end(session))
-    if names := strategy.effects.per_process:  # several processes were refused
-        console.note(side_effects.one_process(names))
-    PLACE.at("looking for a checkpoint")
-    if world.is_main:
-        launched.arrived(run.folder, world.size, session.feed.total)
-    step, notes = session.checkpoints.resume(session.averaged)
-    for text in notes:
-        console.note(text)
-    for text in enough_room(session, step):
-        console.note(text)
-    if step:
-        console.say(f"resuming after step {step} of {session.feed.total}")
-    PLACE.at("starting")
-    session.journal.event(
-        "start",
-        step,
-        steps=session.feed.total,
-        **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
-    )
-    return step
+    return DONE if weights is None else deliver(session, console, found, weights, known, evaluated)
 
 
 def through(session: Session, console: Console, step: int) -> Trained | None:
@@ -306,19 +271,25 @@ def stopped_at(session: Session, step: int) -> str:
     """The last words of a run that was asked to stop."""
     newest = session.checkpoints.newest
     there = "there" if newest == step else f"step {newest}"
-    then = (
-        f"the same command goes on from {there}"
-        if newest
-        else "no checkpoint could be written, and the same command begins from the start"
-    )
+    then = f"the same command goes on from {there}"
+    if not newest:
+        then = "no checkpoint could be written, and the same command begins from the start"
+    elif (away := session.checkpoints.room.away()) is not None:
+        then = f"{away}; the checkpoint of step {newest} is where that folder was moved to, if it still is"
     return f"stopped on request after step {step} of {session.feed.total}; {then}"
 
 
 def deliver(
-    session: Session, console: Console, found: Trained, weights: Mapping[str, torch.Tensor], known: Promised
+    session: Session,
+    console: Console,
+    found: Trained,
+    weights: Mapping[str, torch.Tensor],
+    known: Promised,
+    evaluated: export_check.Evaluated,
 ) -> int:
     """Export, pages, the closing lines, and the push to the Hub, which may take long: no other rank waits for it in a
-    collective. Rank 0 only. Returns the exit status."""
+    collective. Rank 0 only. Returns the exit status: 1 for an export that gives other losses than the run, which goes
+    nowhere else."""
     run, task, steps = session.run, session.task, found.step
     scores = {"step": found.exported, "export": export_of(run), "splits": found.scores}
     told = {"tables.json": found.tables, history.SCORES: scores}
@@ -334,6 +305,12 @@ def deliver(
     write_model(session, weights, found.scores, steps, found.exported)
     sha256 = concluded(run, task, session.journal, console, steps, weights)
     closing(console, run, task, found.scores, found.counts, session.world, sha256, known)
+    console.facts({"compared": session.compared} if session.compared else {})
+    compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
+    if not compared.agrees:
+        error(compared.text, session.world.log)
+        return FAILED
+    console.facts({"export": compared.text})
     return delivered(run, session.world, console, session.checkpoints.mirror)
 
 

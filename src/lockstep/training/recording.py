@@ -24,6 +24,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
+from lockstep.training import plain_steps
 from lockstep.training.dry_run import try_a_step
 from lockstep.training.loop import evaluate
 from lockstep.training.session import Session, build_session, prepare_and_join
@@ -65,9 +66,9 @@ def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
     return first if last in first or len(first) < 2 else [*first[:-1], last]
 
 
-def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
-    """Run a few steps and write down what they did in OUTPUT; then `timed` more for their speed and memory.
-    Collective."""
+def record(run: Run, world: World, steps: str, timed: str = "0", plain: str = "0") -> int:
+    """Run a few steps and write down what they did in OUTPUT; then `plain` steps without dropout, for a comparison with
+    the plain reference; then `timed` more for their speed and memory. Collective."""
     session = build_session(run, world, prepare_and_join(run, world))
     task, strategy, feed = session.task, session.strategy, session.feed
     uncovered = own_generators(task, strategy.model)
@@ -82,6 +83,8 @@ def record(run: Run, world: World, steps: str, timed: str = "0") -> int:
     strategy.observe = None
     dtypes = writer.dtypes()
     writer.gradients.clear()
+    if int(plain):
+        plain_steps.record_session(session, int(plain))
     seconds, held = _cost(session, int(timed))
     rate = run.batch_size / seconds if seconds else None
     bits, rounding = strategy.gives_bits(run), strategy.rounding(run)

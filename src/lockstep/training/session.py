@@ -70,6 +70,7 @@ class Session:
     sinks: Sinks = field(default_factory=Sinks)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
     recut: Recut | None = None  # where ranks that share the state out may be lost
+    compared: str = ""  # how its first numbers compare with a plain computation, for a person
 
 
 def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepared:

@@ -91,6 +91,7 @@ class Lock:
         self._path, self._descriptor, self._made, self._beat_s = folder / FILE, descriptor, made, beat_s
         self._beats, self._over, self._turn = 0, threading.Event(), threading.Lock()
         self._folder = os.open(folder, os.O_RDONLY)  # while it is open, no other folder has its number
+        self._real = folder.resolve()
         self._written = False  # whether a run has written here
         self._thread = threading.Thread(target=self._run, name="lockstep-lock", daemon=True)
         self._thread.start()
@@ -100,7 +101,7 @@ class Lock:
         with self._turn:
             if not self._over.is_set():
                 self._look_after()
-        if self.lost and status != FAILED:
+        if self.lost and status != FAILED and self._elsewhere() is None:
             launched.note(self.folder, status=FAILED)
         return FAILED if self.lost else status
 
@@ -132,12 +133,17 @@ class Lock:
     def _look_after(self) -> None:
         """Beat; make the lock anew where somebody has deleted it, alone or with all that is in OUTPUT; end this process
         at once where another has it."""
-        state = self._state()
-        if not self._there() and state in ("mine", "gone") and not self.lost:
+        there = self._there()
+        elsewhere = None if there else self._elsewhere()
+        state = self._state() if elsewhere is None else "unknown"
+        if not there and state != "taken" and not self.lost and (elsewhere is not None or state != "unknown"):
             self.lost = True
+            what, rest = "deleted or moved away", "what it could still save is in a new folder of that name"
+            if elsewhere is not None:
+                what, rest = f"replaced by a link to {elsewhere}", "nothing is written through the link"
             error(
-                f"{self.folder} was deleted or moved away while it was trained into: what the run had written is not "
-                "there any more. The run ends with status 1; what it could still save is in a new folder of that name"
+                f"{self.folder} was {what} while it was trained into: what the run had written is not there any more. "
+                f"The run ends with status 1; {rest}"
             )
         elif state == "gone":
             error(f"{self._path} was deleted while {self.folder} is trained into; it is made anew")
@@ -156,6 +162,11 @@ class Lock:
         with suppress(OSError):
             os.pwrite(self._descriptor, b"%012d" % self._beats, 0)
             os.fsync(self._descriptor)
+
+    def _elsewhere(self) -> Path | None:
+        """The folder that a link leads to which is in OUTPUT's place now, or in that of a folder above it."""
+        now = self.folder.resolve()
+        return None if now == self._real else now
 
     def _there(self) -> bool:
         """Whether OUTPUT is the folder that it was, with what the run has written there."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import RunError
+from lockstep.distributed.world import World
 from lockstep.strategies.engines.writes import bits_of, hooks, of_user, preserved, tensor_of, watching
 
 SWITCHED = (
@@ -125,6 +126,23 @@ def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
             "a buffer, such as weight.data, a constant, or what a list or a function has in it, gets no numbers. Ask "
             "for the weight itself in forward, make a buffer of a constant (register_buffer(..., persistent=False)), "
             f"or use {instead}"
+        )
+
+
+def refuse_writes(model: nn.Module, world: World, forward: Forward, engine: str, instead: str) -> None:
+    """Refuse a model whose forward writes to trained weights, for an engine that cuts the model up and would lose it.
+    Rank 0 holds the whole `model` and calls `forward` once, without a trace. Collective. Errors: `RunError`, on every
+    rank."""
+    names: list[str] = []
+    if world.is_main and any(of_user(module) for module in model.modules()):
+        with suppress(Exception):  # it fails again in the trial step, with more to say
+            effects, weights = effects_of(model.train(), [forward], ()), dict(model.named_parameters())
+            touched = effects.written | effects.evaluated
+            names = sorted(name for name in touched if name in weights and weights[name].requires_grad)
+    if names := world.broadcast(names):
+        raise RunError(
+            f"{engine} would lose what the model's forward writes to {first_few(names)}, which is trained: it cuts the "
+            f"model up. Use {instead}, or limit weights by a parametrization (torch.nn.utils.parametrize)"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +21,13 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
-from lockstep.strategies.engines.side_effects import refuse_own_tensors
+from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
 from lockstep.strategies.exact.shared_state import Shared
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.treatment import make_model
+from lockstep.strategies.native import call_on_cpu
 from lockstep.tasks.task import Task
 
 
@@ -80,6 +82,8 @@ class Sharded(Shared):
         self.low_precision = keeps_bf16_weights(self.options())
         self.config = zero_config.config(self.run, self.stage, self.parameter_count, self.options())
         if self.stage == 3:
+            call = partial(call_on_cpu, self.model, task)
+            refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
             self._shard()
         else:
             self.model.to(self.world.device)

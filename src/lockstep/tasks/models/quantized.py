@@ -127,6 +127,17 @@ def unpack(model: nn.Module) -> None:
         layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
+@torch.no_grad()
+def unpacked(model: nn.Module) -> dict[str, Tensor]:
+    """What the weights in 4 bits stand for, by the names that they would have: float32. The model stays as it is."""
+    found = {}
+    for name, layer in model.named_modules():
+        if hasattr(layer, "kept_as"):
+            weight = _library().functional.dequantize_4bit(layer.packed, _state(layer))  # [N, K]
+            found[f"{name}.weight"] = weight.t().contiguous() if isinstance(layer, Conv1D) else weight
+    return found
+
+
 def _packed(model: nn.Module) -> Iterator[Any]:
     return (m for m in model.modules() if hasattr(m, "kept_as"))
 

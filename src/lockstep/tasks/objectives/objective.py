@@ -28,6 +28,7 @@ class Codes(Protocol):
     """What gives the rows of a split their labels or numbers, as they are kept beside their tokens."""
 
     names: list[str]
+    values: list[Any]  # of labels, as rows hold them, in the order of their codes; none of numbers
 
     def of(self, rows: dict[str, list]) -> Any:
         """Of some rows, by column."""

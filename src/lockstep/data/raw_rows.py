@@ -1,0 +1,162 @@
+"""A few raw rows of a run, kept beside the prepared data, and which examples the run's own code made of them.
+
+In: the splits of a data set as training has them. Out: a fact of `Prepared`, and `RawRows` of it: a plain computation
+begins at the text, where the run began. Of a task with an example a row these are examples of the split, by their
+numbers; of one that cuts and joins texts, what the task makes of these rows alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lockstep.config.run import Run, RunError
+from lockstep.data.columns import Columns
+from lockstep.data.tokens import Prepared
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from lockstep.data.stream_rows import Make
+
+VERSION = 1  # of what is kept; a new number has rows chosen anew
+FACT = "raw_rows"  # among the facts of `Prepared`
+_SPREAD, _LONGEST = 8, 3  # rows that are chosen by their place, and by their length
+_CHARACTERS = 8  # of a text that are kept, for each token that an example may have
+_BYTES = 256 * 1024  # that all rows have together, at most
+_EXAMPLES = 64  # that are kept of rows whose texts are joined and cut
+
+
+class Makes(Protocol):
+    """A task, as far as it makes examples of rows."""
+
+    row_is_example: ClassVar[bool]
+
+    @classmethod
+    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make: ...
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """Raw rows, and where their examples are."""
+
+    split: str  # which they are of
+    rows: list[dict[str, Any]]  # a value a column
+    examples: Columns | None  # made of these rows alone; None: they are those of the split
+    at: np.ndarray  # numbers of the examples: int64
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> RawRows | None:
+        """Those that are among the facts of `Prepared`; None: there are none."""
+        kept = facts.get(FACT)
+        if not kept:
+            return None
+        if "examples" not in kept:
+            return cls(kept["split"], kept["rows"], None, np.array(kept["at"], dtype=np.int64))
+        schema = pa.schema([pa.field(name, _TYPES[kind]) for name, kind in kept["types"].items()])
+        examples = Columns(pa.record_batch(kept["examples"], schema=schema))
+        return cls(kept["split"], kept["rows"], examples, np.arange(len(examples)))
+
+
+_TYPES = {str(kind): kind for kind in (pa.int32(), pa.int64(), pa.float32(), pa.float64())}
+_TYPES |= {f"list<{kind}>": pa.list_(kind) for kind in list(_TYPES.values())}
+
+
+# -- when data are prepared ------------------------------------------------------------------------------------------
+
+
+def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dict[str, Any]:
+    """Rows of train, or of another split where train is streamed, evenly spread and those with the longest texts. Texts
+    that are longer than an example needs are cut, and their rows noted as `cut`."""
+    split = next((name for name in ("train", *splits) if name in splits), None)
+    if split is None:
+        return {}
+    tokens = int(run.task.options.get("block_size") or run.data.max_length)
+    some = splits[split].select_columns(list(dict.fromkeys(c for c in columns if c in splits[split].column_names)))
+    places = [*np.linspace(0, len(some) - 1, _SPREAD).astype(np.int64).tolist(), *_longest(some).tolist()]
+    kept: dict[str, Any] = {"split": split, "at": [], "rows": [], "cut": []}
+    size = 0
+    for place in dict.fromkeys(places):
+        whole = some[place]
+        row = _shortened(whole, max(2000, _CHARACTERS * tokens))
+        try:
+            size += len(json.dumps(row))
+        except (TypeError, ValueError):  # bytes, times: no text
+            continue
+        if size > _BYTES and kept["rows"]:
+            break
+        kept["at"].append(place)
+        kept["rows"].append(row)
+        kept["cut"].append(row != whole)
+    return {FACT: kept} if kept["rows"] else {}
+
+
+def _longest(dataset: Dataset) -> np.ndarray:
+    """The rows with the longest texts, the longest first: int64. Nothing where no column holds texts alone."""
+    lengths = np.zeros(len(dataset), dtype=np.int64)
+    texts = [n for n, f in dataset.features.items() if getattr(f, "dtype", "") in ("string", "large_string")]
+    for name in texts:
+        table = dataset.select_columns([name]).with_format("arrow")
+        for start in range(0, len(dataset), 65_536):
+            column = table[start : start + 65_536].column(0)
+            found = pc.fill_null(pc.binary_length(column), 0).combine_chunks()
+            lengths[start : start + len(found)] += np.from_dlpack(found).astype(np.int64)
+    return np.argsort(-lengths, kind="stable")[:_LONGEST] if texts else np.empty(0, np.int64)
+
+
+def _shortened(value: Any, most: int) -> Any:
+    """A value, every text within it cut."""
+    if isinstance(value, str):
+        return value[:most]
+    if isinstance(value, Mapping):
+        return {key: _shortened(each, most) for key, each in value.items()}
+    return [_shortened(each, most) for each in value] if isinstance(value, list) else value
+
+
+def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
+    """What was prepared, with the examples that the task makes of the rows where they are none of the split; without
+    rows of which no example is known."""
+    kept = prepared.facts.get(FACT)
+    if kept is None:
+        return prepared
+    facts = {key: value for key, value in prepared.facts.items() if key != FACT}
+    if task.row_is_example:
+        whole = [i for i, cut in enumerate(kept["cut"]) if not cut]
+        told = {"split": kept["split"], **{key: [kept[key][i] for i in whole] for key in ("at", "rows")}}
+        return replace(prepared, facts=facts | ({FACT: told} if whole else {}))
+    import datasets
+
+    try:
+        rows = datasets.Dataset.from_list(kept["rows"])
+        batch = task.example_maker(run, prepared.tokenizer, prepared.facts)(rows).slice(0, _EXAMPLES)
+    except (RunError, NotImplementedError):
+        return replace(prepared, facts=facts)
+    types = {field.name: str(field.type).replace("item: ", "").replace("element: ", "") for field in batch.schema}
+    types = {name: kind for name, kind in types.items() if kind in _TYPES}
+    examples = {name: batch.column(name).to_pylist() for name in types}
+    told = {"split": kept["split"], "rows": kept["rows"], "types": types, "examples": examples}
+    return replace(prepared, facts=facts | ({FACT: told} if len(batch) else {}))
+
+
+# -- which of them are looked at -------------------------------------------------------------------------------------
+
+
+def groups(lengths: Sequence[int], most: int) -> dict[str, list[int]]:
+    """Which examples of these `lengths` are computed together, by what is special about them: the first ones, the
+    longest beside the shortest, and ones of equal length (one twice, where no two are alike). At most `most` each."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    by_length = itertools.groupby(order, key=lambda i: lengths[i])
+    alike = [same for _, some in by_length if len(same := list(some)) > 1]
+    equal = min(alike, key=lambda same: lengths[same[0]]) if alike else [order[-1]] * 2
+    return {
+        "the first examples": list(range(len(lengths)))[:most],
+        "the longest example": [order[0], order[-1]][:most],
+        "examples of equal length": equal[:most],
+    }

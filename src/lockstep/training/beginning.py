@@ -1,0 +1,56 @@
+"""How a rank begins: it says what is about to be done, tries it, and takes up the newest checkpoint.
+
+In: a session, and the console. Out: the updates that are done, and how the run compares with a plain computation.
+"""
+
+from __future__ import annotations
+
+from lockstep.distributed import launched
+from lockstep.distributed.journal import facts as start_facts
+from lockstep.distributed.journal import launched_by
+from lockstep.distributed.place import PLACE
+from lockstep.distributed.randomness import UNCOVERED, own_generators
+from lockstep.strategies.engines import side_effects
+from lockstep.track.console import Console
+from lockstep.training import plain_causes, plain_check
+from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
+from lockstep.training.session import Session
+from lockstep.training.sizes import remarks
+from lockstep.training.summary import facts
+
+
+def resumed(session: Session, console: Console) -> tuple[int, str]:
+    """Say what is about to be done, try it, and take up the newest checkpoint. Returns the updates that are done, and
+    how the run compares with a plain computation. Collective."""
+    run, world, strategy = session.run, session.world, session.strategy
+    opening = facts(run, world, session.task, strategy, session.feed)
+    console.facts(opening | {"ranks": f"{world.whereabouts}; {launched_by(run)}"})
+    if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
+        console.note(f"{UNCOVERED}: {', '.join(own)}")
+    prepared = session.task.prepared
+    for text in (*session.task.doubts, *remarks(run, prepared)):
+        console.note(text)
+    PLACE.at("trying a step with the longest examples")
+    try_a_step(session, lambda: try_the_end(session))
+    if names := strategy.effects.per_process:  # several processes were refused
+        console.note(side_effects.one_process(names))
+    compared = plain_check.check(session, plain_causes.cause)
+    console.facts({"compared": compared})
+    PLACE.at("looking for a checkpoint")
+    if world.is_main:
+        launched.arrived(run.folder, world.size, session.feed.total)
+    step, notes = session.checkpoints.resume(session.averaged)
+    for text in notes:
+        console.note(text)
+    for text in enough_room(session, step):
+        console.note(text)
+    if step:
+        console.say(f"resuming after step {step} of {session.feed.total}")
+    PLACE.at("starting")
+    session.journal.event(
+        "start",
+        step,
+        steps=session.feed.total,
+        **start_facts(run, world, opening, strategy.phases.clock, strategy.waits_inside),
+    )
+    return step, compared

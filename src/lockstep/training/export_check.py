@@ -1,0 +1,176 @@
+"""At the end of a run: a few examples through the export as others load it, beside what the run itself says of them.
+
+In: a strategy that holds the model which is exported, and later the export. Out: what is said of it. The export is
+loaded by transformers' `from_pretrained`, with the tokenizer as it was saved; examples begin at the raw rows that were
+kept when the data were prepared, and their losses are computed by `lockstep.plain`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.config.run import Run
+from lockstep.data.raw_rows import RawRows
+from lockstep.distributed.place import PLACE
+from lockstep.plain.job import Plain
+from lockstep.plain.losses import batch_loss
+from lockstep.plain.rows import NotCovered
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.models import adapters, models
+from lockstep.tasks.task import Task
+from lockstep.training import plain_check, plain_sides
+
+EXAMPLES = 3
+SAME_PRECISION = 1e-4  # of a loss, relatively: both in float32; docs/verify.md says how far healthy ones are apart
+LOW_PRECISION = 5e-2  # both in half precision
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the run's own evaluation says of a few examples."""
+
+    places: list[int]  # among the raw rows' examples
+    losses: list[float]  # mean over its targets, of each
+    why_not: str = ""  # where nothing is compared
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What came of it, for a person, and whether it is an error."""
+
+    text: str
+    agrees: bool = True
+
+
+def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
+    """The losses of a few examples by the model that is exported, as evaluations compute them. Collective."""
+    why = _why_not(run, task)
+    kept = RawRows.of(task.prepared.facts)
+    if why or kept is None:
+        return Evaluated([], [], why or "no raw rows were kept of its data")
+    PLACE.at("evaluating a few examples, to compare the export with")
+    columns = task.splits[kept.split] if kept.examples is None else kept.examples
+    lengths = columns.lengths[kept.at]
+    places = np.argsort(lengths, kind="stable")[:: max(1, len(kept.at) // EXAMPLES)][:EXAMPLES].tolist()
+    device, losses = strategy.world.device, []
+    with strategy.averaged():
+        for place in places:
+            rows = kept.at[[place]]
+            micro = task.collate(columns, rows, 0).to(device)
+            logits = strategy.forward(micro.inputs)
+            loss = logits[..., 0].sum() if run.task.options.get("loss_chunk") else _loss(task, logits, micro.targets)
+            losses.append(float(loss) / task.count_targets(columns, rows))
+    return Evaluated(places, losses)
+
+
+def _loss(task: Task, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return task.loss_sum(SimpleNamespace(logits=logits), targets)
+
+
+def _why_not(run: Run, task: Task) -> str:
+    """Why an export is not compared; empty: it is."""
+    if not run.verify.plain:
+        return "verify.plain is false"
+    if task.own_model or "." in run.task.name or run.model.trust_remote_code:
+        return "the model or the task is code of yours, or of the Hub"
+    if run.task.name == "masked_language_modeling":
+        return "its targets are drawn for every evaluation"
+    if task.asks_first:
+        return "its loss asks for the model before training"
+    if run.model.quantization is not None and run.model.adapter.get("export") == "adapter":
+        return "the adapter is exported alone, and was trained beside a model in 4 bits"
+    return ""
+
+
+def compare(run: Run, task: Task, found: Evaluated, folder: Path, device: torch.device) -> Compared:
+    """The export in a folder beside what was evaluated. Rank 0 only."""
+    if found.why_not:
+        return Compared(f"the export was not compared: {found.why_not}")
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if 2 * size > _memory():
+        return Compared("the export was not compared: this machine has too little memory to load it")
+    PLACE.at("comparing the export with the run")
+    try:
+        losses = exported_losses(run, task, found.places, folder, device)
+    except NotCovered as caught:
+        return Compared(f"the export was not compared: {caught}")
+    except Exception as caught:
+        text = " ".join(f"{type(caught).__name__}: {caught}".split())[:300]
+        return Compared(f"{folder} is written, but from_pretrained does not load it as it should: {text}", False)
+    within = SAME_PRECISION if run.precision == "fp32" and not run.model.trained_in_bfloat16 else LOW_PRECISION
+    pairs = list(zip(found.losses, losses, strict=True))
+    wrong = [
+        f"{own:.7g} in this run, {theirs:.7g} by the export"
+        for own, theirs in pairs
+        if not plain_check.relative(theirs, own) <= within and not abs(theirs - own) <= within * _scale(pairs)
+    ]
+    if wrong:
+        return Compared(
+            f"{folder} is written, but by from_pretrained, with the tokenizer as it is saved there, examples have "
+            f"other losses than in this run: {'; '.join(wrong)}. The checkpoints are sound; the export is not what was "
+            "trained: do not use it before this is understood",
+            False,
+        )
+    return Compared(
+        f"the export, by from_pretrained and with its own tokenizer, gives {len(pairs)} examples the losses of this run"
+    )
+
+
+def _scale(pairs: Sequence[tuple[float, float]]) -> float:
+    """What small losses are compared beside: their mean, or a hundredth where all are small."""
+    return max(1e-2, sum(abs(own) for own, _ in pairs if math.isfinite(own)) / max(1, len(pairs)))
+
+
+def exported_losses(run: Run, task: Task, places: Sequence[int], folder: Path, device: torch.device) -> list[float]:
+    """The losses of the examples at these places, each a mean over its targets, by the export alone. Errors:
+    `NotCovered`, and whatever loading raises."""
+    kept = RawRows.of(task.prepared.facts)
+    assert kept is not None
+    values = plain_sides.plain_file(run, task)
+    if run.task.options.get("loss_chunk"):
+        values["task"] |= {"label_smoothing": 0.0}  # evaluations are without it
+    rows = plain_sides.rows_of(task, kept)
+    job = Plain(values, str(folder), {"train": rows}, plain_sides.labels_of(task))
+    examples: list[dict[str, Any]] = job.encode(rows)[: len(kept.at)]
+    if len(examples) != len(kept.at):
+        raise ValueError(f"its tokenizer makes {len(examples)} examples of texts that were {len(kept.at)}")
+    model = loaded(run, task, folder).to(device)
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
+    losses = []
+    with torch.no_grad(), torch.autocast(device.type, low or torch.bfloat16, low is not None):
+        for place in places:
+            total, count = batch_loss(job, model, [examples[place]])
+            losses.append(float(total) / count)
+    return losses
+
+
+def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
+    """The export as others load it: in float32, in evaluation mode."""
+    import transformers
+
+    auto = getattr(transformers, models.HEADS[str(task.head)][0])
+    if not adapters.is_adapter(folder):
+        model: nn.Module = auto.from_pretrained(folder)
+        return model.float().eval()
+    from peft import PeftModel
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = {"dtype": torch.bfloat16} if run.model.dtype == "bfloat16" else {}
+    base = auto.from_pretrained(models.local_or_id(run), config=config, ignore_mismatched_sizes=True, **kind)
+    return PeftModel.from_pretrained(base, folder).float().eval()
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

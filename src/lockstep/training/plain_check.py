@@ -1,0 +1,288 @@
+"""Before the first step: loss and gradient of a few examples, by the run's own path and by a plain one.
+
+In: a session, and the raw rows that were kept when its data were prepared. Out: what is said of it, or an error that
+has both numbers and names the option that makes the difference. The plain path is `lockstep.plain`: the rows, the
+model's tokenizer, a padded batch, and a model of transformers whose tensors are the run's own, so that no second model
+is in memory. Nothing is left behind: no gradient, no number drawn, no file.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import Run
+from lockstep.data import raw_rows
+from lockstep.distributed.place import PLACE
+from lockstep.distributed.randomness import seed_everything
+from lockstep.plain.examples import masked
+from lockstep.plain.losses import batch_loss, without_dropout
+from lockstep.plain.rows import NotCovered
+from lockstep.strategies.engines.writes import preserved
+from lockstep.strategies.strategy import Strategy
+from lockstep.training.loop import TrainingFailed
+from lockstep.training.plain_sides import Elsewhere, Sides, device_of, sides_of
+from lockstep.training.session import Session
+
+EXAMPLES = 3  # that are computed together, at most
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two correct computations may be apart, relatively. Where the numbers come from: docs/verify.md."""
+
+    loss: float
+    gradient: float  # of the norm of the whole gradient
+
+
+SAME_PRECISION = Tolerance(1e-5, 1e-4)  # both in float32
+LOW_PRECISION = Tolerance(5e-2, 2e-1)  # the run's own in bfloat16 or float16, where its plain one is in float32
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a batch comes to, by one path."""
+
+    loss: float  # mean over targets, in training mode
+    evaluated: float | None  # the same in evaluation mode; None: the run computes no such loss then
+    targets: float
+    gradient: dict[str, tuple[float, float]]  # of each weight: its norm, and its product with the weight
+
+    @property
+    def norm(self) -> float:
+        """Of the whole gradient."""
+        return math.sqrt(sum(norm**2 for norm, _ in self.gradient.values()))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two numbers that should be the same but for rounding."""
+
+    of: str  # which examples
+    what: str
+    own: float
+    plain: float
+    relative: float
+    allowed: float
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is more than rounding."""
+        return not self.relative <= self.allowed  # NaN, too
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} of {self.of} is {self.own:.8g} as this run computes it, and {self.plain:.8g} by transformers "
+            f"alone (they differ by {self.relative:.1e})"
+        )
+
+
+# -- the check ---------------------------------------------------------------------------------------------------------
+
+
+def check(session: Session, causes: Callable[[Sides, Strategy], str]) -> str:
+    """Compare, on rank 0, and say on all ranks what was compared. `causes`: asked for the option that makes a
+    difference. Collective. Errors: `TrainingFailed` on every rank, for a difference."""
+    run, world = session.run, session.world
+    if not run.verify.plain:
+        return "not compared with a plain computation (verify.plain is false)"
+    PLACE.at("comparing a few examples with a plain computation")
+    outcome: tuple[bool, str] = (True, "")
+    if world.is_main:
+        with undrawn(world.device):
+            outcome = _outcome(session, causes)
+    agrees, text = world.broadcast(outcome)
+    if not agrees:
+        raise TrainingFailed(text)
+    return str(text)
+
+
+def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tuple[bool, str]:
+    """Whether training may begin, and what is said."""
+    strategy = session.strategy
+    try:
+        sides = sides_of(session.run, session.task, strategy)
+    except (Elsewhere, NotCovered) as caught:
+        return True, f"not compared with a plain computation: {caught}"
+    except Exception as caught:  # the plain path is no part of training
+        text = " ".join(f"{type(caught).__name__}: {caught}".split())
+        return True, f"not compared with a plain computation, which could not be made ready ({text[:200]})"
+    with preserved(sides.model, strategy.effects.written):
+        try:
+            found = differences(sides, strategy)
+        except (Elsewhere, NotCovered) as caught:
+            return True, f"not compared with a plain computation: {caught}"
+    if not found:
+        count = len({place for places in groups_of(sides).values() for place in places})
+        return True, (
+            f"loss and gradient of {count} examples equal those of transformers alone, without dropout, to rounding"
+        )
+    lines = "\n".join(f"  {difference}" for difference in found[:6])
+    return False, (
+        f"before the first step, without dropout:\n{lines}\n{causes(sides, strategy)}\nNothing was trained. If you "
+        "know better: verify.plain=false trains without this comparison"
+    )
+
+
+def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
+    """What differs by more than rounding, of all groups of examples. Errors: `NotCovered`."""
+    found: list[Difference] = []
+    strict = takes_float32(sides.run)
+    low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
+    for name, places in groups_of(sides).items():
+        plain = plain_numbers(sides, places)
+        if strict:
+            own = own_numbers(sides, places, strategy.autocast(False))
+            found += compared(name, own, plain, SAME_PRECISION)
+        if low:
+            own = own_numbers(sides, places, strategy.autocast())
+            found += compared(f"{name} in {low}", own, plain, LOW_PRECISION)
+    return found
+
+
+def groups_of(sides: Sides) -> dict[str, list[int]]:
+    """Which examples are computed together, by what is special about them: places in `sides.at`."""
+    return raw_rows.groups([int(n) for n in sides.columns.lengths[sides.at]], EXAMPLES)
+
+
+def takes_float32(run: Run) -> bool:
+    """Whether the run's own path can be computed in float32: not by kernels of half precision, nor with weights in
+    it."""
+    return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16
+
+
+def compared(of: str, own: Numbers, plain: Numbers, within: Tolerance) -> list[Difference]:
+    """What of two computations of the same examples differs by more than that; of weights the one that differs most,
+    and only where the whole gradient does not."""
+    whole = max(plain.norm, 1e-30)
+    found = [
+        Difference(of, "the number of targets", own.targets, plain.targets, relative(own.targets, plain.targets), 1e-9),
+        Difference(of, "the loss", own.loss, plain.loss, relative(own.loss, plain.loss), within.loss),
+        Difference(of, "the gradient's norm", own.norm, plain.norm, relative(own.norm, plain.norm), within.gradient),
+    ]
+    if own.evaluated is not None and plain.evaluated is not None:
+        apart = relative(own.evaluated, plain.evaluated)
+        found.append(Difference(of, "the loss in evaluation mode", own.evaluated, plain.evaluated, apart, within.loss))
+    of_weights = []
+    for name in dict.fromkeys([*plain.gradient, *own.gradient]):
+        (norm, along), (norms, alongs) = (side.gradient.get(name, (0.0, 0.0)) for side in (own, plain))
+        size = _apart(norm, norms) / whole
+        of_weights.append(Difference(of, f"the gradient's norm in {name}", norm, norms, size, within.gradient))
+        turn, what = _apart(along, alongs) / whole, f"the gradient along the weight {name}"
+        of_weights.append(Difference(of, what, along, alongs, turn, within.gradient))
+    most = max(of_weights, key=lambda each: each.relative, default=None)
+    wrong = [each for each in found if each.wrong]
+    return wrong or ([most] if most is not None and most.wrong else [])
+
+
+def _apart(a: float, b: float) -> float:
+    return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+def relative(a: float, b: float) -> float:
+    """How far they are apart, beside the second."""
+    return abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+# -- both paths --------------------------------------------------------------------------------------------------------
+
+
+def own_numbers(sides: Sides, places: Sequence[int], precision: torch.autocast) -> Numbers:
+    """As a step of the run computes them."""
+    task, model, run = sides.task, sides.model, sides.run
+    rows = sides.at[list(places)]
+    seed_everything(run.seed, 0, 0, 1)  # for a task whose collate draws
+    micro = task.collate_at(sides.columns, rows, 0, 0).to(device_of(model))
+    targets = task.count_targets_at(sides.columns, rows, 0)
+
+    def loss() -> Tensor | None:
+        seed_everything(run.seed, 0, 0)
+        with precision:
+            return task.loss_sum(model(**micro.inputs), micro.targets)
+
+    return _numbers(model, loss, targets)
+
+
+def plain_numbers(sides: Sides, places: Sequence[int]) -> Numbers:
+    """As transformers and torch compute them."""
+    examples = [sides.examples[place] for place in places]
+    if sides.run.task.name == "masked_language_modeling":
+        examples = _masked(sides, places, examples)
+    count = 0.0
+
+    def loss() -> Tensor:
+        nonlocal count
+        seed_everything(sides.run.seed, 0, 0)
+        total, count = batch_loss(sides.job, sides.plain, examples)
+        return total
+
+    try:
+        found = _numbers(sides.plain, loss, 1.0)
+    except NotCovered:
+        raise
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError, NotImplementedError) as caught:
+        text = " ".join(f"{type(caught).__name__}: {caught}".split())
+        raise Elsewhere(f"the plain computation fails ({text[:200]})") from caught
+    per = max(count, 1e-30)
+    return Numbers(
+        found.loss / per,
+        None if found.evaluated is None else found.evaluated / per,
+        count,
+        {name: (norm / per, product / per) for name, (norm, product) in found.gradient.items()},
+    )
+
+
+def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Examples with the masks that the run draws for them. Errors: `ValueError` where those are not theirs."""
+    micro = sides.task.collate_at(sides.columns, sides.at[list(places)], 0, 0)
+    rows = zip(micro.inputs["input_ids"].tolist(), micro.targets.tolist(), examples, strict=True)
+    return [
+        masked(sides.job, example, read[: len(example["input_ids"])], wanted[: len(example["input_ids"])])
+        for read, wanted, example in rows
+    ]
+
+
+def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> Numbers:
+    """Loss and gradient in training mode, and loss in evaluation mode, without dropout. Gradients go to no weight:
+    hooks on weights do not run."""
+    with without_dropout(model):
+        try:
+            model.eval()
+            with torch.no_grad():
+                evaluated = loss()
+            model.train()
+            total = loss()
+            assert total is not None
+            weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            found = torch.autograd.grad(total / targets, list(weights.values()), allow_unused=True)
+        finally:
+            model.train()
+    gradient = {}
+    for (name, weight), slope in zip(weights.items(), found, strict=True):
+        if slope is not None:
+            slope = (slope.to_dense() if slope.is_sparse else slope).double()
+            own = weight.detach().double()
+            size = float(own.norm())
+            gradient[name] = (float(slope.norm()), float((slope * own).sum()) / (size or 1.0))
+    mean = None if evaluated is None else float(evaluated) / targets
+    return Numbers(float(total.detach()) / targets, mean, targets, gradient)
+
+
+@contextmanager
+def undrawn(device: torch.device) -> Iterator[None]:
+    """The generators of Python, numpy and torch afterwards are where they were."""
+    state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])

@@ -1,0 +1,173 @@
+"""Both sides of a comparison: the run's own model and examples, and those of transformers alone.
+
+In: a run that is built, and the raw rows that were kept of its data. Out: `Sides`. The plain model has the run's own
+parameters and buffers, the very tensors, so that no second model is in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.run import Run
+from lockstep.data.columns import Columns
+from lockstep.data.questions import CONTEXT, QUESTION, START, TEXTS
+from lockstep.data.raw_rows import RawRows
+from lockstep.plain.job import Plain
+from lockstep.plain.rows import NotCovered
+from lockstep.plain.train import build_model
+from lockstep.strategies.engines import blocks
+from lockstep.strategies.exact.treatment import make_model
+from lockstep.strategies.native import Native
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.models import quantized
+from lockstep.tasks.task import Task
+
+WHOLE = 100_000_000  # parameters up to which a second model is built, where no rank holds the whole one
+
+
+@dataclass(frozen=True)
+class Sides:
+    """All that two computations of the same examples need."""
+
+    run: Run
+    task: Task
+    model: nn.Module  # the run's own, with all that lockstep does to it
+    plain: nn.Module  # of transformers, with the tensors of the first
+    job: Plain
+    columns: Columns  # the run's own examples
+    at: np.ndarray  # numbers of them
+    examples: list[dict[str, Any]]  # the plain ones, as many
+
+
+class Elsewhere(Exception):
+    """Why a run is not compared."""
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Of its first parameter."""
+    return next(model.parameters()).device
+
+
+def sides_of(run: Run, task: Task, strategy: Strategy) -> Sides:
+    """Both sides of a run. Errors: `Elsewhere`, `NotCovered`."""
+    if task.own_model or "." in run.task.name:
+        raise Elsewhere("the model or the task is code of yours")
+    if run.model.trust_remote_code:
+        raise Elsewhere("the model may be code from the Hub (model.trust_remote_code)")
+    kept = RawRows.of(task.prepared.facts)
+    if kept is None:
+        raise Elsewhere("no raw rows were kept of its data")
+    job = job_of(run, task)
+    examples = job.encode(rows_of(task, kept))[: len(kept.at)]
+    columns = task.splits[kept.split] if kept.examples is None else kept.examples
+    model = whole_model(run, task, strategy)
+    plain = plain_model(job, model)
+    job.reference = plain  # before training it is the model itself
+    return Sides(run, task, model, plain, job, columns, kept.at, examples)
+
+
+def job_of(run: Run, task: Task) -> Plain:
+    """The run as the plain path reads it, of the rows that were kept."""
+    kept = RawRows.of(task.prepared.facts)
+    rows = [] if kept is None else rows_of(task, kept)
+    return Plain(plain_file(run, task), task.prepared.tokenizer, {"train": rows}, labels_of(task))
+
+
+def rows_of(task: Task, kept: RawRows) -> list[dict[str, Any]]:
+    """The kept rows as the plain path reads them."""
+    if task.run.task.name != "question_answering":
+        return kept.rows
+    told = [(row[TEXTS], row[START]) for row in kept.rows]
+    answers = [[{"text": texts[0], "answer_start": start}] if texts else [] for texts, start in told]
+    return [row | {TEXTS: found} for row, found in zip(kept.rows, answers, strict=True)]
+
+
+def labels_of(task: Task) -> list[Any] | None:
+    """The values of labels, in the order of their codes."""
+    facts = task.prepared.facts
+    found = facts.get("label_values", facts.get("labels"))
+    return None if found is None else list(found)
+
+
+def plain_file(run: Run, task: Task) -> dict[str, Any]:
+    """The run file as the plain path reads it: with the names of columns that the kept rows have, and weights of labels
+    that depend on all rows as numbers."""
+    values: dict[str, Any] = run.model_dump(mode="json")
+    values["model"] |= {"quantization": None, "dtype": "float32"}  # what is packed or narrow is widened
+    options = values["task"]
+    if run.task.name in ("translation", "summarization"):
+        options |= {"source": "source", "target": "target"}
+    if run.task.name == "token_classification":
+        options |= {"words": "words", "tags": "tags"}
+    if run.task.name == "question_answering":
+        options |= {"question": QUESTION, "context": CONTEXT, "answers": TEXTS}
+    weights = getattr(getattr(task, "objective", None), "weights", None)
+    if weights is not None:
+        options["class_weights"] = {}
+        facts = task.prepared.facts
+        for names in (facts["labels"], map(str, facts["label_values"])):
+            options["class_weights"] |= dict(zip(names, map(float, weights), strict=True))
+    return values
+
+
+def whole_model(run: Run, task: Task, strategy: Strategy) -> nn.Module:
+    """The model that the strategy trains, where this rank holds all of it; else one like it, which it would have at its
+    start. Errors: `Elsewhere` where that is too large."""
+    if isinstance(strategy, Native):
+        return strategy.model
+    if strategy.parameter_count > WHOLE:
+        raise Elsewhere(
+            f"no rank holds the whole model under {run.strategy.name}, and it is too large for one more in memory"
+        )
+    model = make_model(task).to(strategy.world.device)
+    blocks.prepare(run, model)
+    return model.train()
+
+
+def plain_model(job: Plain, model: nn.Module) -> nn.Module:
+    """A model of transformers, and of peft where there is an adapter, with the parameters and buffers of another one:
+    the very tensors, where they are float32. Errors: `Elsewhere` where their names or shapes differ, or where too many
+    would have to be widened."""
+    try:
+        plain = build_model(job, empty=True)
+    except NotCovered:
+        raise
+    except Exception:  # a family that cannot be built without memory
+        plain = build_model(job)
+    with_tensors_of(plain, model)
+    return plain.to(device_of(model)).train()
+
+
+def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
+    """Put the parameters and buffers of a model into another one of the same names, in float32."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    if sum(p.numel() for p in model.parameters() if p.dtype != torch.float32) > WHOLE:
+        raise Elsewhere("too many of the model's weights are kept in few bits to have them in float32, too")
+    packed = {n: nn.Parameter(t, requires_grad=False) for n, t in quantized.unpacked(model).items()}
+    for name in packed:
+        for part in ("packed", "absmax"):
+            del own[f"{name.removesuffix('weight')}{part}"]
+    own |= packed
+    theirs = dict(plain.named_parameters(remove_duplicate=False))
+    if own.keys() != theirs.keys():
+        raise Elsewhere(f"the plain model has other weights: {', '.join(sorted(own.keys() ^ theirs.keys())[:3])}")
+    given: dict[int, nn.Parameter] = {}
+    for name, parameter in own.items():
+        if parameter.shape != theirs[name].shape:
+            raise Elsewhere(f"the plain model's {name} has another shape")
+        wide = parameter.dtype == torch.float32
+        kept = parameter if wide else nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+        holder, _, last = name.rpartition(".")
+        setattr(plain.get_submodule(holder), last, given.setdefault(id(parameter), kept))
+    modules = dict(model.named_modules())
+    for path, module in plain.named_modules():
+        others = vars(modules[path]) | dict(modules[path].named_buffers(recurse=False)) if path in modules else {}
+        held = {n: v for n, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta}
+        for name in [*held, *dict(module.named_buffers(recurse=False))]:
+            if isinstance(found := others.get(name), Tensor):
+                setattr(module, name, found)
