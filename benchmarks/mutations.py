@@ -13,6 +13,7 @@ Judges:
           processes, then its kernel; then, of `.ci/run`, the others that start processes. The first that fails ends it.
   verify  `lockstep verify` on `RUNS`, two steps on two processes: against one process of the same lockstep.
   plain   what `lockstep verify --plain` compares, of `BESIDE`: three steps against transformers and torch.
+  train   `lockstep train` of the same, two steps: stopped by what is compared before the first step, or of the export.
   crossed tests/test_crossed.py: the runs of the generator that every CI job draws; once there are some.
 """
 
@@ -243,7 +244,7 @@ def by_verify(copy: Copy) -> Verdict:
 
 
 PARTS = ("near", "kernel", "processes")
-JUDGES = ("tests", "verify", "plain", *(("crossed",) if (ROOT / "tests" / "test_crossed.py").exists() else ()))
+JUDGES = ("tests", "verify", "plain", "train", *(("crossed",) if (ROOT / "tests" / "test_crossed.py").exists() else ()))
 
 
 def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
@@ -264,6 +265,29 @@ def by_plain(copy: Copy, names: tuple[str, ...] = USUAL) -> Verdict:
             print(name, verdict.uncovered, verdict.differences, flush=True)
             if verdict.differences:
                 return True, f"{name}: {verdict.differences[0][:200]}"
+    return False, ""
+
+
+def by_training(copy: Copy, names: tuple[str, ...]) -> Verdict:
+    """The first of these of `BESIDE` that does not train: stopped before its first step, or at its end."""
+    import task_runs
+    from harness import tiny
+
+    from lockstep.cli import main
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            own = [each for each in BESIDE[name] if "cross_documents" not in each]  # its export is told apart wrongly
+            more, at = ["strategy.name=single", "steps=2", *own], Path(folder, name)
+            run = tiny(*more, output=str(at / "out")) if name == "tiny" else task_runs.make(at, name, *more)
+            at.mkdir(exist_ok=True)
+            (at / "run.yaml").write_text(run.dump())
+            try:
+                status = main(["train", str(at / "run.yaml")])
+            except Exception as caught:
+                return True, f"{name}: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
+            if status:
+                return True, f"{name}: status {status}"
     return False, ""
 
 
@@ -302,8 +326,8 @@ def judged(copy: Copy, fault: Fault | None, judge: str, parts: list[str]) -> dic
             return quick_tests(copy, fault, parts)
         if judge == "crossed":
             return asked(by_tests, copy, ["test_crossed.py"], QUICK)
-        if judge == "plain":
-            return asked(by_plain, copy, beside(fault))
+        if judge in ("plain", "train"):
+            return asked(by_plain if judge == "plain" else by_training, copy, beside(fault))
         return asked(by_verify, copy)
 
 
