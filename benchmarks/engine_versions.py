@@ -34,18 +34,20 @@ SMALL = ["model.config.n_layer=2", "data.limit=200", "launch.processes=2", "laun
 OFFLOADED = "strategy.options={zero_optimization: {offload_optimizer: {device: cpu}}}"
 OVERLAPPED = "strategy.options={zero_optimization: {overlap_comm: true}}"
 IN_FP32 = "strategy.options={bf16: {enabled: true}, data_types: {grad_accum_dtype: fp32}}"
-LORA = "model.adapter={type: lora, r: 4, target_modules: [c_attn]}"
+PRETRAINED = "PRETRAINED"  # stands for a folder that a step of the quick start has exported
+LORA = [f"model.source={PRETRAINED}", "model.type=null", "model.config={}", "tokenizer.train=null"]
+LORA += ["model.adapter={type: lora, r: 4, target_modules: [c_attn]}"]
 # Package -> what is verified of it: entries of the run file.
 CASES: dict[str, list[list[str]]] = {
     "deepspeed": [
         *([f"strategy.name=zero{stage}"] for stage in (1, 2, 3)),
         *([f"strategy.name=zero{stage}", OFFLOADED] for stage in (1, 2, 3)),
         *([f"strategy.name=zero{stage}", OVERLAPPED] for stage in (1, 2)),
-        ["strategy.name=zero1", IN_FP32],
+        ["strategy.name=zero1", "precision=bf16", IN_FP32],
     ],
     "accelerate": [["strategy.name=hf_accelerate"], ["strategy.name=hf_trainer"]],
-    "peft": [["strategy.name=ddp", LORA], ["strategy.name=fsdp2", LORA]],
-    "bitsandbytes": [["strategy.name=ddp", LORA, "model.quantization=nf4"]],
+    "peft": [["strategy.name=ddp", *LORA], ["strategy.name=fsdp2", *LORA]],
+    "bitsandbytes": [["strategy.name=ddp", *LORA, "model.quantization=nf4"]],
     "transformers": [["strategy.name=ddp"], ["strategy.name=hf_trainer"], ["strategy.name=fsdp2"]],
     "torch": [[f"strategy.name={name}"] for name in ("ddp", "fsdp2", "hf_accelerate", "hf_trainer", "zero2")],
 }
@@ -89,7 +91,10 @@ def verified(folder: Path, entries: list[str], timeout_s: float) -> dict[str, An
     before = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(before), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, "-m", "lockstep", "verify", *entries, f"output={output}"]
+        if any(PRETRAINED in entry for entry in entries):
+            entries = [entry.replace(PRETRAINED, pretrained(Path(output) / "pretrained")) for entry in entries]
+            entries = [entry for entry in entries if not entry.startswith("model.config.")]
+        command = [sys.executable, "-m", "lockstep", "verify", *entries, f"output={output}/run"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
         try:
@@ -102,6 +107,13 @@ def verified(folder: Path, entries: list[str], timeout_s: float) -> dict[str, An
     outcome = {0: "ok", 2: "refused"}.get(process.returncode, "wrong")
     said = lines[-1:] if outcome == "ok" else lines[-4:]
     return {"outcome": outcome, "status": process.returncode, "said": said}
+
+
+def pretrained(folder: Path) -> str:
+    """A small model and its tokenizer, as a run exports them."""
+    entries = [*SMALL, "steps=1", "launch.processes=1", "task.samples=0", f"output={folder}"]
+    subprocess.run([sys.executable, "-m", "lockstep", "train", *entries], check=True, stdout=sys.stderr)
+    return str(folder / "export")
 
 
 def install(package: str, version: str, folder: Path, dependencies: bool) -> None:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
+import random
 import sys
 import tokenize
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from harness import run_on, tiny
-from task_runs import TASKS, make
+from task_runs import TASKS, make, sentence, write
 
 import lockstep.plain
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
+from lockstep.plain.losses import batch_loss
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.language_modeling import LanguageModeling
+from lockstep.tasks.objectives.one_label import OneLabel
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.preference import Preference
 from lockstep.tasks.question_answering import QuestionAnswering
@@ -35,7 +41,7 @@ from lockstep.training import recording
 
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
-MOST = 702  # logical lines of code for all tasks
+MOST = 718  # logical lines of code for all tasks
 OTHERS = ("allreduce", "fsdp2", "zero2", "pipeline", "hf_accelerate", "hf_trainer")
 QUICK = ("classification", "prompts", "pairs")  # the others are slow
 
@@ -126,6 +132,70 @@ def test_a_mistake_across_ranks_is_found_by_plain(bug: str, said: str, tmp_path:
     status, told = verified(tiny(f"strategy.name=buggy.{bug}", output=str(tmp_path)), 2)
     assert status == 1
     assert any(said in line for line in told["differences"])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_reference_of_preferences_is_the_model_before_any_training(tmp_path: Path) -> None:
+    run = make(tmp_path, "preference", "strategy.name=ddp")
+    assert verified(run, 2) == (0, {"differences": [], "not_covered": None})
+
+
+def test_an_evaluation_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score: Callable[..., Any] = OneLabel.score
+    more = lambda sums: {**sums, "loss": sums["loss"] * 1.001}  # noqa: E731
+    monkeypatch.setattr(OneLabel, "score", lambda self, *a: more(score(self, *a)))
+    found = against_plain.differences(tiny(output=str(tmp_path)))
+    assert [line.partition(":")[0] for line in found.differences] == ["evaluation"]
+
+
+DATA = {
+    "cut": {},
+    "filtered": {"filter": {"lang": "en", "text": {"min_words": 2}}, "test_fraction": 0.1},
+    "each once": {"deduplicate": True, "overlap": "drop", "validation_fraction": 0.3},
+    "split column": {"split_column": "split", "limit": 90, "group_by_length": 2},
+    "csv": {"source": "rows.csv"},
+}
+
+
+@pytest.mark.parametrize(
+    "keys", [pytest.param(d, id=k, marks=[pytest.mark.slow] * (k != "each once")) for k, d in DATA.items()]
+)
+def test_the_same_rows_are_read(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Rows that lack a text, stand there twice, are of another language or split."""
+    draw = random.Random(7)
+    rows = [{"text": sentence(draw) if i % 17 else " ", "lang": "de" if i % 5 == 0 else "en"} for i in range(120)]
+    rows = [
+        row | {"label": len(row["text"]) % 3, "split": "dev" if i % 7 == 0 else "train"} for i, row in enumerate(rows)
+    ]
+    rows += rows[:10]
+    write(tmp_path / "rows.jsonl", rows)
+    with open(tmp_path / "rows.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [*rows[0]])
+        table.writeheader()
+        table.writerows(rows)
+    keys = {"source": "rows.jsonl", "max_length": 32, "drop_missing": True, **keys}
+    run = tiny(data=keys | {"source": str(tmp_path / keys["source"])}, output=str(tmp_path / "out"))
+    found = against_plain.differences(run)
+    assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_what_a_model_adds_to_its_loss_is_added(coefficient: float) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    routers = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": coefficient}
+    config = transformers.MixtralConfig(vocab_size=20, num_key_value_heads=1, head_dim=8, **sizes, **routers)
+    model = transformers.MixtralForCausalLM(config).eval()
+    job = SimpleNamespace(run={"task": {"name": "language_modeling"}}, tokenizer=SimpleNamespace(pad_token_id=0))
+    tokens = [3, 7, 1, 9, 4, 4, 2]
+    found, count = batch_loss(job, model, [{"input_ids": tokens[:-1], "next": tokens[1:]}])
+    with torch.no_grad():
+        outputs = model(torch.tensor([tokens[:-1]]))
+    entropy = torch.nn.functional.cross_entropy(outputs.logits[0], torch.tensor(tokens[1:]), reduction="sum")
+    assert count == 6
+    assert float(found.detach()) == pytest.approx(float(entropy + 6 * coefficient * outputs.aux_loss), rel=1e-5)
+    assert float(outputs.aux_loss) > 0.1  # so that leaving it out would show
 
 
 def test_what_is_not_covered_is_said(tmp_path: Path) -> None:

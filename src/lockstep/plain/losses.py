@@ -77,10 +77,10 @@ def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Lo
 
 def _added(loss: Tensor, means: list[Loss]) -> Tensor | float:
     """What a model adds to the cross entropy of its labels, such as the loss of its routers: to the mean over targets.
-    `means`: what its cross entropy may be; those made of an encoder do not move labels."""
-    added = [(abs(float(loss.detach() - total.detach() / count)), total / count) for total, count in means if count]
-    apart, mean = min(added, key=lambda each: each[0], default=(0.0, loss))
-    return loss - mean if apart > SMALL * abs(float(loss.detach())) else 0.0
+    `means`: what its cross entropy may be, the usual one last; some decoders do not move labels."""
+    each = [total / count for total, count in means if count]
+    near = [abs(float(loss.detach() - mean.detach())) <= SMALL * abs(float(loss.detach())) for mean in each]
+    return 0.0 if any(near) or not each else loss - each[-1]
 
 
 def _summed(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Loss:

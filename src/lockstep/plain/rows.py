@@ -54,7 +54,10 @@ def read_splits(run: dict, tokenizer: Any = None) -> dict[str, list[Row]]:
     if data["drop_missing"]:
         splits = {split: [row for row in rows if not lacks(row, run["task"])] for split, rows in splits.items()}
     if data["deduplicate"]:
-        splits["train"] = list({same(row, texts + labels): row for row in splits["train"][::-1]}.values())[::-1]
+        first: dict[str, Row] = {}
+        for row in splits["train"]:
+            first.setdefault(same(row, texts + labels), row)
+        splits["train"] = list(first.values())
     share = data["test_fraction"] if "test" not in splits else 0.0
     if share:
         splits["train"], splits["test"] = cut(run, splits["train"], share, [run["seed"], 1])

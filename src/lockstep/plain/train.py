@@ -75,15 +75,17 @@ def _config(job: Plain, head: str) -> Any:
         raise NotCovered("model.trust_remote_code: plain runs models of transformers alone")
     if section["type"]:
         config = transformers.AutoConfig.for_model(section["type"], **section["config"])
-        config.vocab_size = section["config"].get("vocab_size", len(tokenizer))
-        ends = tokenizer.sep_token_id if config.is_encoder_decoder else None
-        config.eos_token_id = ends if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        config.bos_token_id = tokenizer.bos_token_id
+        for part in parts(config):
+            part.vocab_size = section["config"].get("vocab_size", len(tokenizer))
+            part.bos_token_id, part.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if config.is_encoder_decoder and config.eos_token_id is None:
+            config.eos_token_id = tokenizer.sep_token_id
     else:
         config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
         for key, value in section["config"].items():
             setattr(config, key, value)
-    config.pad_token_id, config.use_cache = tokenizer.pad_token_id, False
+    for part in parts(config):
+        part.pad_token_id, part.use_cache = tokenizer.pad_token_id, False
     if head.endswith("Classification"):
         config.num_labels = job.outputs
     if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -95,6 +97,11 @@ def _config(job: Plain, head: str) -> Any:
         if section["type"] and hasattr(config, "decoder_vocab_size"):
             config.decoder_vocab_size, config.share_encoder_decoder_embeddings = len(targets), targets is tokenizer
     return config
+
+
+def parts(config: Any) -> list[Any]:
+    """A config, and those of an encoder, a decoder or of the text within it."""
+    return [config, *(p for name in ("encoder", "decoder", "text_config") if (p := vars(config).get(name)) is not None)]
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -125,7 +132,8 @@ def train_steps(
     run, known, uncovered = job.run, job.examples("train"), None
     if run["precision"] == "fp16":
         raise NotCovered("precision: fp16 scales the loss, and skips steps")
-    job.reference = copy.deepcopy(model).eval() if run["task"]["name"] == "preference" else None
+    if job.reference is None and run["task"]["name"] == "preference":
+        job.reference = copy.deepcopy(model).eval()
     if perturb:
         perturb_(model, run["precision"])
     trained, optimizers = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
@@ -165,6 +173,17 @@ def train_steps(
         yield StepRecord(loss / count, norm, rates[number], gradients, changes)
         if uncovered is not None:
             raise uncovered
+
+
+@torch.no_grad()
+def evaluation_loss(job: Plain, model: nn.Module, examples: list[dict]) -> float:
+    """The mean loss of a batch in evaluation mode: without weights of labels, smoothing or focus."""
+    plain, task = copy.copy(job), job.run["task"]
+    focal = {"loss": None} if task.get("loss") == "focal" else {}
+    of_training = {key: value for key, value in {"label_smoothing": 0.0, "class_weights": None}.items() if key in task}
+    plain.run, plain.class_weights = {**job.run, "task": {**task, **of_training, **focal}}, None
+    total, count = batch_loss(plain, model.eval(), examples)
+    return float(total) / count
 
 
 @torch.no_grad()

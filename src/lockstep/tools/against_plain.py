@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data import source
 from lockstep.distributed.memory import capacity
+from lockstep.plain.examples import masked
 from lockstep.plain.job import Plain
 from lockstep.plain.rows import TASKS, NotCovered
-from lockstep.plain.train import StepRecord, build_model, train_steps
+from lockstep.plain.train import StepRecord, build_model, evaluation_loss, perturb_, train_steps
 from lockstep.track.console import Console
 from lockstep.training.plain_steps import FOLDER, PlainRecord
 
@@ -129,6 +130,8 @@ def compare(run: Run, folder: Path) -> Verdict:
     try:
         job = Plain(plain_run(run, folder), record.tokenizer)
         _check_numbers(job, record)
+        if record.evaluated:
+            verdict.differences.extend(_evaluation(job, record, folder, run.precision))
         plain, perturbed = (_trained(job, record, folder, last_bit) for last_bit in (False, True))
         for place, (ours, theirs, other) in enumerate(zip(_recorded(record, folder), plain, perturbed, strict=True)):
             beside = _beside(ours, theirs, other, record.steps[place].number, run.precision)
@@ -163,12 +166,40 @@ def _check_numbers(job: Plain, record: PlainRecord) -> None:
         raise ValueError(f"the run trains example {most}, and plain makes {known} of the same data")
 
 
-def _trained(job: Plain, record: PlainRecord, folder: Path, perturb: bool) -> Iterator[StepRecord]:
-    start = load_file(folder / "start.safetensors")
-    weights, state = _named("model.", start), _named("optimizer.", start)
-    steps, numbers = [step.micro_batches for step in record.steps], [step.number for step in record.steps]
+def _evaluation(job: Plain, record: PlainRecord, folder: Path, precision: str) -> list[str]:
+    """What differs in the loss of some validation examples, before the steps."""
+    examples = [job.examples("validation")[i] for i in record.evaluated]
+    if record.evaluation_masked:
+        drawn = (record.evaluation_masked[key][0] for key in ("read", "predicted"))
+        examples = [masked(job, *each) for each in zip(examples, *drawn, strict=True)]
+    model = _model(job, folder)
+    low = torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=precision == "bf16")
+    with low:
+        plain = evaluation_loss(job, model, examples)
+        perturb_(model, precision)
+        spread = _relative(evaluation_loss(job, model, examples), plain)
+    allowed = max(LEAST["loss"], (FACTOR if precision == "fp32" else LOW) * spread)
+    apart = _relative(record.evaluation_loss, plain)
+    limit = f"differs by {apart:.1e}, and rounding comes to {allowed:.1e}"
+    told = f"evaluation: the loss of {len(examples)} examples is {record.evaluation_loss!r}, and {plain!r} by plain"
+    return [] if apart <= allowed else [f"{told} ({limit})"]
+
+
+def _model(job: Plain, folder: Path) -> nn.Module:
+    """The model with the weights that the steps begin with, and its reference from before any training."""
     gpu = torch.cuda.is_available() and job.run["launch"]["device"] != "cpu"
-    model = build_model(job, weights).to("cuda" if gpu else "cpu")
+    device, untrained = torch.device("cuda" if gpu else "cpu"), folder.parent / "start.safetensors"
+    weights = _named("model.", load_file(folder / "start.safetensors"))
+    if job.reference is None and job.run["task"]["name"] == "preference":
+        first = _named("weight.", load_file(untrained)) if untrained.exists() else weights
+        job.reference = build_model(job, first).to(device).eval()
+    return build_model(job, weights).to(device)
+
+
+def _trained(job: Plain, record: PlainRecord, folder: Path, perturb: bool) -> Iterator[StepRecord]:
+    state = _named("optimizer.", load_file(folder / "start.safetensors"))
+    steps, numbers = [step.micro_batches for step in record.steps], [step.number for step in record.steps]
+    model = _model(job, folder)
     masks = [step.masked for step in record.steps] if record.steps[0].masked else []
     return train_steps(job, model, steps, record.total, numbers, perturb, state, masks)
 

@@ -7,23 +7,28 @@ of which step, losses and norms) and files of tensors: weights and optimizer sta
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.config.run import Run
-from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.data.batch import MicroBatch
+from lockstep.data.masking import WITHOUT_STEP
+from lockstep.data.tokens import Columns
 from lockstep.distributed.world import World
 from lockstep.plain.losses import without_dropout
 from lockstep.strategies.exact import optim
 from lockstep.training.feed import Feed
+from lockstep.training.loop import evaluate
 from lockstep.training.session import Session, build_session, prepare_and_join
 
 FOLDER, FILE = "plain", "plain.json"
+EVALUATED = 6  # examples of the validation split whose loss is compared: one batch
 LOOKED_AT = 100  # steps among which one with the highest learning rate is chosen
 
 
@@ -45,6 +50,9 @@ class PlainRecord:
     tokenizer: str  # folder
     total: int  # steps of the run
     steps: list[PlainStep]
+    evaluated: list[int] = field(default_factory=list)  # numbers of validation examples, before the steps
+    evaluation_loss: float = 0.0  # of these
+    evaluation_masked: dict[str, list[list[list[int]]]] = field(default_factory=dict)
 
     @staticmethod
     def read(folder: Path) -> PlainRecord:
@@ -71,21 +79,28 @@ def record_session(session: Session, count: int = 2) -> None:
         gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
 
     _save(folder / "start.safetensors", strategy.state_dict(), world)
+    held_out = session.task.splits["validation"]
+    rows = np.arange(min(EVALUATED, len(held_out)))
+    rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # as evaluations have them in a batch
+    scores = evaluate(session.run, world, session.task, strategy, held_out, rows, texts=False)
+    hides = session.run.task.name == "masked_language_modeling"
+    shown = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
     strategy.observe, steps = observe, []
     with without_dropout(strategy.model):
         for place, number in enumerate(numbers_of(session.run, feed, count)):
             batch = feed.make(number)
-            masked = _masked(session, batch) if session.run.task.name == "masked_language_modeling" else {}
+            groups = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]
+            masked = _masked(session, feed.columns, groups, number) if hides else {}
             rate = optim.learning_rate(session.run.optim, number, feed.total)
             result = strategy.train_step(batch.to(world.device), rate)
-            groups = feed.task.cut(feed.columns, batch.ids)
-            micro_batches = [batch.ids[group].tolist() for group in groups]
+            micro_batches = [group.tolist() for group in groups]
             steps.append(PlainStep(number, float(result.loss), float(result.grad_norm), micro_batches, masked))
             _save(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
             gradients.clear()
     strategy.observe = None
     if world.is_main:
-        found = PlainRecord(str(Path(session.task.prepared.tokenizer)), feed.total, steps)
+        loss, tokenizer = scores["loss"], session.task.prepared.tokenizer
+        found = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), loss, shown)
         (folder / FILE).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
@@ -98,17 +113,16 @@ def numbers_of(run: Run, feed: Feed, count: int) -> list[int]:
     return sorted([*dict.fromkeys([rates.index(max(rates)), last, *first])][:count])
 
 
-def _masked(session: Session, batch: StepBatch) -> dict[str, list[list[list[int]]]]:
+def _masked(
+    session: Session, columns: Columns, groups: Sequence[np.ndarray], step: int
+) -> dict[str, list[list[list[int]]]]:
     """Tokens that are read and that are predicted, of all micro-batches: which are masked is drawn, so it is data."""
-    task, columns = session.task, session.feed.columns
     found: dict[str, Any] = {"read": [], "predicted": []}
-    for index, group in enumerate(task.cut(columns, batch.ids)):
-        rows = batch.ids[group]
-        micro: MicroBatch = task.collate_at(columns, rows, index, batch.step)
+    for index, rows in enumerate(groups):
+        micro: MicroBatch = session.task.collate_at(columns, rows, index, step)
         lengths = columns.lengths[rows].tolist()
-        read = micro.inputs["input_ids"].tolist()
-        found["read"].append([ids[:n] for ids, n in zip(read, lengths, strict=False)])
-        found["predicted"].append([ids[:n] for ids, n in zip(micro.targets.tolist(), lengths, strict=False)])
+        for key, ids in (("read", micro.inputs["input_ids"]), ("predicted", micro.targets)):
+            found[key].append([row[:n] for row, n in zip(ids.tolist(), lengths, strict=False)])
     return found
 
 
