@@ -402,7 +402,7 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = []
         for judge in judges:
             answers = [found[name, judge] for name in names if (name, judge) in found]
-            cells.append(f"{sum(answers)}" + f" of {len(answers)}" * (len(answers) < len(names)))
+            cells.append(f"{sum(answers)}" + f" of {len(answers)}" * (len(answers) < len(names)) if answers else "")
         rows.append(f"| {room} | {len(names)} | {' | '.join(cells)} |")
     none = [name for name in rooms if not any(found.get((name, judge), False) for judge in judges)]
     return "\n".join([*rows, "", f"found by none: {', '.join(none) or 'no fault'}"])
