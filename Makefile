@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+N ?= 200
+SEED ?= 1
 
 ifeq ($(strip $(VIRTUAL_ENV)),)
 VENV := .venv
@@ -45,11 +47,12 @@ if [ "$$(cat "$(VENV)/$(firstword $(1))" 2>/dev/null)" != "$$wanted" ]; then \
 fi
 endef
 
-.PHONY: help run test check site setup setup-dev
+.PHONY: help run test crossed check site setup setup-dev
 
 help:
 	@echo "make run [ARGS='RUN.yaml key=value ...']  set up, then train; without ARGS the quick start"
 	@echo "make test [ARGS='pytest arguments']       set up for development, then the quick tests"
+	@echo "make crossed [N=200 SEED=1]               drawn runs beside one process and the plain reference"
 	@echo "make check                                formatting, lint, types"
 	@echo "make site                                 the documentation as a site, in build/site; every link is checked"
 	@echo "make setup                                set up only"
@@ -68,6 +71,13 @@ run: setup
 
 test: setup-dev
 	@"$(VENV)/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "(not processes or kernel) and not slow and not long and not gpu and not cluster" $(ARGS)
+
+# Of a seed the first N. What fails is shrunk and written into tests/crossed/cases; RECORD=FILE is gone on with.
+crossed: export PYTHONPATH := tests
+crossed: export HF_HUB_OFFLINE := 1
+crossed: export OMP_NUM_THREADS := 1
+crossed: setup-dev
+	@"$(VENV)/bin/python" -m crossed -n $(N) --seed $(SEED) $(if $(RECORD),--record $(RECORD)) $(ARGS)
 
 check: setup-dev
 	@"$(VENV)/bin/python" -m ruff format --check .

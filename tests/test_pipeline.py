@@ -16,6 +16,7 @@ from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.tokens import Columns
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
+from lockstep.strategies.engines import cuts, layers
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.classification import Classification
@@ -336,3 +337,21 @@ def test_two_layers_are_enough_for_two_stages(processes: int, stages: tuple[str,
 def test_more_pieces_than_examples_leave_blank_ones() -> None:
     short = ("data.limit=9", "batch_size=8", "micro_batches=8", "steps=4")  # every second step has one example
     same(of(2, *short, "strategy.name=pipeline"), of(1, *short, "strategy.name=single"))
+
+
+@pytest.mark.parametrize("family", sorted(cuts.FAMILIES))
+def test_a_stage_finds_its_own_layers(family: str) -> None:
+    """Also of a stack whose other layers are elsewhere, in a family that does not say which modules its layers are."""
+    import transformers
+
+    stacks = cuts.FAMILIES[family]
+    sizes = {stack.count: 3 for stack in stacks} | {"d_model": 32, "encoder_layers": 3, "decoder_layers": 3}
+    config = transformers.CONFIG_MAPPING[family](**sizes)
+    with torch.device("meta"):
+        cut = cuts.Cut(transformers.AutoModel.from_config(config), 2 * len(stacks))
+    for stage in range(cut.stages):
+        part = cut.part(stage).model
+        found = {id(block) for block in layers.blocks(part)}
+        own = cut.own(stage)
+        assert own
+        assert all(id(part.get_submodule(path)) in found for path in cut.layers[own.start : own.stop]), stage

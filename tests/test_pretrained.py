@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from lockstep.config.run import Run, load
 from lockstep.data import builtin
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.treatment import ALIGNED, make_model
 from lockstep.tasks.models.models import build
 from lockstep.tasks.translation import Translation
 from lockstep.training.feed import Feed
@@ -165,3 +167,27 @@ def test_a_pretrained_marian_has_the_same_bits_at_two_processes(tmp_path: Path) 
 @pytest.mark.parametrize("head", ["classification", "token_classification", "causal"])
 def test_no_head_keeps_a_cache_in_training(head: str) -> None:
     assert build(tiny(), head, _Words()).config.use_cache is False
+
+
+class _Mapped:
+    """A task whose weight begins in the middle of a file that is mapped into memory, as pretrained ones do."""
+
+    def __init__(self) -> None:
+        self.run = tiny()
+
+    def model(self, empty: bool = False) -> torch.nn.Module:
+        layer = torch.nn.Linear(8, 3)
+        layer.weight.data = torch.empty(31)[7:].view(3, 8).copy_(layer.weight.data)
+        return layer
+
+
+def test_weights_begin_where_torch_puts_them() -> None:
+    """A product with one row has other last bits elsewhere, so that they would depend on whether an engine copies."""
+    task: Any = _Mapped()
+    assert task.model().weight.data_ptr() % ALIGNED
+    torch.manual_seed(0)
+    before = task.model().weight.detach()
+    torch.manual_seed(0)
+    model = make_model(task)
+    assert all(tensor.data_ptr() % ALIGNED == 0 for tensor in model.parameters())
+    assert torch.equal(model.weight, before)

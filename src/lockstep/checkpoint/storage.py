@@ -227,7 +227,8 @@ class Files(Saved):
     def read(self, targets: Mapping[str, Tensor]) -> None:
         metadata = self._reader.read_metadata()
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
+        there = {name: tensor for name, tensor in targets.items() if tensor.numel()}  # empty ones are in no file
+        planner.set_up_planner(there, metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         with torch.no_grad():  # what `torch.distributed.checkpoint.load` does in a job of one
             plan = self._reader.prepare_local_plan(planner.create_local_plan())

@@ -43,6 +43,11 @@ class AcceleratedFSDP2(FSDP2):
                 f"{key}: Accelerate's plug-in for FSDP2 has no option {', '.join(sorted(unknown))}; it has "
                 f"{', '.join(sorted(known))}"
             )
+        if shared := layers.same_as_embeddings(run):
+            raise RunError(
+                f"{key}: Accelerate's FSDP2 cannot shard embeddings that {', '.join(shared)} share; use "
+                "strategy.name=fsdp2, which can"
+            )
         if processes == 1:
             raise RunError(f"{key}: Accelerate shards over several processes only, this job has one; use hf_accelerate")
 

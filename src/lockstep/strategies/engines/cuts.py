@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import RunError
+from lockstep.strategies.engines.layers import StandIn
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.models import unpadded
 from lockstep.tasks.models.models import leaves_out_layers
@@ -134,7 +135,7 @@ class _Reached(Exception):
     """Ends a forward after a stage's last layer; carries the hidden states."""
 
 
-class _Absent(nn.Module):
+class _Absent(StandIn):
     """Stands in for a module of another stage: hands hidden states on, makes zeros of token or position ids."""
 
     def __init__(self, width: int) -> None:
@@ -150,7 +151,7 @@ class _Absent(nn.Module):
         return torch.zeros(*given.shape, self.width, device=given.device)
 
 
-class _Entry(nn.Module):
+class _Entry(StandIn):
     """Stands in for the layer before a stage's first one: gives out what that layer gave on its own stage."""
 
     hidden: Tensor | None = None

@@ -25,6 +25,10 @@ _PAST_HOOKS = {"squeezebert", "reformer"}
 _RUN_AGAIN = {"albert", "hrm_text"}
 
 
+class StandIn(nn.Module):
+    """In the place of a module that another rank holds."""
+
+
 def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
     """How often one forward uses each weight (more than once: tied weights, layers that are shared, embeddings that are
     looked up again), by the weight's id. Nothing of it is left in the model."""
@@ -63,6 +67,21 @@ def check_layers(run: Run, engine: str) -> None:
             f"model.config.{entry}: {engine} needs every rank to run the same layers, and this leaves some out at "
             "random; set it to 0, or use strategy.name=ddp or fsdp2"
         )
+
+
+def same_as_embeddings(run: Run) -> list[str]:
+    """The modules of a run's model, its head aside, that hold the weight of its input embeddings besides these: those
+    of an encoder and a decoder that share them. None where the model cannot be built without memory."""
+    from transformers import AutoModel
+
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(load_config(run), trust_remote_code=run.model.trust_remote_code)
+        embeddings = model.get_input_embeddings()
+    except Exception:  # code from the Hub, sizes that do not fit: each has a message of its own later
+        return []
+    others = [(name, module) for name, module in model.named_modules() if module is not embeddings]
+    return [name for name, m in others if any(p is embeddings.weight for p in m.parameters(recurse=False))]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -118,10 +137,17 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     found = [m for m in model.modules() if type(m).__name__ in kept]
     if found:
         return found
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(item) for item in m}) == 1]
-    lists = [each for each in lists if not isinstance(each[0], nn.ModuleList)]  # Funnel's blocks of layers
-    inner = {id(below) for outer in lists for item in outer for below in item.modules()}
-    return [item for each in lists if id(each) not in inner for item in each]
+    lists = {id(m): _held(m) for m in model.modules() if isinstance(m, nn.ModuleList)}
+    lists = {key: items for key, items in lists.items() if len({type(item) for item in items}) == 1}
+    # not Funnel's blocks of layers
+    lists = {key: items for key, items in lists.items() if not isinstance(items[0], nn.ModuleList)}
+    inner = {id(below) for items in lists.values() for item in items for below in item.modules()}
+    return [item for key, items in lists.items() if key not in inner for item in items]
+
+
+def _held(modules: nn.ModuleList) -> list[nn.Module]:
+    """Those of a list that are here, of a stage of a pipeline some."""
+    return [module for module in modules if not isinstance(module, StandIn)]
 
 
 def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:

@@ -125,8 +125,8 @@ def watching(model: nn.Module) -> Iterator[Writes]:
     writes, paths = Writes(), {module: name for name, module in model.named_modules()}
 
     def know(module: nn.Module, *_: Any) -> None:
-        for part in module.modules():
-            writes.know(part, paths[part])
+        for name, part in module.named_modules():  # BigBird puts others in their place for short texts
+            writes.know(part, paths.get(part, f"{paths[module]}.{name}"))
 
     def begin(*_: Any) -> None:
         know(model)

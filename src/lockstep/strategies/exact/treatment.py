@@ -22,6 +22,7 @@ from lockstep.strategies.engines.writes import hooks
 from lockstep.strategies.optimizers.optimizer import Weight, rule
 from lockstep.tasks.task import Task
 
+ALIGNED = 64  # bytes: where torch puts what it allocates on a CPU
 _LAYER = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # the list that a layer is in, and its place there
 
 
@@ -101,9 +102,12 @@ def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: floa
 
 
 def freeze(run: Run, model: nn.Module) -> nn.Module:
-    """The model, with the weights that `model.freeze` names taken out of training. Errors: `RunError` for a pattern
-    that matches none, and where nothing is left."""
+    """The model, with the weights that `model.freeze` names, and empty ones, taken out of training. Errors: `RunError`
+    for a pattern that matches none, and where nothing is left."""
     named = dict(model.named_parameters())
+    for parameter in named.values():
+        if not parameter.numel():  # of two sizes that are equal: nothing is there to train or to save
+            parameter.requires_grad_(False)
     for pattern in run.model.freeze:
         found = [name for name in named if fnmatchcase(name, pattern)]
         if not found:
@@ -129,8 +133,10 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     """The task's model, its tensors laid out in memory as their shapes say; `empty`: on the meta device.
 
     Sums, slices and fused updates walk through memory: the gradient of a transposed weight would be taken in another
-    order than the weight. Errors: `RunError` for trainable weights that are not float32, unless the run asks for
-    others, and for hooks that see sums of micro-batches.
+    order than the weight. Products with one row give other last bits where a weight does not begin at a multiple of 64
+    bytes, as in a file that is mapped into memory; engines that copy weights put them there.
+    Errors: `RunError` for trainable weights that are not float32, unless the run asks for others, and for hooks that
+    see sums of micro-batches.
     """
     wanted = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
     model = freeze(task.run, task.model(empty=True) if empty else task.model())
@@ -143,6 +149,6 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
             "(register_post_accumulate_grad_hook): it would see the sum of several micro-batches. Use register_hook"
         )
     for tensor in [*model.parameters(), *model.buffers()]:
-        if not tensor.is_contiguous():
-            tensor.data = tensor.data.contiguous()
+        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     return model

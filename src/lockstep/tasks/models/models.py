@@ -231,7 +231,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     logging.disable_progress_bar()
     auto = getattr(transformers, HEADS[head][0])
     config = load_config(run)
-    _prepare(config, tokenizer)
+    _prepare(config, tokenizer, run.model.source is not None)
     laid = padding_refused(run, head) is None
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     options |= {"attn_implementation": unpadded.NAME} if laid else {}
@@ -275,11 +275,19 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     return kept.settle(run, model)
 
 
-def _prepare(config: Any, tokenizer: Any) -> None:
-    """Set the padding token, and switch off what training does not use."""
+def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
+    """Set the padding token, and switch off what training does not use. Errors: `RunError` for a padding token that the
+    model has no embedding for."""
     from lockstep.tasks.models.auxiliary_losses import ROUTER_LOGITS
 
     for part in texts(config):
+        size = entry(part, "vocab_size")
+        if pretrained and isinstance(size, int) and 0 < size <= tokenizer.pad_token_id:
+            raise RunError(
+                f"tokenizer: its padding token {tokenizer.pad_token!r} has the number {tokenizer.pad_token_id}, and "
+                f"the model has embeddings for {size} tokens; give the tokenizer that the model was trained with, or "
+                "set its pad_token to one of its own tokens"
+            )
         part.pad_token_id = tokenizer.pad_token_id
         if hasattr(part, "use_cache"):  # a cache costs memory and may change bits; `save` switches it on again
             part.use_cache = False

@@ -1,0 +1,1 @@
+"""Runs that nobody thought of: drawn, run, compared, shrunk and written down (CONTRIBUTING.md)."""

@@ -1,0 +1,243 @@
+"""Draws run files over the whole grammar: a value of each feature, steered towards pairs of values not yet seen.
+
+Plain seeded drawing, and not Hypothesis. A case takes seconds and starts processes, so that what counts is which cases
+are tried: each is the one of several draws with the most new pairs of features, which Hypothesis does not offer. A
+failure is shrunk feature by feature towards the plainest run (`shrink.py`), in tens of tries where Hypothesis takes
+hundreds. A case is repeated by its seed and number alone, whatever Hypothesis's version and database, and a long run
+goes on after an interruption.
+
+In: a seed. Out: cases: feature -> value, where the first value of a feature is the plainest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+from crossed import families
+
+Case = dict[str, Any]  # feature -> value; JSON holds it
+CANDIDATES = 6  # draws of which the one with the most new pairs is taken
+FREE = 0.12  # share of cases that are drawn of anything with anything, and are mostly refused
+
+# Task as drawn -> head of its model, kind of rows.
+TASKS: dict[str, tuple[str, str]] = {
+    "classification": ("classification", "labelled"),
+    "classification pair": ("classification", "paired"),
+    "classification multi_label": ("classification", "multi_label"),
+    "classification regression": ("classification", "numbers"),
+    "token_classification": ("token_classification", "tagged"),
+    "language_modeling packed": ("causal", "texts"),
+    "language_modeling documents": ("causal", "texts"),
+    "language_modeling prompts": ("causal", "prompts"),
+    "language_modeling messages": ("causal", "messages"),
+    "masked_language_modeling packed": ("masked", "texts"),
+    "masked_language_modeling documents": ("masked", "texts"),
+    "question_answering": ("question_answering", "questions"),
+    "embedding pairs": ("embedding", "pairs"),
+    "embedding scored": ("embedding", "scored"),
+    "preference": ("causal", "preferences"),
+    "reward": ("classification", "preferences"),
+    "translation": ("seq2seq", "translations"),
+    "summarization": ("seq2seq", "summaries"),
+}
+ALONE = [("single", 1)]
+ENGINES = [
+    *(("ddp", 2), ("allreduce", 2), ("hf_accelerate", 2), ("hf_trainer", 2), ("fsdp2 step", 2)),
+    *(("fsdp2 micro_batch", 2), ("pipeline", 2), ("ddp tree", 3), ("ddp", 3), ("allreduce", 4), ("fsdp2 step", 3)),
+    *(("fsdp2 micro_batch", 3), ("pipeline gpipe", 2), ("ddp", 1), ("fsdp2 step", 1), ("fsdp2 tree", 4)),
+    *(("hf_accelerate fsdp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("pipeline stages", 4)),
+]
+WAYS = ALONE + ENGINES
+
+
+def _of_task(case: Case) -> list[str]:
+    """Options of a task, each by itself."""
+    return {
+        "classification": ["", "class_weights", "focal", "label_smoothing", "label_smoothing weights", "threshold"],
+        "classification multi_label": ["", "class_weights", "focal", "label_smoothing"],
+        "classification regression": ["", "mae"],
+        "language_modeling packed": ["", "apart", "character"],
+        "language_modeling messages": ["", "each turn"],
+        "masked_language_modeling packed": ["", "whole_words", "half"],
+        "masked_language_modeling documents": ["", "whole_words", "half"],
+        "question_answering": ["", "unanswerable"],
+        "embedding pairs": ["", "negative", "negatives", "last_token"],
+        "preference": ["", "ipo", "hinge", "simpo", "label_smoothing"],
+        "reward": ["", "center"],
+        "translation": ["", "label_smoothing", "two tokenizers", "target_length"],
+        "summarization": ["", "label_smoothing", "beams"],
+    }.get(case["task"], [""])
+
+
+def _families(case: Case) -> list[str]:
+    names = families.known()[TASKS[case["task"]][0]]
+    return names[:1] * max(1, len(names) // 3) + names
+
+
+def _shapes(case: Case) -> list[str]:
+    return ["varied", "varied", "equal", "one_token", "long", "ragged", "unicode", "blank"]
+
+
+def _reading(case: Case) -> list[str]:
+    flat = TASKS[case["task"]][1] in ("labelled", "paired", "numbers", "texts", "prompts", "pairs", "summaries")
+    plain = ["files"] * 6 + ["test", "cut", "cut test", "parquet", "split_column", "filter", "filter words", "limit"]
+    plain += ["deduplicate", "overlap", "mixed", "mixed weights", "streamed", "streamed mixed", "mixed filter"]
+    return plain + ["csv"] * flat
+
+
+def _usually(*values: Any, plainest: int = 3) -> Callable[[Case], list[Any]]:
+    """The first value `plainest` times as often as each of the others."""
+    return lambda case: [values[0]] * plainest + list(values[1:])
+
+
+# Feature -> the values that it may have beside those that were drawn before it, as often as they are to be drawn.
+FEATURES: dict[str, Callable[[Case], list[Any]]] = {
+    "task": lambda case: list(TASKS),
+    "task option": lambda case: [*_of_task(case), ""],
+    "family": _families,
+    "dropout": _usually(False, True, plainest=2),
+    "shape": _shapes,
+    "labels": lambda case: ["few", "few", "many", "one_each"] if "classification" in case["task"] else ["few"],
+    "reading": _reading,
+    "drop_missing": lambda case: [True] * 5 + [False] if case["shape"] == "blank" else [False] * 3 + [True],
+    "padding": _usually("none", "batch", plainest=2),
+    "group_by_length": _usually(1, 2, plainest=5),
+    "origin": _usually("scratch", "pretrained", plainest=2),
+    "tokenizer": _usually("bpe", "wordpiece", "wordlevel", "unigram", "left", "framed", "no pad", plainest=4),
+    "optimizer": _usually("adamw", "sgd", "lion", "adafactor", "muon", "schedule_free", "adamw_8bit", plainest=3),
+    "groups": _usually("none", "group", "layer_decay", "freeze", plainest=4),
+    "schedule": _usually("linear", "constant", "cosine", "inverse_sqrt", "polynomial", "wsd", "one_cycle", "points"),
+    "warmup": _usually(0, 2, plainest=1),
+    "clip": _usually(1.0, 0.05, None, plainest=1),
+    "precision": _usually("fp32", "bf16", "fp16", plainest=5),
+    "dtype": _usually("float32", "bfloat16", plainest=2),
+    "adapter": _usually("none", "lora", "lora float32", "lora adapter", "dora", "ia3", plainest=4),
+    "quantization": lambda case: ["none"] if case["adapter"] == "none" else ["none", "none", "nf4", "fp4"],
+    "checkpointing": _usually(False, True, plainest=3),
+    "compile": _usually(False, True, plainest=150),
+    "loss_chunk": _usually(None, 5, plainest=3),
+    "average": _usually("none", "ema", "ema no warm-up", "last", plainest=6),
+    "cut": _usually((8, 4), (9, 3), (6, 6), (8, 1), (5, 4), plainest=3),
+    "attention": _usually(None, "eager", plainest=6),
+    "evaluate": _usually("end", "every", "best", "patience", "limit", plainest=2),
+    "evaluated at once": _usually(2, None, 3, plainest=2),
+    "exact": _usually(True, False, plainest=14),
+    "first": lambda case: list(ENGINES) + ALONE,
+    "second": lambda case: [case["first"]] + WAYS * case["exact"],  # else the strategy is part of the arithmetic
+    "stop": _usually(2, 1, 3, plainest=1),
+    "how": _usually("stop", "kill", plainest=2),
+    "steps": _usually(5, 4, plainest=2),
+    "seed": _usually(0, 7, plainest=1),
+}
+
+
+def plainest(case: Case) -> Case:
+    """The plainest value of each feature, of the task of a case."""
+    found: Case = {"task": case["task"]}
+    for feature, values in FEATURES.items():
+        if feature != "task":
+            found[feature] = values(found)[0]
+    return found
+
+
+# What is known not to go together, by the later feature: most cases leave it out, so that most train.
+_PIPELINED = {*families.words("bart bert distilbert gpt2 llama marian mistral qwen2 qwen3 roberta xlm-roberta")}
+_ADAPTED = {*families.words("bert roberta distilbert gpt2 llama mistral qwen2 bart t5 opt bloom")}  # peft knows them
+_STREAMED = ("classification", "token", "language", "masked", "question", "translation", "summarization")
+
+
+def _goes(case: Case, feature: str, value: Any) -> bool:
+    """Whether a value goes with those that were drawn before it, as far as it is known."""
+    task, streamed = case.get("task", ""), case.get("reading", "").startswith("streamed")
+    if feature == "reading" and value.startswith("streamed"):
+        return task.startswith(_STREAMED) and not task.endswith(("multi_label", "regression"))
+    if feature == "labels":
+        return not (value == "one_each" and case["task option"] in ("class_weights", "threshold"))
+    if feature == "reading" and (value.startswith("cut") or "filter" in value or value == "limit"):
+        return case["labels"] != "one_each"
+    if feature == "group_by_length":
+        return value == 1 or not (streamed or task.startswith("embedding"))
+    if feature == "origin":
+        return value == "scratch" or case["family"] not in ("reformer", "funnel")
+    if feature == "tokenizer" and value in ("wordpiece", "wordlevel", "unigram"):
+        return case["origin"] == "scratch"
+    if feature == "dtype":
+        return value == "float32" or (case["precision"] == "bf16" and case["optimizer"] in ("adamw", "sgd", "lion"))
+    if feature == "adapter":
+        ready = case["origin"] == "pretrained" and case["groups"] == "none" and case["family"] in _ADAPTED
+        return value == "none" or ready
+    if feature == "quantization":
+        return value == "none" or case["adapter"].startswith("lora")
+    if feature == "shape":
+        whole = ("preference", "reward", "language_modeling prompts")  # whose prompts are not cut
+        return value not in ("long", "ragged") or not task.startswith(whole)
+    if feature == "compile":
+        return not value or not (streamed or case["quantization"] != "none")
+    if feature == "loss_chunk":
+        chunked = task.startswith(("language", "masked", "translation", "summarization"))
+        return value is None or (chunked and case["precision"] != "fp16")
+    if feature == "average":
+        return value == "none" or case["optimizer"] != "schedule_free"
+    if feature == "evaluate" and value in ("best", "patience"):
+        return case["average"] != "last"
+    if feature == "schedule":
+        return value in ("linear", "constant") or case["optimizer"] != "schedule_free"
+    if feature == "cut":
+        return value in ((8, 4), (8, 1), (9, 3)) or not task.startswith("embedding")
+    if feature == "exact":
+        return value or case["precision"] == "fp32"
+    return feature not in ("first", "second") or _can_run(case, *value)
+
+
+def _can_run(case: Case, strategy: str, processes: int) -> bool:
+    """Whether a strategy takes the case, as far as it is known."""
+    name = strategy.split()[0]
+    deepspeed = name.startswith("zero")
+    if processes > case["cut"][1] or (case["quantization"] != "none" and name not in ("single", "allreduce", "ddp")):
+        return False
+    if not case["exact"] and (deepspeed or strategy in ("single", "ddp tree", "fsdp2 tree")):
+        return False
+    if name == "pipeline":
+        plain = case["dtype"] == "float32" and case["adapter"] == "none" and not case["compile"]
+        return case["family"] in _PIPELINED and plain and not case["task"].startswith(("embedding", "preference"))
+    if deepspeed:
+        plain = case["dtype"] == "float32" and case["average"] == "none" and case["precision"] != "fp16"
+        return plain and case["optimizer"] in ("adamw", "sgd", "lion") and case["adapter"] == "none"
+    return case["dtype"] == "float32" or strategy in ("single", "ddp", "allreduce", "fsdp2 step")
+
+
+def one(draw: random.Random, free: bool) -> Case:
+    """A case by itself. `free`: of anything with anything, else of what is not known to be refused."""
+    case: Case = {}
+    for feature, values in FEATURES.items():
+        given = values(case)
+        case[feature] = draw.choice(given if free else [each for each in given if _goes(case, feature, each)] or given)
+    return case
+
+
+def pairs(case: Case) -> set[tuple[str, str]]:
+    """Pairs of a feature's value with another's, but for those of two plain ones, and for families."""
+    plain = plainest(case)
+    named = [
+        (f"{feature}={value}", value == plain[feature] and feature != "task")
+        for feature, value in case.items()
+        if feature not in ("family", "seed", "steps", "compile")  # compiling takes a minute
+    ]
+    return {(a, b) for (a, plain_a), (b, plain_b) in combinations(named, 2) if not (plain_a and plain_b)}
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """The cases of a seed, one after another, without end."""
+    seen: set[tuple[str, str]] = set()
+    number = 0
+    while True:
+        draw = random.Random(f"{seed}/{number}")
+        free = draw.random() < FREE
+        drawn = [one(draw, free) for _ in range(CANDIDATES)]
+        case = max(drawn, key=lambda each: len(pairs(each) - seen))
+        seen |= pairs(case)
+        yield case
+        number += 1

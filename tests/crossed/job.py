@@ -1,0 +1,307 @@
+"""From a drawn case to what is run: a run file, recipes of its files, and where it stops and goes on.
+
+In: a case. Out: a `Job`, which YAML holds and `judge.py` runs, also after the drawing has changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crossed import families, rows
+from crossed.draw import TASKS, Case
+
+LENGTH = 24  # tokens of an example, at most
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run file and what is done with it. Paths in it are relative to the folder it is run in."""
+
+    run: dict[str, Any]
+    rows: dict[str, Any]  # as `rows.write` reads it
+    first: dict[str, Any]  # strategy and processes it begins with: keys of the run file, dotted
+    second: dict[str, Any]  # and those it goes on with
+    stop: int  # updates before it stops
+    how: str = "stop"  # or kill
+    compared: bool = True  # with the plain reference: dropout is off
+    tokenizer: dict[str, Any] = field(default_factory=dict)  # of the folder `tokenizer`; empty: there is none
+    model: dict[str, Any] = field(default_factory=dict)  # head, family and config of the folder `model`; empty: none
+
+    def dump(self) -> str:
+        return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=110)
+
+    @classmethod
+    def load(cls, text: str) -> Job:
+        values = yaml.safe_load(text)
+        return cls(**{name: value for name, value in values.items() if name in cls.__dataclass_fields__})
+
+    def write(self, folder: Path) -> None:
+        """The run file, rows, tokenizer and model, in a folder."""
+        rows.write(folder / "data", self.rows)
+        if self.tokenizer:
+            files = sorted((folder / "data").rglob("*.jsonl"))
+            texts = [line for path in files for line in path.open(encoding="utf-8")]
+            families.make_tokenizer(folder / "tokenizer", self.tokenizer, texts or [" ".join(rows.WORDS)])
+        if self.model:
+            families.make_model(folder / "model", **self.model, tokenizer=folder / "tokenizer")
+        (folder / "run.yaml").write_text(yaml.safe_dump(self.run, sort_keys=False, allow_unicode=True))
+
+
+def job_of(case: Case) -> Job:
+    """The job of a case."""
+    head, kind = TASKS[case["task"]]
+    batch, micro_batches = case["cut"]
+    entries = families.config_of(case["family"], case["dropout"])
+    saved = case["origin"] == "pretrained" or case["tokenizer"] in ("left", "framed", "no pad")
+    recipe = {"kind": kind, "shape": case["shape"], "labels": case["labels"], "seed": case["seed"]}
+    data = {"source": "data", "max_length": LENGTH, "padding": case["padding"]} | _reading(case, recipe)
+    if case["drop_missing"]:
+        data["drop_missing"] = True
+    if case["group_by_length"] > 1:
+        data["group_by_length"] = case["group_by_length"]
+    run: dict[str, Any] = {
+        "name": "crossed",
+        "output": "out",
+        "seed": case["seed"],
+        "task": _task(case),
+        "data": data,
+        "model": _model(case, entries),
+        "tokenizer": _tokenizer(case, saved),
+        "steps": case["steps"],
+        "batch_size": batch,
+        "micro_batches": micro_batches,
+        "precision": case["precision"],
+        "optim": _optim(case),
+        "strategy": {"name": "single"} | ({} if case["exact"] else {"exact": False}),
+        "launch": {"device": "cpu", "threads": 1, "processes": 1},
+        "track": {"every": 1},
+        "checkpoint": {"every": 1 if case["how"] == "kill" or case["average"] == "last" else 0},
+        **_evaluate(case),
+        **_average(case),
+    }
+    return Job(
+        run={key: value for key, value in run.items() if value not in ({}, None)},
+        rows=recipe,
+        first=_way(case["first"]),
+        second=_way(case["second"]),
+        stop=min(case["stop"], case["steps"] - 2),
+        how=case["how"],
+        compared=not case["dropout"],
+        tokenizer=_tokenizer_recipe(case) if saved else {},
+        model={"head": head, "family": case["family"], "entries": entries} if case["origin"] == "pretrained" else {},
+    )
+
+
+def _task(case: Case) -> dict[str, Any]:
+    name = case["task"].split()[0]
+    own: dict[str, Any] = {"samples": 0} if name not in ("preference", "reward") else {}
+    own |= {
+        "classification pair": {"text_pair": "second"},
+        "classification multi_label": {"multi_label": True},
+        "classification regression": {"regression": True},
+        "language_modeling packed": {"block_size": 16},
+        "language_modeling documents": {"block_size": LENGTH, "packing": False},
+        "language_modeling prompts": {"prompt": "question", "response": "answer", "block_size": LENGTH},
+        "language_modeling messages": {"messages": "messages", "chat_template": TEMPLATE, "block_size": 48},
+        "masked_language_modeling documents": {"packing": False},
+        "question_answering": {"stride": 6},
+        "embedding scored": {"score": "score"},
+        "translation": {"source": "en", "target": "de", "bleu": False},
+        "summarization": {"rouge": False},
+    }.get(case["task"], {})
+    own |= _OPTIONS.get((name, case["task option"]), {})
+    if case["loss_chunk"] is not None:
+        own["loss_chunk"] = case["loss_chunk"]
+    return {"name": name, **own}
+
+
+_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
+    ("classification", "class_weights"): {"class_weights": {"yes": 3}},
+    ("classification", "focal"): {"loss": "focal"},
+    ("classification", "label_smoothing"): {"label_smoothing": 0.1},
+    ("classification", "label_smoothing weights"): {"label_smoothing": 0.1, "class_weights": "balanced"},
+    ("classification", "threshold"): {"threshold": "validation"},
+    ("classification", "mae"): {"loss": "mae"},
+    ("language_modeling", "apart"): {"cross_documents": False},
+    ("language_modeling", "each turn"): {"turns": "each"},
+    ("masked_language_modeling", "whole_words"): {"whole_words": True},
+    ("masked_language_modeling", "half"): {"masked": 0.5},
+    ("question_answering", "unanswerable"): {"unanswerable": True},
+    ("embedding", "negative"): {"negative": "negative"},
+    ("embedding", "negatives"): {"negatives": 1},
+    ("embedding", "last_token"): {"pooling": "last_token"},
+    ("preference", "ipo"): {"loss": "ipo"},
+    ("preference", "hinge"): {"loss": "hinge"},
+    ("preference", "simpo"): {"loss": "simpo", "beta": 2.0},
+    ("preference", "label_smoothing"): {"label_smoothing": 0.1},
+    ("reward", "center"): {"center": 0.1},
+    ("translation", "label_smoothing"): {"label_smoothing": 0.1},
+    ("translation", "two tokenizers"): {"tokenizers": "separate"},
+    ("translation", "target_length"): {"target_length": 6},
+    ("summarization", "label_smoothing"): {"label_smoothing": 0.1},
+    ("summarization", "beams"): {"beams": 2, "rouge": True},
+}
+
+
+def _reading(case: Case, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Keys of `data`; the recipe of the rows is completed."""
+    reading, text = case["reading"], (rows.KINDS[TASKS[case["task"]][1]] or ("lang",))[0]
+    shards = {"stream": True, "stream_window": 5}
+    weighted = [{"name": "a", "source": "data/a", "weight": 3}, {"name": "b", "source": "data/b", "weight": 1}]
+    paths = {"train": "data/train-*.jsonl", "validation": "data/validation.jsonl"}
+    plain = [{key: value for key, value in each.items() if key != "weight"} for each in weighted]
+    files, keys = {
+        "files": ({}, {}),
+        "test": ({"splits": ["train", "validation", "test"]}, {}),
+        "cut": ({"splits": ["train"]}, {"validation_fraction": 0.3}),
+        "cut test": ({"splits": ["train"]}, {"validation_fraction": 0.2, "test_fraction": 0.2}),
+        "csv": ({"files": "csv"}, {}),
+        "parquet": ({"files": "parquet"}, {}),
+        "split_column": ({"files": "one"}, {"source": "data/all.jsonl", "split_column": "part"}),
+        "filter": ({}, {"filter": {"lang": "en", "size": {"max": 3}}}),
+        "filter words": ({}, {"filter": {text: {"max_words": 8}, "size": {"none_of": [0]}}}),
+        "limit": ({}, {"limit": 13}),
+        "deduplicate": ({"repeated": True}, {"deduplicate": True}),
+        "overlap": ({"overlapping": True}, {"overlap": "drop"}),
+        "mixed": ({"files": "two"}, {"sources": plain}),
+        "mixed weights": ({"files": "two"}, {"sources": weighted}),
+        "mixed filter": ({"files": "two"}, {"sources": [weighted[0], weighted[1] | {"filter": {"size": {"min": 1}}}]}),
+        "streamed": ({"files": "shards"}, paths | shards),
+        "streamed mixed": ({"files": "two", "sharded": True}, {"sources": _streams(weighted)} | shards),
+    }[reading]
+    recipe |= files
+    if "sources" in keys or reading == "streamed":
+        keys = keys | {"source": None}
+    return keys
+
+
+def _streams(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for each in sources:
+        name = each["name"]
+        paths = {"train": f"data/{name}/train-*.jsonl", "validation": f"data/{name}/validation.jsonl"}
+        found.append({key: value for key, value in each.items() if key != "source"} | paths)
+    return found
+
+
+def _model(case: Case, entries: dict[str, Any]) -> dict[str, Any]:
+    pretrained = case["origin"] == "pretrained"
+    model: dict[str, Any] = {"source": "model"} if pretrained else {"type": case["family"], "config": entries}
+    if case["dtype"] != "float32":
+        model["dtype"] = case["dtype"]
+    if case["checkpointing"]:
+        model["checkpoint_activations"] = True
+    if case["compile"]:
+        model["compile"] = True
+    if case["attention"]:
+        model["attention"] = case["attention"]
+    if case["groups"] == "freeze":
+        model["freeze"] = ["*.0.*"]
+    if case["adapter"] != "none":
+        model["adapter"] = {
+            "lora": {"type": "lora", "r": 4},
+            "lora float32": {"type": "lora", "r": 4},
+            "lora adapter": {"type": "lora", "r": 4, "export": "adapter"},
+            "dora": {"type": "lora", "r": 4, "use_dora": True},
+            "ia3": {"type": "ia3"},
+        }[case["adapter"]]
+        if case["adapter"] == "lora float32":
+            model["dtype"] = "float32"
+    if case["quantization"] != "none":
+        model["quantization"] = case["quantization"]
+    return model
+
+
+def _tokenizer(case: Case, saved: bool) -> dict[str, Any]:
+    if case["origin"] == "pretrained":
+        return {}
+    if saved:
+        return {"source": "tokenizer"}
+    kind = "character" if case["task option"] == "character" else case["tokenizer"]
+    return {"train": kind, "vocab_size": 400 if kind == "bpe" else 120}
+
+
+def _tokenizer_recipe(case: Case) -> dict[str, Any]:
+    recipe: dict[str, Any] = {}
+    if case["tokenizer"] == "left":
+        recipe["side"] = "left"
+    if case["tokenizer"] == "no pad":
+        recipe["pad"] = False
+    if case["tokenizer"] == "framed" or TASKS[case["task"]][0] in ("classification", "question_answering", "masked"):
+        recipe["framed"] = True
+    return recipe or {"side": "right"}
+
+
+def _optim(case: Case) -> dict[str, Any]:
+    name, schedule, last = case["optimizer"], case["schedule"], case["steps"]
+    rate = {"sgd": 0.05, "lion": 1e-3, "adafactor": 1e-2}.get(name, 5e-3)
+    optim: dict[str, Any] = {"name": name, "learning_rate": rate, "clip": case["clip"]}
+    if name == "adamw_8bit":
+        optim["least"] = 256
+    if name == "schedule_free" and schedule == "linear":
+        schedule = "constant"
+    if schedule == "points":
+        optim["schedule"] = [[0, rate / 4], [2, rate], [last, 0.0]]
+    else:
+        optim["schedule"] = schedule
+        if case["warmup"]:
+            optim["warmup_steps"] = case["warmup"]
+    optim |= {
+        "cosine": {"minimum": 0.1},
+        "polynomial": {"power": 2.0, "minimum": 0.1},
+        "wsd": {"decay_fraction": 0.5, "decay_shape": "sqrt"},
+    }.get(str(schedule), {})
+    if case["groups"] == "group":
+        optim["groups"] = [{"match": "*.0.*", "learning_rate": rate * 3}, {"match": "*.1.*", "weight_decay": 0.3}]
+    if case["groups"] == "layer_decay":
+        optim["layer_decay"] = 0.5
+    return optim
+
+
+def _evaluate(case: Case) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if case["evaluate"] in ("every", "limit"):
+        found["every"] = 2
+    if case["evaluate"] in ("best", "patience"):
+        found["every"] = 1
+    if case["evaluate"] == "patience":
+        found["patience"] = 1
+    if case["evaluate"] == "limit":
+        found["limit"] = 3
+    if case["evaluated at once"]:
+        found["batch_size"] = case["evaluated at once"]
+    more = {"export": "best"} if case["evaluate"] == "best" else {}
+    return {"evaluate": found, **more} if found else {}
+
+
+def _average(case: Case) -> dict[str, Any]:
+    return {
+        "none": {},
+        "ema": {"average": {"ema": 0.9}},
+        "ema no warm-up": {"average": {"ema": 0.5, "ema_warmup": False}},
+        "last": {"average": {"last": 2}},
+    }[case["average"]]
+
+
+def _way(way: tuple[str, int]) -> dict[str, Any]:
+    """Keys of a strategy and a number of processes."""
+    (name, _, option), processes = way[0].partition(" "), way[1]
+    keys: dict[str, Any] = {"strategy.name": name, "launch.processes": processes}
+    if option == "tree":
+        keys["strategy.exchange"] = "tree"
+    options: dict[str, Any] = {
+        "step": {"gather": "step"},
+        "micro_batch": {"gather": "micro_batch"},
+        "gpipe": {"schedule": "gpipe"},
+        "stages": {"stages": 2},
+        "fsdp": {"fsdp": {}},
+    }.get(option, {})
+    return keys | ({"strategy.options": options} if options else {})

@@ -1,0 +1,92 @@
+"""Faults of one line, planted in the process that judges a job: controls, of which every one must be seen.
+
+Each function changes one thing in lockstep and is called before anything else; ranks are forked from there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def late_rate() -> None:
+    """The rate of a step is that of the one after it."""
+    from lockstep.strategies.exact import optim
+
+    right = optim.learning_rate
+    optim.learning_rate = lambda section, step, steps: right(section, step + 1, steps)  # type: ignore[assignment]
+
+
+def dropout_of_a_rank() -> None:
+    """What dropout draws depends on the rank."""
+    from lockstep.strategies import native
+
+    right = native.seed_everything
+    native.seed_everything = lambda seed, *more: right(seed + int(os.environ["RANK"]), *more)  # type: ignore[assignment]
+
+
+def forgotten_moments() -> None:
+    """A resumed optimizer begins with moments of zero."""
+    from lockstep.strategies.native import Native
+
+    right = Native.load_sharded_state_dict
+
+    def load(self: Any, saved: Any) -> None:
+        right(self, saved)
+        for moments in self.stepper.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                moments[name].zero_()
+
+    Native.load_sharded_state_dict = load  # type: ignore[method-assign]
+
+
+def forgotten_clip() -> None:
+    """Gradients are as long as they are."""
+    from lockstep.strategies.exact.gradient import Gradient
+
+    Gradient.clip_ = lambda self, norm, limit: None  # type: ignore[method-assign]
+
+
+def unread_mask() -> None:
+    """Padding is read like text."""
+    from lockstep.tasks.classification import Classification
+
+    right = Classification.collate
+
+    def collate(self: Any, *what: Any) -> Any:
+        found = right(self, *what)
+        found.inputs["attention_mask"].fill_(1)
+        return found
+
+    Classification.collate = collate  # type: ignore[method-assign]
+
+
+def unscored_row() -> None:
+    """An evaluation scores an example twice, and another one not at all."""
+    import numpy
+
+    from lockstep.training import loop
+
+    class Numpy:
+        """numpy, but for the order of an evaluation."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(numpy, name)
+
+        def argsort(self, *what: Any, **how: Any) -> Any:
+            order = numpy.argsort(*what, **how)
+            order[-1] = order[0]
+            return order
+
+    loop.np = Numpy()  # type: ignore[assignment]
+
+
+def late_refusal() -> None:
+    """What a strategy cannot is found out by its ranks."""
+    from lockstep.strategies import strategy
+    from lockstep.training import session
+
+    right = strategy.checked_strategy
+    strategy.checked_strategy = lambda run, processes: strategy.strategy_class(run)  # type: ignore[assignment]
+    session.strategies = type("Strategies", (), {"__getattr__": lambda self, name: getattr(strategy, name)})()
+    type(session.strategies).checked_strategy = staticmethod(right)  # type: ignore[attr-defined]

@@ -1,0 +1,246 @@
+"""Ranks of a job, forked from a process that has imported everything, and what they are watched doing.
+
+In: a folder with a run file, a number of ranks, and when they stop. Out: the status of each rank, the examples of each
+step and of each evaluation, and what the ranks wrote into OUTPUT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LIMIT_S = 300  # of a job; so that a job that hangs ends
+STOPPED = 75
+
+
+@dataclass
+class Watched:
+    """What one job was seen doing."""
+
+    statuses: list[int | None]
+    fault: str = ""  # a rank's traceback, or that it hangs
+    refusal: str = ""  # what a rank refused, which should have been refused before
+    steps: dict[int, list[int]] = field(default_factory=dict)  # step -> its examples
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # split, rows asked for, rows scored
+
+
+def run_ranks(
+    folder: Path, overrides: list[str], ranks: int, stop: int = 0, how: str = "stop", keep: bool = False
+) -> Watched:
+    """Run `folder/run.yaml` with so many ranks. `stop`: after so many updates all are asked to stop, or killed (`how`).
+    `keep`: what one rank trains is written into `folder/plain`."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (ranks, f"file://{meeting}/meet", folder, overrides, stop, how, keep, results)
+        processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        watched = Watched([None] * ranks)
+        try:
+            said = _answers(processes, results, ranks, how == "kill" and stop > 0)
+        finally:
+            for process in processes:
+                process.join(0.2)
+                process.kill()
+                process.join()
+        for rank, answer in said.items():
+            watched.statuses[rank] = answer.get("status")
+            watched.fault = watched.fault or answer.get("fault", "")
+            watched.refusal = watched.refusal or answer.get("refusal", "")
+            watched.steps |= {int(step): ids for step, ids in answer.get("steps", {}).items()}
+        watched.evaluations = _merged([answer.get("evaluations", []) for answer in said.values()])
+        killed = how == "kill" and stop > 0
+        if len(said) < ranks and not killed and not watched.fault and not watched.refusal:
+            watched.fault = f"no answer of {ranks - len(said)} of {ranks} ranks within {LIMIT_S} s"
+        return watched
+
+
+def _answers(processes: list[Any], results: Any, ranks: int, killed: bool) -> dict[int, dict[str, Any]]:
+    """What each rank has said, until all have or one has failed."""
+    said: dict[int, dict[str, Any]] = {}
+    waited = 0.0
+    while len(said) < ranks and waited < LIMIT_S:
+        try:
+            rank, answer = results.get(timeout=0.5)
+        except queue.Empty:
+            waited += 0.5
+            if not any(process.is_alive() for process in processes):
+                break  # killed, all of them
+            continue
+        said[rank] = answer
+        if answer.get("fault") or answer.get("refusal"):
+            break  # the others may wait for it in a collective
+    return said
+
+
+def _merged(evaluations: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Evaluations of all ranks, which enter them in the same order."""
+    found = []
+    for each in zip(*evaluations, strict=False):
+        of_replica = {one["replica"]: one["scored"] for one in each}  # ranks of one pipeline score the same rows
+        scored = sorted(row for rows in of_replica.values() for row in rows)
+        agree = all(one["scored"] == of_replica[one["replica"]] for one in each)
+        found.append({"split": each[0]["split"], "asked": each[0]["asked"], "scored": scored, "agree": agree})
+    return found
+
+
+# -- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    meet: str,
+    folder: Path,
+    overrides: list[str],
+    stop: int,
+    how: str,
+    keep: bool,
+    results: Any,
+) -> None:
+    os.chdir(folder)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    seen: dict[str, Any] = {"steps": {}, "evaluations": []}
+    log = open(folder / f"rank-{rank}.txt", "a")  # noqa: SIM115
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout, sys.stderr = log, log
+    from lockstep.config.run import RunError
+
+    try:
+        seen["status"] = _trained(meet, overrides, stop, how, keep, seen)
+    except RunError as caught:
+        seen["refusal"] = str(caught)
+    except BaseException:
+        seen["fault"] = traceback.format_exc()
+    results.put((rank, seen))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, seen: dict[str, Any]) -> int:
+    from lockstep.config.run import load
+    from lockstep.distributed.world import World
+    from lockstep.training import rank as worker
+
+    run = load("run.yaml", overrides)
+    with _watching(seen, stop, how, keep):
+        world = World(run, meet)
+        status = worker.work(run, world)
+        world.barrier()
+        world.close()
+    return int(status)
+
+
+@contextlib.contextmanager
+def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
+    """Listen to what this rank does. Nothing of what it computes is changed."""
+    from lockstep.training import dry_run, ending, loop
+    from lockstep.training import rank as worker
+    from lockstep.training.feed import Feed
+
+    advance, summed, make = worker.Outlets.advance, loop._summed, Feed.make
+    del dry_run, ending  # they call `loop.scored`, and that `_summed`
+
+    def advanced(self: Any, step: int) -> None:
+        advance(self, step)
+        if stop and step == stop:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._session.world.stop.came = True
+
+    def watched(run: Any, world: Any, task: Any, strategy: Any, columns: Any, rows: Any, *more: Any) -> Any:
+        split = next((name for name, each in task.splits.items() if each is columns), "")
+        scored: list[int] = []
+        score_at = task.score_at
+
+        def noted(forward: Callable[..., Any], batch: Any, columns: Any, chosen: np.ndarray) -> Any:
+            scored.extend(map(int, chosen))
+            return score_at(forward, batch, columns, chosen)
+
+        task.score_at = noted
+        try:
+            return summed(run, world, task, strategy, columns, rows, *more)
+        finally:
+            del task.score_at
+            of = strategy.data_parallel
+            asked, replica = sorted(map(int, rows)), of.rank if of.size < world.size else world.rank
+            seen["evaluations"].append({"split": split, "asked": asked, "scored": scored, "replica": replica})
+
+    def made(self: Any, step: int, *more: Any) -> Any:
+        batch = make(self, step, *more)
+        seen["steps"][step] = [int(row) for row in batch.ids]
+        return batch
+
+    worker.write_report = lambda folder: None  # type: ignore[assignment]  # a fifth of what a rank takes
+    worker.Outlets.advance, loop._summed, Feed.make = advanced, watched, made  # type: ignore[method-assign]
+    if keep:
+        _keeping(Path("plain"))
+    yield
+
+
+def _keeping(folder: Path) -> None:
+    """Write down what a job on one process trains, as `lockstep.tools.against_plain` reads it."""
+    from lockstep.training import going_on
+
+    train = going_on.train
+
+    def kept(session: Any, step: int, *more: Any) -> Any:
+        _keep_steps(session, folder)
+        return train(session, step, *more)
+
+    going_on.train = kept  # type: ignore[assignment]
+
+
+def _keep_steps(session: Any, folder: Path) -> None:
+    """From here on: state before the first step, and gradient, loss, norm and state of every step."""
+    from lockstep.training import plain_steps as record
+
+    strategy, feed, world = session.strategy, session.feed, session.world
+    gradients: dict[str, Any] = {}
+    steps: list[Any] = []
+    train_step = strategy.train_step
+
+    def hear(whole: Any) -> None:
+        gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
+
+    def trained(batch: Any, rate: float) -> Any:
+        masked = record._masked(session, batch) if session.run.task.name == "masked_language_modeling" else {}
+        result = train_step(batch, rate)
+        groups = [batch.ids[group].tolist() for group in feed.task.cut(feed.columns, batch.ids)]
+        numbers = batch.step, float(result.loss), float(result.grad_norm)
+        record._save(folder / f"step-{len(steps)}.safetensors", gradients | strategy.state_dict(), world)
+        gradients.clear()
+        steps.append(record.PlainStep(*numbers, groups, masked))
+        found = record.PlainRecord(str(Path(session.task.prepared.tokenizer)), feed.total, steps)
+        (folder / record.FILE).write_text(json.dumps(asdict(found)))
+        return result
+
+    record._save(folder / "start.safetensors", strategy.state_dict(), world)
+    strategy.observe, strategy.train_step = hear, trained
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl, without speeds and what else depends on the machine."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            found.append({k: v for k, v in values.items() if "per_s" not in k and "seconds" not in k})
+    return found
