@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import build, digest, tiny
+from harness import build, digest, run_on, tiny
 from safetensors.torch import load_file, save_file
 from task_runs import TASKS, make
 
@@ -28,9 +28,11 @@ from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, chunked_loss, quantized, unpadded
 from lockstep.tasks.task import Task
 from lockstep.training import export_check, plain_check
+from lockstep.training.loop import TrainingFailed
 from lockstep.training.plain_causes import cause
 from lockstep.training.plain_check import differences
 from lockstep.training.plain_sides import sides_of
+from lockstep.training.session import build_session, prepare_and_join
 
 ONE = ("strategy.name=single", "launch.processes=1")
 
@@ -347,3 +349,40 @@ def test_an_export_that_is_another_model_is_an_error(damage: Callable[[Path], No
     compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
     assert not compared.agrees
     assert str(folder) in compared.text
+
+
+# -- a whole run -------------------------------------------------------------------------------------------------------
+
+
+def started(world: World, run: Run, broken: bool) -> tuple[str, bool]:
+    """What a rank is told before its first step, and whether it may go on."""
+    session = build_session(run, world, prepare_and_join(run, world))
+    if broken:
+        unpadded.Layout._biased = lambda layout, seen: None  # type: ignore[method-assign,assignment]
+    try:
+        return plain_check.check(session, cause), True
+    except TrainingFailed as caught:
+        return str(caught), False
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "pipeline"])
+def test_every_rank_hears_of_it(strategy: str) -> None:
+    run = tiny(f"strategy.name={strategy}", "launch.processes=2")
+    found = run_on(2, started, run, False, run=run, joined=False)
+    assert found == [found[0]] * 2
+    assert found[0][1]
+    assert "equal those of transformers alone" in found[0][0]
+
+
+@pytest.mark.processes
+def test_every_rank_is_stopped_and_a_key_leaves_it_out() -> None:
+    run = tiny("strategy.name=ddp", "launch.processes=2")
+    found = run_on(2, started, run, True, run=run, joined=False)
+    assert [goes_on for _, goes_on in found] == [False, False]
+    assert all("data.padding" in text and "Nothing was trained" in text for text, _ in found)
+    run = tiny("strategy.name=ddp", "launch.processes=2", "verify.plain=false")
+    assert (
+        run_on(2, started, run, True, run=run, joined=False)
+        == [("not compared with a plain computation (verify.plain is false)", True)] * 2
+    )
