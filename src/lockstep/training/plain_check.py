@@ -154,8 +154,10 @@ def groups_of(sides: Sides) -> dict[str, list[int]]:
 
 
 def takes_float32(run: Run) -> bool:
-    """Whether the run's own path can be computed in float32: not by kernels of half precision, nor with weights in
-    it."""
+    """Whether the run's own path can be computed in float32: not by kernels of half precision, nor with weights in it,
+    nor where Accelerate has put an autocast of its own into the model's forward."""
+    if run.precision == "bf16" and run.strategy.name in ("hf_accelerate", "hf_trainer"):
+        return False
     return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16
 
 
