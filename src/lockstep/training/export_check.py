@@ -119,7 +119,7 @@ def compare(run: Run, task: Task, found: Evaluated, folder: Path, device: torch.
         return Compared(
             f"{folder} is written, but by from_pretrained, with the tokenizer as it is saved there, examples have "
             f"other losses than in this run: {'; '.join(wrong)}. The checkpoints are sound; the export is not what was "
-            "trained: do not use it before this is understood",
+            "trained: do not use it before this is understood. The same command writes it again",
             False,
         )
     return Compared(
