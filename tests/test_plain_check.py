@@ -111,8 +111,15 @@ def test_a_sound_classifier_passes(overrides: tuple[str, ...]) -> None:
         ("prompts", ("model.checkpoint_activations=true", "task.loss_chunk=7")),
     ],
 )
-def test_a_sound_language_model_passes(kind: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    assert looked_at(make(tmp_path, kind, *ONE, *overrides))[2] == []
+def test_a_sound_language_model_passes_and_so_does_its_export(
+    kind: str, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = make(tmp_path, kind, *ONE, *overrides)
+    assert looked_at(run)[2] == []
+    task, found, folder = exported(run, tmp_path)
+    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    assert compared.agrees, compared.text
+    assert "3 examples" in compared.text
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.dtype=float32",), ("model.quantization=nf4",), ("precision=bf16",)])
