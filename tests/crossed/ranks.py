@@ -221,9 +221,11 @@ def _keep_steps(session: Any, folder: Path) -> None:
         gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
 
     def trained(batch: Any, rate: float) -> Any:
-        masked = record._masked(session, batch) if session.run.task.name == "masked_language_modeling" else {}
+        rows = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]
+        hides = session.run.task.name == "masked_language_modeling"
+        masked = record._masked(session, feed.columns, rows, batch.step) if hides else {}
         result = train_step(batch, rate)
-        groups = [batch.ids[group].tolist() for group in feed.task.cut(feed.columns, batch.ids)]
+        groups = [group.tolist() for group in rows]
         numbers = batch.step, float(result.loss), float(result.grad_norm)
         record._save(folder / f"step-{len(steps)}.safetensors", gradients | strategy.state_dict(), world)
         gradients.clear()

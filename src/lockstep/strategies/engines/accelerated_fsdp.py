@@ -43,9 +43,9 @@ class AcceleratedFSDP2(FSDP2):
                 f"{key}: Accelerate's plug-in for FSDP2 has no option {', '.join(sorted(unknown))}; it has "
                 f"{', '.join(sorted(known))}"
             )
-        if shared := layers.same_as_embeddings(run):
+        if shared := layers.sharing_embeddings(run):
             raise RunError(
-                f"{key}: Accelerate's FSDP2 cannot shard embeddings that {', '.join(shared)} share; use "
+                f"{key}: Accelerate's FSDP2 cannot shard embeddings whose weights {', '.join(shared)} holds, too; use "
                 "strategy.name=fsdp2, which can"
             )
         if processes == 1:

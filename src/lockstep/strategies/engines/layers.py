@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines.writes import preserved, watching
-from lockstep.tasks.models.models import leaves_out_layers, load_config
+from lockstep.tasks.models.models import HEADS, leaves_out_layers, load_config
 
 # Families that call their layers' `forward` directly (Reformer: once more in its own backward), past the hooks through
 # which FSDP gathers a layer's weights.
@@ -69,19 +69,23 @@ def check_layers(run: Run, engine: str) -> None:
         )
 
 
-def same_as_embeddings(run: Run) -> list[str]:
-    """The modules of a run's model, its head aside, that hold the weight of its input embeddings besides these: those
-    of an encoder and a decoder that share them. None where the model cannot be built without memory."""
-    from transformers import AutoModel
+def sharing_embeddings(run: Run) -> list[str]:
+    """The modules of a run's model that hold weights of its input or output embeddings besides these: an encoder's and
+    a decoder's embeddings that are one, or a head with the bias of its last layer. None where the model cannot be
+    built without memory."""
+    import transformers
 
+    task: Any = plugins.find("tasks", run.task.name)
     try:
         with torch.device("meta"):
-            model = AutoModel.from_config(load_config(run), trust_remote_code=run.model.trust_remote_code)
-        embeddings = model.get_input_embeddings()
+            auto = getattr(transformers, HEADS[task.head][0])
+            model = auto.from_config(load_config(run), trust_remote_code=run.model.trust_remote_code)
+        embeddings = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
     except Exception:  # code from the Hub, sizes that do not fit: each has a message of its own later
         return []
-    others = [(name, module) for name, module in model.named_modules() if module is not embeddings]
-    return [name for name, m in others if any(p is embeddings.weight for p in m.parameters(recurse=False))]
+    weights = {id(p) for module in embeddings for p in module.parameters(recurse=False)}
+    others = [(name, module) for name, module in model.named_modules() if all(module is not e for e in embeddings)]
+    return [name for name, module in others if any(id(p) in weights for p in module.parameters(recurse=False))]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
