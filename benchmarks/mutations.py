@@ -277,8 +277,7 @@ def by_training(copy: Copy, names: tuple[str, ...]) -> Verdict:
 
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            own = [each for each in BESIDE[name] if "cross_documents" not in each]  # its export is told apart wrongly
-            more, at = ["strategy.name=single", "steps=2", *own], Path(folder, name)
+            more, at = ["strategy.name=single", "steps=2", *BESIDE[name]], Path(folder, name)
             run = tiny(*more, output=str(at / "out")) if name == "tiny" else task_runs.make(at, name, *more)
             at.mkdir(exist_ok=True)
             (at / "run.yaml").write_text(run.dump())

@@ -15,9 +15,12 @@ import pytest
 import torch
 from harness import build, digest, run_on, tiny
 from safetensors.torch import load_file, save_file
+from saving import trained
 from task_runs import TASKS, make
 
 from lockstep.checkpoint.export import write_export
+from lockstep.checkpoint.exported import damage
+from lockstep.config.exit_status import FAILED
 from lockstep.config.run import Run
 from lockstep.data import raw_rows
 from lockstep.data.raw_rows import RawRows
@@ -108,8 +111,15 @@ def test_a_sound_classifier_passes(overrides: tuple[str, ...]) -> None:
         ("prompts", ("model.checkpoint_activations=true", "task.loss_chunk=7")),
     ],
 )
-def test_a_sound_language_model_passes(kind: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    assert looked_at(make(tmp_path, kind, *ONE, *overrides))[2] == []
+def test_a_sound_language_model_passes_and_so_does_its_export(
+    kind: str, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = make(tmp_path, kind, *ONE, *overrides)
+    assert looked_at(run)[2] == []
+    task, found, folder = exported(run, tmp_path)
+    compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
+    assert compared.agrees, compared.text
+    assert "3 examples" in compared.text
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.dtype=float32",), ("model.quantization=nf4",), ("precision=bf16",)])
@@ -341,17 +351,30 @@ def no_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [other_weight, other_tokens, no_weights])
-def test_an_export_that_is_another_model_is_an_error(damage: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [other_weight, other_tokens, no_weights])
+def test_an_export_that_is_another_model_is_an_error(change: Callable[[Path], None], tmp_path: Path) -> None:
     run = tiny(*ONE, "data.max_length=16")
     task, found, folder = exported(run, tmp_path)
-    damage(folder)
+    change(folder)
     compared = export_check.compare(run, task, found, folder, torch.device("cpu"))
     assert not compared.agrees
     assert str(folder) in compared.text
 
 
 # -- a whole run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_export_is_wrong_is_not_finished(tmp_path: Path) -> None:
+    """Nothing takes such an export for one, and the same command writes it again."""
+    run = tiny(*ONE, "steps=2", "checkpoint.every=1", f"output={tmp_path / 'out'}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_check, "exported_losses", lambda *_: [1.0, 2.0, 3.0])
+        status, said = trained(run)
+    assert (status, "the export is not what was trained" in said) == (FAILED, True)
+    assert damage(run.folder) == "export.json is missing"
+    status, said = trained(run)
+    assert (status, "gives 3 examples the losses of this run" in said) == (0, True), said
+    assert damage(run.folder) is None
 
 
 def started(world: World, run: Run, broken: bool) -> tuple[str, bool]:

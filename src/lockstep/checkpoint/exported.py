@@ -45,6 +45,12 @@ def settle(aside: Path, output: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
+def withdraw(output: Path) -> None:
+    """Do not count the export of an output folder as one: without its hashes it is damaged, so the next start writes it
+    again from the checkpoint, and nothing copies or pushes it meanwhile. Errors: `OSError`."""
+    (output / FILE).unlink(missing_ok=True)
+
+
 def damage(output: Path) -> str | None:
     """What is wrong with the export of an output folder, or None; reads its weights. A person may have edited its card
     and its JSON files, which must be there and be JSON."""

@@ -119,7 +119,7 @@ def compare(run: Run, task: Task, found: Evaluated, folder: Path, device: torch.
         return Compared(
             f"{folder} is written, but by from_pretrained, with the tokenizer as it is saved there, examples have "
             f"other losses than in this run: {'; '.join(wrong)}. The checkpoints are sound; the export is not what was "
-            "trained: do not use it before this is understood",
+            "trained: do not use it before this is understood. The same command writes it again",
             False,
         )
     return Compared(
@@ -161,14 +161,21 @@ def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
 
     auto = getattr(transformers, models.HEADS[str(task.head)][0])
     if not adapters.is_adapter(folder):
-        model: nn.Module = auto.from_pretrained(folder)
-        return model.float().eval()
+        return _without_cache(auto.from_pretrained(folder))
     from peft import PeftModel
 
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = {"dtype": torch.bfloat16} if run.model.dtype == "bfloat16" else {}
     base = auto.from_pretrained(models.local_or_id(run), config=config, ignore_mismatched_sizes=True, **kind)
-    return PeftModel.from_pretrained(base, folder).float().eval()
+    return _without_cache(PeftModel.from_pretrained(base, folder))
+
+
+def _without_cache(model: Any) -> nn.Module:
+    """In float32, for evaluation. Beside a cache transformers does not look for texts that are read by themselves."""
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False
+    evaluating: nn.Module = model.float().eval()
+    return evaluating
 
 
 def _memory() -> int:

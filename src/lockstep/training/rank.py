@@ -308,6 +308,7 @@ def deliver(
     console.facts({"compared": session.compared} if session.compared else {})
     compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
     if not compared.agrees:
+        exported.withdraw(run.folder)
         error(compared.text, session.world.log)
         return FAILED
     console.facts({"export": compared.text})
