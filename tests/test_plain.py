@@ -41,7 +41,7 @@ from lockstep.training import recording
 
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
-MOST = 718  # logical lines of code for all tasks
+MOST = 723  # logical lines of code for all tasks
 OTHERS = ("allreduce", "fsdp2", "zero2", "pipeline", "hf_accelerate", "hf_trainer")
 QUICK = ("classification", "prompts", "pairs")  # the others are slow
 

@@ -368,7 +368,7 @@ def test_a_run_whose_export_is_wrong_is_not_finished(tmp_path: Path) -> None:
     """Nothing takes such an export for one, and the same command writes it again."""
     run = tiny(*ONE, "steps=2", "checkpoint.every=1", f"output={tmp_path / 'out'}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_check, "exported_losses", lambda *_: [1.0, 2.0, 3.0])
+        patch.setattr(export_check, "exported_losses", lambda *_: [1.0, 2.0, 3.0])  # of three examples
         status, said = trained(run)
     assert (status, "the export is not what was trained" in said) == (FAILED, True)
     assert damage(run.folder) == "export.json is missing"

@@ -157,7 +157,9 @@ def _ended(watched: Watched, statuses: list[int | None], which: str) -> None:
     if watched.fault:
         raise Finding("what is accepted trains", f"{which}: {watched.fault}")
     if any(status not in statuses for status in watched.statuses):
-        raise Finding("what is accepted trains", f"{which}: statuses {watched.statuses} and not {statuses}")
+        log = Path("alone" if which == "alone" else "ways", "log.txt")
+        last = log.read_text().splitlines()[-1:] if log.exists() else []
+        raise Finding("what is accepted trains", f"{which}: statuses {watched.statuses} and not {statuses}: {last}")
 
 
 def _each_example_once(job: Job, watched: Watched, which: str) -> None:

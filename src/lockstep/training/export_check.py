@@ -102,12 +102,21 @@ def compare(run: Run, task: Task, found: Evaluated, folder: Path, device: torch.
         return Compared("the export was not compared: this machine has too little memory to load it")
     PLACE.at("comparing the export with the run")
     try:
-        losses = exported_losses(run, task, found.places, folder, device)
+        job, model = loaded_job(run, task, folder), loaded(run, task, folder).to(device)
     except NotCovered as caught:
         return Compared(f"the export was not compared: {caught}")
     except Exception as caught:
-        text = " ".join(f"{type(caught).__name__}: {caught}".split())[:300]
-        return Compared(f"{folder} is written, but from_pretrained does not load it as it should: {text}", False)
+        return Compared(
+            f"{folder} is written, but from_pretrained does not load it as it should: {_line(caught)}", False
+        )
+    try:
+        losses = exported_losses(run, task, job, model, found.places)
+    except NotCovered as caught:
+        return Compared(f"the export was not compared: {caught}")
+    except OtherExamples as caught:
+        return Compared(f"{folder} is written, but {caught}", False)
+    except Exception as caught:  # such as a model of transformers whose own loss fails
+        return Compared(f"the export was loaded, and not compared: the plain computation fails: {_line(caught)}")
     within = SAME_PRECISION if run.precision == "fp32" and not run.model.trained_in_bfloat16 else LOW_PRECISION
     pairs = list(zip(found.losses, losses, strict=True))
     wrong = [
@@ -132,22 +141,34 @@ def _scale(pairs: Sequence[tuple[float, float]]) -> float:
     return max(1e-2, sum(abs(own) for own, _ in pairs if math.isfinite(own)) / max(1, len(pairs)))
 
 
-def exported_losses(run: Run, task: Task, places: Sequence[int], folder: Path, device: torch.device) -> list[float]:
-    """The losses of the examples at these places, each a mean over its targets, by the export alone. Errors:
-    `NotCovered`, and whatever loading raises."""
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+class OtherExamples(Exception):
+    """The tokenizer of an export makes other examples than were trained."""
+
+
+def loaded_job(run: Run, task: Task, folder: Path) -> Plain:
+    """The run as plain reads it, with the tokenizer of an export. Errors: `NotCovered`, and whatever loading raises."""
     kept = RawRows.of(task.prepared.facts)
     assert kept is not None
     values = plain_sides.plain_file(run, task)
     if run.task.options.get("loss_chunk"):
         values["task"] |= {"label_smoothing": 0.0}  # evaluations are without it
-    rows = plain_sides.rows_of(task, kept)
-    job = Plain(values, str(folder), {"train": rows}, plain_sides.labels_of(task))
-    examples: list[dict[str, Any]] = job.encode(rows)[: len(kept.at)]
+    return Plain(values, str(folder), {"train": plain_sides.rows_of(task, kept)}, plain_sides.labels_of(task))
+
+
+def exported_losses(run: Run, task: Task, job: Plain, model: nn.Module, places: Sequence[int]) -> list[float]:
+    """The losses of the examples at these places, each a mean over its targets, by the export alone. Errors:
+    `NotCovered`, `OtherExamples`, and whatever the model raises."""
+    kept = RawRows.of(task.prepared.facts)
+    assert kept is not None
+    examples: list[dict[str, Any]] = job.encode(job.splits["train"])[: len(kept.at)]
     if len(examples) != len(kept.at):
-        raise ValueError(f"its tokenizer makes {len(examples)} examples of texts that were {len(kept.at)}")
-    model = loaded(run, task, folder).to(device)
+        raise OtherExamples(f"its tokenizer makes {len(examples)} examples of texts that were {len(kept.at)}")
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision)
-    losses = []
+    device, losses = next(model.parameters()).device, []
     with torch.no_grad(), torch.autocast(device.type, low or torch.bfloat16, low is not None):
         for place in places:
             total, count = batch_loss(job, model, [examples[place]])
@@ -161,7 +182,11 @@ def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
 
     auto = getattr(transformers, models.HEADS[str(task.head)][0])
     if not adapters.is_adapter(folder):
-        return _without_cache(auto.from_pretrained(folder))
+        try:
+            return _without_cache(auto.from_pretrained(folder))
+        except ValueError:  # no Auto class knows it: such as the text part of a larger model
+            kind = transformers.AutoConfig.from_pretrained(folder)
+            return _without_cache(getattr(transformers, kind.architectures[0]).from_pretrained(folder))
     from peft import PeftModel
 
     config = transformers.AutoConfig.from_pretrained(folder)
