@@ -12,6 +12,7 @@ from harness import build, digest, run_on, tiny
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
+from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.feed import Feed
@@ -158,6 +159,15 @@ def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:
     ours = run_on(ranks, by_lockstep, run, run=run)[0]
     for name, weight in alone("optim.name=sgd", "optim.learning_rate=0.1").items():
         assert (ours[name] - weight).abs().max() <= 1e-6, name
+
+
+@pytest.mark.parametrize(("family", "shared"), [("bart", True), ("marian", True), ("t5", True), ("gpt2", False)])
+def test_embeddings_that_two_modules_hold_are_known(family: str, shared: bool) -> None:
+    """Accelerate's FSDP2 ends in a traceback where it shards those."""
+    task = {"name": "language_modeling"} if family == "gpt2" else {"name": "translation", "source": "a", "target": "b"}
+    sizes = {} if family in ("gpt2", "t5") else {"encoder_layers": 1, "decoder_layers": 1}
+    values = {"task": task, "data": {"source": "rows.jsonl"}, "model": {"type": family, "config": sizes}}
+    assert bool(layers.sharing_embeddings(Run.model_validate(values))) == shared
 
 
 @pytest.mark.processes

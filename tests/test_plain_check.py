@@ -124,6 +124,8 @@ def test_a_sound_language_model_passes_and_so_does_its_export(
 
 @pytest.mark.parametrize("overrides", [(), ("model.dtype=float32",), ("model.quantization=nf4",), ("precision=bf16",)])
 def test_a_sound_adapter_passes(overrides: tuple[str, ...], source: Path) -> None:
+    if "model.quantization=nf4" in overrides:
+        pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     assert looked_at(on(source, *overrides))[2] == []
 
 
@@ -217,6 +219,7 @@ def test_a_model_that_changed_since_it_was_built_is_found() -> None:
 
 
 def test_4_bits_that_are_computed_otherwise_are_found(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     forward = quantized._forward
     monkeypatch.setattr(quantized, "_forward", lambda layer, x: forward(layer, x) * 1.001)
     assert "model.quantization" in blamed(on(source, "model.quantization=nf4"))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,11 +27,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lockstep.config.run import Run, load
+from lockstep.config.run import Run, RunError, load
 from lockstep.data import builtin
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.treatment import ALIGNED, make_model
+from lockstep.tasks.models import models as models_of
 from lockstep.tasks.models.models import build
 from lockstep.tasks.translation import Translation
 from lockstep.training.feed import Feed
@@ -191,3 +193,11 @@ def test_weights_begin_where_torch_puts_them() -> None:
     model = make_model(task)
     assert all(tensor.data_ptr() % ALIGNED == 0 for tensor in model.parameters())
     assert torch.equal(model.weight, before)
+
+
+def test_a_padding_token_without_an_embedding_is_refused() -> None:
+    """It ended in an error of torch's in the first step."""
+    tokenizer = SimpleNamespace(pad_token="[PAD]", pad_token_id=100)
+    with pytest.raises(RunError, match=r"padding token '\[PAD\]' has the number 100, .* embeddings for 100 tokens"):
+        models_of._prepare(GPT2Config(vocab_size=100), tokenizer, pretrained=True)
+    models_of._prepare(GPT2Config(vocab_size=101), tokenizer, pretrained=True)

@@ -290,7 +290,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["task.tokenizers", "tokenizer.train"],
     ),
     "more decoder than encoder layers in T5": (
-        ["model={type: t5, config: {num_layers: 2}}"],
+        ["model={type: t5, config: {num_layers: 2, num_decoder_layers: 6}}"],
         ["model.config", "6 decoder layers", "num_decoder_layers"],
     ),
     "too long": (["data.max_length=65"], ["data.max_length", "positions for 64"]),
