@@ -128,7 +128,7 @@ def test_every_key_of_a_run_and_its_data(kind: str, cache: Path, monkeypatch: py
     assert same_as_anew(plain, cache, monkeypatch) != first
 
 
-@pytest.mark.parametrize("kind", ["pairs", "translation", "token_classification", "masked"])
+@pytest.mark.parametrize("kind", ["masked", *map(slow, ["pairs", "translation", "token_classification"])])
 def test_other_tokens_for_another_length(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(cache, kind, count=12)
     first = same_as_anew(plain, cache, monkeypatch)
@@ -157,7 +157,7 @@ def edited_words(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("edit", [edited_template, edited_options, edited_types, edited_words])
-@pytest.mark.parametrize("kind", ["messages", "reward", "classification"])
+@pytest.mark.parametrize("kind", ["classification", *map(slow, ["messages", "reward"])])
 def test_every_file_of_a_tokenizer(
     edit: Callable[[Path], None], kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from harness import build, digest, run_on, tiny
+from marks import slow
 from safetensors.torch import load_file, save_file
 from saving import trained
 from task_runs import TASKS, make
@@ -82,17 +83,17 @@ def blamed(run: Run) -> str:
     "overrides",
     [
         (),
-        ("precision=bf16",),
-        ("data.padding=batch",),
-        ("model.attention=eager",),
-        ("model.checkpoint_activations=true",),
-        ("model.dtype=bfloat16", "precision=bf16"),
+        slow(("precision=bf16",)),
+        slow(("data.padding=batch",)),
+        slow(("model.attention=eager",)),
+        slow(("model.checkpoint_activations=true",)),
+        slow(("model.dtype=bfloat16", "precision=bf16")),
         ("task.label_smoothing=0.1",),
-        ("task.class_weights=balanced",),
-        ("task.loss=focal",),
+        slow(("task.class_weights=balanced",)),
+        slow(("task.loss=focal",)),
         ("model.type=bert", "model.config={num_hidden_layers: 2, hidden_size: 32, num_attention_heads: 2}"),
-        ("average.ema=0.9",),
-        ("model.freeze=[transformer.wte.*]",),
+        slow(("average.ema=0.9",)),
+        slow(("model.freeze=[transformer.wte.*]",)),
     ],
 )
 def test_a_sound_classifier_passes(overrides: tuple[str, ...]) -> None:
@@ -102,13 +103,13 @@ def test_a_sound_classifier_passes(overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
-        ("packed", ()),
-        ("packed", ("task.loss_chunk=8",)),
-        ("packed", ("task.loss_chunk=8", "precision=bf16")),
+        slow("packed", ()),
+        slow("packed", ("task.loss_chunk=8",)),
+        slow("packed", ("task.loss_chunk=8", "precision=bf16")),
         ("packed", ("task.cross_documents=false",)),
-        ("documents", ()),
+        slow("documents", ()),
         ("prompts", ()),
-        ("prompts", ("model.checkpoint_activations=true", "task.loss_chunk=7")),
+        slow("prompts", ("model.checkpoint_activations=true", "task.loss_chunk=7")),
     ],
 )
 def test_a_sound_language_model_passes_and_so_does_its_export(
@@ -122,7 +123,9 @@ def test_a_sound_language_model_passes_and_so_does_its_export(
     assert "3 examples" in compared.text
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.dtype=float32",), ("model.quantization=nf4",), ("precision=bf16",)])
+@pytest.mark.parametrize(
+    "overrides", [(), *map(slow, [("model.dtype=float32",), ("model.quantization=nf4",), ("precision=bf16",)])]
+)
 def test_a_sound_adapter_passes(overrides: tuple[str, ...], source: Path) -> None:
     if "model.quantization=nf4" in overrides:
         pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
@@ -130,7 +133,10 @@ def test_a_sound_adapter_passes(overrides: tuple[str, ...], source: Path) -> Non
 
 
 @pytest.mark.parametrize("loss_chunk", [None, 5])
-@pytest.mark.parametrize("kind", [kind for kind in TASKS if kind not in ("packed", "documents", "prompts")])
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in ("pairs", "masked") else slow(k) for k in TASKS if k not in ("packed", "documents", "prompts")],
+)
 def test_every_other_task_passes_and_so_does_its_export(kind: str, loss_chunk: int | None, tmp_path: Path) -> None:
     chunked = () if loss_chunk is None else (f"task.loss_chunk={loss_chunk}",)
     if chunked and kind not in ("translation", "masked", "messages"):
@@ -320,7 +326,9 @@ def exported(run: Run, folder: Path) -> tuple[Task, export_check.Evaluated, Path
     return task, found, write_export(run, task, strategy.exported() or {}, {}, 0)
 
 
-@pytest.mark.parametrize("overrides", [(), ("precision=bf16",), ("task.label_smoothing=0.1",), ("average.ema=0.9",)])
+@pytest.mark.parametrize(
+    "overrides", [(), *map(slow, [("precision=bf16",), ("task.label_smoothing=0.1",), ("average.ema=0.9",)])]
+)
 def test_a_sound_export_passes(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run = tiny(*ONE, *overrides)
     task, found, folder = exported(run, tmp_path)
