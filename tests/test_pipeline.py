@@ -98,7 +98,9 @@ FAMILIES = {
     "roberta": SMALL + ", max_position_embeddings: 40}",
     "llama": SMALL + ", num_key_value_heads: 1, attention_dropout: 0.1}",
     "mistral": SMALL + ", num_key_value_heads: 1, attention_dropout: 0.1, sliding_window: 4}",
-    "qwen2": SMALL + ", num_key_value_heads: 1, layer_types: [sliding_attention, full_attention], sliding_window: 4}",
+    "qwen2": SMALL
+    + ", num_key_value_heads: 1, use_sliding_window: true, layer_types: [sliding_attention, full_attention], "
+    "sliding_window: 4}",
     "qwen3": SMALL + ", num_key_value_heads: 1, head_dim: 8}",
     "distilbert": "model.config={dim: 32, n_layers: 2, n_heads: 2, hidden_dim: 48, max_position_embeddings: 40}",
 }
