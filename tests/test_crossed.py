@@ -20,7 +20,7 @@ PLANTED: dict[str, tuple[str, dict[str, object]]] = {
     "dropout_of_a_rank": ("the bits of one process", {"dropout": True}),
     "forgotten_moments": ("the bits of one process", {}),
     "forgotten_clip": ("equal to plain within rounding", {"clip": 0.05, "optimizer": "sgd"}),
-    "unread_mask": ("equal to plain within rounding", {"padding": "batch"}),
+    "unread_mask": ("what is accepted trains", {"padding": "batch"}),  # the comparison before the first step ends it
     "unscored_row": ("an evaluation scores each example once", {}),
     "late_refusal": ("what cannot be is refused before processes start", {"average": "ema", "second": ("zero2", 2)}),
 }

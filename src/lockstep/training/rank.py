@@ -304,14 +304,14 @@ def deliver(
             console.note(f"{run.folder / name} could not be written: {caught.strerror or caught}")
     write_model(session, weights, found.scores, steps, found.exported)
     sha256 = concluded(run, task, session.journal, console, steps, weights)
-    closing(console, run, task, found.scores, found.counts, session.world, sha256, known)
-    console.facts({"compared": session.compared} if session.compared else {})
     compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
+    console.facts({"compared": session.compared} if session.compared else {})
+    console.facts({"export": compared.text} if compared.agrees else {})
+    closing(console, run, task, found.scores, found.counts, session.world, sha256, known)
     if not compared.agrees:
         exported.withdraw(run.folder)
         error(compared.text, session.world.log)
         return FAILED
-    console.facts({"export": compared.text})
     return delivered(run, session.world, console, session.checkpoints.mirror)
 
 
