@@ -25,6 +25,7 @@ class HFAccelerate(Hooked):
     `deepspeed`, `zero_stage` and DeepSpeed's own config for its `DeepSpeedPlugin`."""
 
     needs = ("accelerate",)
+    casts_inside = True
 
     @classmethod
     def variant(cls, run: Run) -> type[Strategy]:

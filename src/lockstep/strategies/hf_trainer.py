@@ -33,6 +33,7 @@ class HFTrainer(Hooked):
     `gradient_checkpointing`, `torch_compile`, ...)."""
 
     needs = ("accelerate",)
+    casts_inside = True
 
     @classmethod
     def gives_bits(cls, run: Run) -> bool:

@@ -57,6 +57,7 @@ class Strategy(ABC):
     trains_bfloat16: ClassVar[bool] = False  # whether weights may be trained in bfloat16
     without_masters: ClassVar[bool] = False  # also without float32 ones beside them
     flat_parts: ClassVar[bool] = False  # whether an engine hands the optimizer parts of tensors laid end to end
+    casts_inside: ClassVar[bool] = False  # whether its engine puts an autocast of its own into the model's forward
     takes_4_bits: ClassVar[bool] = False  # whether an adapter's base may be kept in 4 bits
     rebuilds: ClassVar[bool] = False  # whether it is a `Shared`, which is built anew where ranks are lost
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")

@@ -136,7 +136,8 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
 def differences(sides: Sides, strategy: Strategy) -> list[Difference]:
     """What differs by more than rounding, of all groups of examples. Errors: `NotCovered`."""
     found: list[Difference] = []
-    strict = takes_float32(sides.run, sides.task)
+    inside = strategy.casts_inside and sides.run.precision == "bf16"
+    strict = takes_float32(sides.run, sides.task) and not inside
     low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
     for name, places in groups_of(sides).items():
         plain = plain_numbers(sides, places)
@@ -156,10 +157,7 @@ def groups_of(sides: Sides) -> dict[str, list[int]]:
 
 def takes_float32(run: Run, task: Task) -> bool:
     """Whether the run's own path can be computed in float32: not by kernels of half precision, nor with weights in it,
-    nor where Accelerate has put an autocast of its own into the model's forward, nor beside what the model said before
-    training in half precision."""
-    if run.precision == "bf16" and run.strategy.name in ("hf_accelerate", "hf_trainer"):
-        return False
+    nor beside what the model said before training in half precision."""
     if run.precision != "fp32" and task.asks_first:
         return False
     return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16

@@ -20,6 +20,7 @@ class AcceleratedFSDP2(FSDP2):
     """`strategy.options.fsdp`: the fields of Accelerate's `FullyShardedDataParallelPlugin`."""
 
     needs = ("accelerate",)
+    casts_inside = True
     trains_bfloat16 = False
     rebuilds = False  # Accelerate keeps its state for the whole process
 

@@ -22,6 +22,8 @@ class AcceleratedZero(Sharded):
     leaves no moment to set the rate in.
     """
 
+    casts_inside = True
+
     needs: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # type: ignore[assignment]
 
     @classmethod
