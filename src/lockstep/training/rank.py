@@ -296,7 +296,7 @@ def deliver(
     ours = led_away(session.world.log.parent) is None
     with suppress(OSError):
         if ours:  # the export that is there, if any, is not what these are of
-            (run.folder / exported.FILE).unlink()
+            exported.withdraw(run.folder)
     for name, values in told.items() if ours else ():  # before the export, which is what says that the run is finished
         try:
             replace_text(run.folder / name, json.dumps(struck_all(values, said)))
