@@ -4,6 +4,7 @@ transformers reads."""
 
 import dataclasses
 import inspect
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -214,13 +215,28 @@ def test_a_language_model_that_reads_ahead_is_refused(
     tmp_path: Path, family: str, config: dict[str, Any], instead: str | None
 ) -> None:
     """Its loss would be that of copying."""
-    run = make(tmp_path, "documents", "task.samples=0")
-    run = run.model_copy(update={"model": run.model.model_copy(update={"type": family, "config": config})})
-    if instead is None:
-        assert padding.foresight(run) is None
-        return
-    with pytest.raises(RunError, match=rf"model: {family} reads the tokens that it is to predict.*{instead}"):
-        find("tasks", "language_modeling").prepare(run)
+    for task, keys in (("documents", ["task.samples=0"]), ("preference", ["data.max_length=64"])):
+        run = make(tmp_path, task, *keys)
+        run = run.model_copy(update={"model": run.model.model_copy(update={"type": family, "config": config})})
+        if instead is None:
+            assert padding.foresight(run) is None
+            continue
+        with pytest.raises(RunError, match=rf"model: {family} reads the tokens that it is to predict.*{instead}"):
+            find("tasks", run.task.name).prepare(run)
+
+
+@pytest.mark.parametrize("task", ["documents", "preference"])
+def test_a_language_model_of_an_encoders_family_looks_back_only(tmp_path: Path, task: str) -> None:
+    """The likelihood of an answer is the product of what each token is given by those before it."""
+    keys = () if task == "preference" else ("task.samples=0",)
+    run = make(tmp_path, task, *keys, "data.max_length=64", "model.type=bert", f"model.config={json.dumps(BERT)}")
+    model = build(run, World(run))[1].model.eval()
+    ids = torch.tensor([[7, 8, 9, 10, 11, 12]])
+    with torch.no_grad():
+        one, other = (model(input_ids=torch.cat([ids[:, :5], last], 1)).logits for last in (ids[:, 5:], ids[:, :1]))
+    assert torch.equal(one[:, :5], other[:, :5])
+    assert not torch.equal(one[:, 5], other[:, 5])
+    assert ("task.name" in revisions_of(run)) == (task == "preference")  # which let it read ahead once
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class LanguageModeling(PerToken):
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import chunked_loss, models
 
-        model = models.build(self.run, "causal", self.tokenizer, empty, **_entries(self.run))
+        model = models.build(self.run, "causal", self.tokenizer, empty, **models.causal_entries(self.run))
         return chunked_loss.install(model, self.loss_chunk)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
@@ -379,18 +379,7 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     from lockstep.tasks.models import models, padding
 
-    models.check(run, "causal", options.block_size, "task.block_size", **_entries(run))
-    if (instead := padding.foresight(run)) is not None:
-        raise RunError(f"model: {models.load_config(run).model_type} reads the tokens that it is to predict; {instead}")
+    models.check(run, "causal", options.block_size, "task.block_size", **models.causal_entries(run))
+    padding.check_foresight(run)
     if not options.cross_documents and (why := padding.crosses(run)) is not None:
         raise RunError(f"task.cross_documents: false is not for this family of models: {why}; leave it out")
-
-
-def _entries(run: Run) -> dict[str, Any]:
-    """Entries of the config: no cache in training, and an encoder's family looks back only."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    from lockstep.tasks.models import models
-
-    encoder = models.load_config(run).model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return {"use_cache": False} | ({"is_decoder": True} if encoder else {})

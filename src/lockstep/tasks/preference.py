@@ -78,14 +78,15 @@ class Preference(AnswerPairs):
 
     @classmethod
     def check_model(cls, run: Run) -> None:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import models, padding
 
-        models.check(run, "causal", use_cache=False)
+        models.check(run, "causal", **models.causal_entries(run))
+        padding.check_foresight(run)
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
 
-        return models.build(self.run, "causal", self.tokenizer, empty, use_cache=False)
+        return models.build(self.run, "causal", self.tokenizer, empty, **models.causal_entries(self.run))
 
     @property
     def usage(self) -> str:

@@ -153,6 +153,21 @@ def derives(run: Run) -> bool:
     return family in CONFIG_MAPPING and config_entries.derives(CONFIG_MAPPING[family], run.model.config)
 
 
+def causal_entries(run: Run) -> dict[str, Any]:
+    """Entries of a causal language model's config: no cache in training, and an encoder's family looks back only.
+    Errors: `RunError`."""
+    return {"use_cache": False} | ({"is_decoder": True} if needs_decoder(run) else {})
+
+
+def needs_decoder(run: Run) -> bool:
+    """Whether a causal language model of this family reads ahead until its config says that it decodes. Errors:
+    `RunError`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    config = load_config(run)
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+
+
 def texts(config: Any) -> list[Any]:
     """A config and those within it that are of text: of an encoder, of a decoder, of the text of a model of images."""
     parts = [entry(config, name) for name in ("encoder", "decoder", "text_config")]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.run import Run
+from lockstep.config.run import Run, RunError
 from lockstep.data.cache import cache_folder, kept
 from lockstep.tasks.models import models, small_models, unpadded
 
@@ -51,6 +51,12 @@ def foresight(run: Run) -> str | None:
     """What to do about a causal language model whose logits know the tokens after them; None: they do not, or no small
     model of this config can be made. Errors: `RunError` when the cache cannot be written."""
     return kept_trial(run, "causal", models.load_config(run), tried_ahead)
+
+
+def check_foresight(run: Run) -> None:
+    """Refuse a causal language model that reads the tokens that it is to predict. Errors: `RunError`."""
+    if (instead := foresight(run)) is not None:
+        raise RunError(f"model: {models.load_config(run).model_type} reads the tokens that it is to predict; {instead}")
 
 
 def windowed(run: Run, head: str) -> bool:
