@@ -4,6 +4,7 @@ transformers reads."""
 
 import dataclasses
 import inspect
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.tasks.models import models, padding, unpadded
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 WINDOW = 5  # tokens; below most of LENGTHS
@@ -183,10 +184,10 @@ def forgets(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text", "modernbert-decoder"])
 def test_the_trial_finds_a_mask_that_is_forgotten(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, config = run_of(family, 4096), config_of(family, 4096)
-    assert padding.tried(run, "causal", config) is None
+    assert padding.trial(run, "causal", config) is None
     transformers.AttentionMaskInterface.register(unpadded.NAME, forgets)
     try:
-        why = padding.tried(run, "causal", config)
+        why = padding.trial(run, "causal", config)
     finally:
         transformers.AttentionMaskInterface.register(unpadded.NAME, unpadded.masked)
     assert why == "laid end to end, its examples would see each other (texts of 9, 9, 9 tokens)"
@@ -214,13 +215,28 @@ def test_a_language_model_that_reads_ahead_is_refused(
     tmp_path: Path, family: str, config: dict[str, Any], instead: str | None
 ) -> None:
     """Its loss would be that of copying."""
-    run = make(tmp_path, "documents", "task.samples=0")
-    run = run.model_copy(update={"model": run.model.model_copy(update={"type": family, "config": config})})
-    if instead is None:
-        assert padding.foresight(run) is None
-        return
-    with pytest.raises(RunError, match=rf"model: {family} reads the tokens that it is to predict.*{instead}"):
-        find("tasks", "language_modeling").prepare(run)
+    for task, keys in (("documents", ["task.samples=0"]), ("preference", ["data.max_length=64"])):
+        run = make(tmp_path, task, *keys)
+        run = run.model_copy(update={"model": run.model.model_copy(update={"type": family, "config": config})})
+        if instead is None:
+            assert padding.foresight(run) is None
+            continue
+        with pytest.raises(RunError, match=rf"model: {family} reads the tokens that it is to predict.*{instead}"):
+            find("tasks", run.task.name).prepare(run)
+
+
+@pytest.mark.parametrize("task", ["documents", "preference"])
+def test_a_language_model_of_an_encoders_family_looks_back_only(tmp_path: Path, task: str) -> None:
+    """The likelihood of an answer is the product of what each token is given by those before it."""
+    keys = () if task == "preference" else ("task.samples=0",)
+    run = make(tmp_path, task, *keys, "data.max_length=64", "model.type=bert", f"model.config={json.dumps(BERT)}")
+    model = build(run, World(run))[1].model.eval()
+    ids = torch.tensor([[7, 8, 9, 10, 11, 12]])
+    with torch.no_grad():
+        one, other = (model(input_ids=torch.cat([ids[:, :5], last], 1)).logits for last in (ids[:, 5:], ids[:, :1]))
+    assert torch.equal(one[:, :5], other[:, :5])
+    assert not torch.equal(one[:, 5], other[:, 5])
+    assert ("task.name" in revisions_of(run)) == (task == "preference")  # which let it read ahead once
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------
@@ -244,10 +260,10 @@ def test_an_evaluation_is_that_of_plain_transformers(
     model = {"type": "mistral", "config": GROUPED | {"sliding_window": window}}
     run = make(tmp_path, "packed", "task.samples=0", f"data.padding={way}", "task.packing=true", *more)
     run = run.model_copy(update={"model": run.model.model_copy(update=model)})
-    assert padding.refused(run, "causal") == (None if way == "none" else "data.padding is batch")
+    assert padding.unsupported_reason(run, "causal") == (None if way == "none" else "data.padding is batch")
     world = World(run)
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for step in range(8):
         strategy.train_step(feed.make(step), 1e-2)
     columns = task.splits["validation"]

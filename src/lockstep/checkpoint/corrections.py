@@ -16,6 +16,8 @@ REASONS = {
     "length; that was corrected. Its weights are of little use: train anew with",
     "model.config": "with another model: what its family derives from entries of model.config (the size of a head, "
     "the kinds of layers) did not follow them; that was corrected. Train it anew with",
+    "task.name": "while the task preference let a language model of an encoder's family read the tokens after each; "
+    "that was corrected. Train it anew with",
 }
 
 
@@ -30,6 +32,7 @@ def revisions_of(run: Run) -> dict[str, int]:
     concerned = {
         "data.padding": run.data.padding == "none" and padding.windowed(run, head),
         "model.config": models.derives(run),
+        "task.name": run.task.name == "preference" and models.needs_decoder(run),
     }
     return {key: 2 for key, concerns in concerned.items() if concerns}
 
