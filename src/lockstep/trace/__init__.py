@@ -1,8 +1,9 @@
 """Tracing any training script, and comparing traces: see docs/trace.md.
 
-`lockstep trace -o DIR -- COMMAND` traces a command. `import lockstep.trace` as a script's first line traces that script,
-into the folder that LOCKSTEP_TRACE names (default: lockstep-trace). `with lockstep.trace(model, optimizer):` traces what
-runs inside. `tracer/` runs in the traced process and imports torch alone; the other files read what it wrote.
+`lockstep trace -o DIR -- COMMAND` traces a command. `import lockstep.trace` as a script's first line traces that
+script, into the folder that LOCKSTEP_TRACE names (default: lockstep-trace). `with lockstep.trace(model, optimizer):`
+traces what runs inside. `tracer/` runs in the traced process and imports torch alone; the other files read what it
+wrote.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def _folder(folder: str | Path | None) -> str:
 
 @contextmanager
 def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: str = "gradients") -> Iterator[Path]:
-    """Trace the steps of `optimizer` inside a `with` block, into `folder` (default: LOCKSTEP_TRACE, else lockstep-trace).
-    `model`: the module that holds the parameters, wrapped or not. Yields the folder. Not collective. A process that
-    is traced already goes on into its own folder. Errors: `ValueError` for a level that does not exist."""
+    """Trace the steps of `optimizer` inside a `with` block, into `folder` (default: LOCKSTEP_TRACE, else
+    lockstep-trace). `model`: the module that holds the parameters, wrapped or not. Yields the folder. Not collective.
+    A process that is traced already goes on into its own folder. Errors: `ValueError` for a level that does not
+    exist."""
     tracer = _tracer()
     from lockstep.trace.tracer.settings import LEVELS, Settings
 
@@ -61,11 +63,18 @@ class _Door(ModuleType):
 
 
 def _imported_by_script() -> bool:
-    """Whether the script that runs says `import lockstep.trace`: not another part of lockstep, nor a test or notebook."""
+    """Whether the script that runs says `import lockstep.trace`: not another part of lockstep, nor a test or
+    notebook."""
     frame: Any = sys._getframe(1)
-    while frame is not None and ("importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__):
+    while frame is not None and (
+        "importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__
+    ):
         frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") not in ("__main__", "__mp_main__") or "ipykernel" in sys.modules:
+    if (
+        frame is None
+        or frame.f_globals.get("__name__") not in ("__main__", "__mp_main__")
+        or "ipykernel" in sys.modules
+    ):
         return False
     here = [i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti]
     return bool(here) and here[-1].opname == "IMPORT_NAME" and here[-1].argval == __name__

@@ -1,8 +1,8 @@
 """Two traces compared: the first step and, in causal order, the first thing in which they part.
 
 In: a reference trace, another, and, where there is one, the reference traced again with weights perturbed in their last
-bit. Out: `Verdict`. Order: start weights, examples, loss, gradient, clipping, learning rate, update, buffers. What follows
-from the first difference is not looked at.
+bit. Out: `Verdict`. Order: start weights, examples, loss, gradient, clipping, learning rate, update, buffers. What
+follows from the first difference is not looked at.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ class Tolerance:
 EXACT = Tolerance({}, dict.fromkeys(FLOORS, 0.0), "the same bits (--exact)")
 
 
-def compare(
-    a: Trace, b: Trace, perturbed: Trace | None = None, exact: bool = False, optimizer: int = 0
-) -> Verdict:
+def compare(a: Trace, b: Trace, perturbed: Trace | None = None, exact: bool = False, optimizer: int = 0) -> Verdict:
     """`a`: the reference. Errors: `TraceError` where they share no parameter name or no step."""
     names = match(a, b, optimizer)
     steps = [s for s in a.steps(optimizer) if s in set(b.steps(optimizer))]
@@ -98,9 +96,19 @@ def compare(
             rows.append(_step(_Pair(a, b, optimizer, step, names), tolerance.at(step), rows))
         _lengths(a, b, optimizer)
     except _Parted as parted:
-        step_of = None if parted.first == "start weights" else (steps[len(rows)] if len(rows) < len(steps) else steps[-1])
+        step_of = (
+            None if parted.first == "start weights" else (steps[len(rows)] if len(rows) < len(steps) else steps[-1])
+        )
         return Verdict(
-            optimizer, parted.first, step_of, parted.lines, parted.cause, tuple(rows), False, tolerance.words, tuple(names)
+            optimizer,
+            parted.first,
+            step_of,
+            parted.lines,
+            parted.cause,
+            tuple(rows),
+            False,
+            tolerance.words,
+            tuple(names),
         )
     same = all(not (r.loss or r.gradient or r.update) for r in rows)
     return Verdict(optimizer, None, None, (), "", tuple(rows), same, tolerance.words, tuple(names))
@@ -226,7 +234,7 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
 
 
 def _clipping(pair: _Pair, limit: float) -> None:
-    sides = [[c for c in (s[0].clips or [])] for s in pair.records()]
+    sides = [list(s[0].clips or []) for s in pair.records()]
     limits = [[c["limit"] for c in side] for side in sides]
     if limits[0] != limits[1]:
         text = f"clipping: at {limits[0] or 'nothing'} in the reference, at {limits[1] or 'nothing'} here"
@@ -241,7 +249,7 @@ def _clipping(pair: _Pair, limit: float) -> None:
 
 
 def _rates(pair: _Pair) -> None:
-    one, other = ({n: g for n, g in _options(s).items()} for s in (side[0] for side in pair.records()))
+    one, other = (_options(s) for s in (side[0] for side in pair.records()))
     shared = [(n, m) for n, m in pair.names.items() if n in one and m in other]
     for key in ("lr", "weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad"):
         wrong = [n for n, m in shared if not _close(one[n].get(key), other[m].get(key))]
@@ -296,10 +304,14 @@ def _lengths(a: Trace, b: Trace, optimizer: int) -> None:
 
 
 def _differences(
-    one: Mapping[str, Whole], other: Mapping[str, Whole], names: Mapping[str, str], small: float | None, whole: bool = False
+    one: Mapping[str, Whole],
+    other: Mapping[str, Whole],
+    names: Mapping[str, str],
+    small: float | None,
+    whole: bool = False,
 ) -> dict[str, float]:
-    """Of each tensor the 2-norm of the difference, relative to its own norm. `small`: which counts as at least so much of
-    the norm of all. `whole`: relative to the norm of all, as changes are."""
+    """Of each tensor the 2-norm of the difference, relative to its own norm. `small`: which counts as at least so much
+    of the norm of all. `whole`: relative to the norm of all, as changes are."""
     pairs = [(n, one[n].value, other[m].value) for n, m in names.items() if n in one and m in other]
     total = math.sqrt(sum(v.square for _, v, _ in pairs if math.isfinite(v.square)))
     found = {}

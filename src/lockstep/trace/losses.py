@@ -1,7 +1,7 @@
 """The losses of a step over micro-batches and ranks, added up in the ways that scripts do.
 
-In: what `backward` was called on. Out: `Losses`: the mean over ranks of the sum over micro-batches (what gradients follow
-where ranks are averaged), the mean of all, and the mean weighted with targets or examples.
+In: what `backward` was called on. Out: `Losses`: the mean over ranks of the sum over micro-batches (what gradients
+follow where ranks are averaged), the mean of all, and the mean weighted with targets or examples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Losses:
     @property
     def weighted(self) -> float | None:
         """The mean, weighted with the number of targets."""
-        flat = [(x, n) for own, counts in zip(self.each, self.counts, strict=True) for x, n in zip(own, counts, strict=True)]
+        flat = [
+            (x, n) for own, counts in zip(self.each, self.counts, strict=True) for x, n in zip(own, counts, strict=True)
+        ]
         total = sum(n for _, n in flat)
         return sum(x * n for x, n in flat) / total if total else None
 
@@ -74,9 +76,13 @@ def agreeing(one: Losses, other: Losses, limit: float) -> tuple[str | None, floa
     """In which way both agree ("as summed", else which means do), and the relative difference; (None, ...): in none."""
     ways = [("as summed", one.summed, other.summed)]
     for x in (one.summed, one.mean, one.weighted):
-        for name, y in (("mean", other.mean), ("weighted", other.weighted), ("total", other.total), ("summed", other.summed)):
+        for name, y in (
+            ("mean", other.mean),
+            ("weighted", other.weighted),
+            ("total", other.total),
+            ("summed", other.summed),
+        ):
             if x is not None and y is not None:
                 ways.append((name, x, y))
     apart = [(name, abs(x - y) / max(abs(x), abs(y), 1e-30)) for name, x, y in ways]
-    name, least = next(((n, d) for n, d in apart if d <= limit), (None, apart[0][1]))
-    return name, least
+    return next(((n, d) for n, d in apart if d <= limit), (None, apart[0][1]))

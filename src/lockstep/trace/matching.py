@@ -13,11 +13,11 @@ from lockstep.trace.read import Trace
 
 def shapes(trace: Trace, optimizer: int) -> dict[str, tuple[int, ...]]:
     """Of all ranks' parameters of an optimizer."""
-    return {p.name: p.shape for rank in trace.ranks for layout in _layouts(rank, optimizer) for p in layout.parameters}
-
-
-def _layouts(rank: object, optimizer: int) -> list:  # type: ignore[type-arg]
-    return [step.layout for step in list(rank.steps.get(optimizer, {}).values())[:1]]  # type: ignore[attr-defined]
+    found: dict[str, tuple[int, ...]] = {}
+    for rank in trace.ranks:
+        for step in list(rank.steps.get(optimizer, {}).values())[:1]:
+            found |= {p.name: p.shape for p in step.layout.parameters}
+    return found
 
 
 def match(a: Trace, b: Trace, optimizer: int) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Ranks' parts of tensors put together: of each parameter the whole tensor's fingerprint, norm and sketch.
 
-In: a trace, an optimizer, a step. Out: `Whole` by name. Different blocks of a tensor are added. Equal blocks are replicas:
-the lowest rank's counts, and replicas that differ are named. Replicas are never averaged.
+In: a trace, an optimizer, a step. Out: `Whole` by name. Different blocks of a tensor are added. Equal blocks are
+replicas: the lowest rank's counts, and replicas that differ are named. Replicas are never averaged.
 """
 
 from __future__ import annotations

@@ -80,4 +80,9 @@ def _examples(step: Step) -> list[str]:
 
 def examples_of(trace: Trace, optimizer: int, step: int) -> list[str]:
     """Hashes of the examples of a step, of all ranks that have data of their own."""
-    return [h for r in data_ranks(trace, optimizer) if step in r.steps[optimizer] for h in _examples(r.steps[optimizer][step])]
+    return [
+        h
+        for r in data_ranks(trace, optimizer)
+        if step in r.steps[optimizer]
+        for h in _examples(r.steps[optimizer][step])
+    ]

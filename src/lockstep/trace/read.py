@@ -1,7 +1,7 @@
 """Read a trace: the files of all ranks, as far as they were written.
 
-In: the folder of a trace. Out: `Trace` with its ranks, and of each rank its layouts, steps, epochs and evaluations. Lines
-that a kill cut off are left out.
+In: the folder of a trace. Out: `Trace` with its ranks, and of each rank its layouts, steps, epochs and evaluations.
+Lines that a kill cut off are left out.
 """
 
 from __future__ import annotations
@@ -204,7 +204,11 @@ class Trace:
 
 def is_trace(folder: Path) -> bool:
     """Whether a folder holds a trace, of the command or of the other two doors."""
-    return folder.is_dir() and ((folder / ABOUT).is_file() or any(folder.glob(PATTERN))) and not (folder / "run.yaml").exists()
+    return (
+        folder.is_dir()
+        and ((folder / ABOUT).is_file() or any(folder.glob(PATTERN)))
+        and not (folder / "run.yaml").exists()
+    )
 
 
 def read(folder: Path) -> Trace:
@@ -219,7 +223,9 @@ def read(folder: Path) -> Trace:
     world = max(int(rank.head["world"]) for rank in trained)
     same = [rank for rank in trained if int(rank.head["world"]) == world]
     last: dict[int, Rank] = {}
-    for rank in sorted(same, key=lambda r: (_count(r), r.head["time"])):  # of a rank that was started again, the longest
+    for rank in sorted(
+        same, key=lambda r: (_count(r), r.head["time"])
+    ):  # of a rank that was started again, the longest
         last[rank.number] = rank
     chosen = tuple(last[number] for number in sorted(last))
     return Trace(folder, about, chosen, len(trained) - len(chosen))
@@ -283,9 +289,10 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
 
 
 def _layout(record: Mapping[str, Any]) -> Layout:
-    parameters = tuple(
-        Parameter(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in record["parameters"]
-    )
+    rows: list[dict[str, Any]] = [
+        {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()} for row in record["parameters"]
+    ]
+    parameters = tuple(Parameter(**row) for row in rows)
     ties = tuple(tuple(names) for names in record["ties"])
     return Layout(record["optimizer"], parameters, ties, record["untied"], record["mesh"], tuple(record["models"]))
 

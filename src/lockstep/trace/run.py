@@ -1,7 +1,7 @@
 """Run a command with the tracer in every Python process that it starts.
 
-In: a command, a folder for the trace. Out: the command's own exit status; in the folder `trace.json` (the command and how
-it ended), `inject/` (what is on the processes' PYTHONPATH), and a file of each process that trained.
+In: a command, a folder for the trace. Out: the command's own exit status; in the folder `trace.json` (the command and
+how it ended), `inject/` (what is on the processes' PYTHONPATH), and a file of each process that trained.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ SOURCES = Path(__file__).parent
 
 
 def run(command: Sequence[str], folder: Path, **settings: Any) -> int:
-    """Trace a command into a new folder. `settings`: of `Settings`, but `folder`. Standard streams are the command's own.
-    Returns its exit status; 128 + N where signal N ended it, 127 where it cannot be started. Errors: `TraceError`."""
+    """Trace a command into a new folder. `settings`: of `Settings`, but `folder`. Standard streams are the command's
+    own. Returns its exit status; 128 + N where signal N ended it, 127 where it cannot be started. Errors:
+    `TraceError`."""
     folder = folder.absolute()
     prepare(folder, command, Settings(str(folder), **settings))
     began = time.time()

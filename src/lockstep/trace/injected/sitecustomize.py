@@ -28,7 +28,7 @@ class Tracing:
             load(module)
             start()
 
-        spec.loader.exec_module = exec_module
+        setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
         return spec
 
 
@@ -36,9 +36,12 @@ def start():  # type: ignore[no-untyped-def]
     """Errors are a warning: the script runs all the same."""
     try:
         spec = importlib.util.spec_from_file_location(
-            "lockstep_tracer", os.path.join(HERE, "tracer", "__init__.py"),
+            "lockstep_tracer",
+            os.path.join(HERE, "tracer", "__init__.py"),
             submodule_search_locations=[os.path.join(HERE, "tracer")],
         )
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{HERE} holds no tracer")
         tracer = importlib.util.module_from_spec(spec)
         sys.modules["lockstep_tracer"] = tracer
         spec.loader.exec_module(tracer)

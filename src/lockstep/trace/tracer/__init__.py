@@ -1,5 +1,5 @@
-"""The tracer: what runs inside of the traced process. Imports torch and the standard library, and nothing else, so that it
-can be copied beside any script. See docs/trace.md.
+"""The tracer: what runs inside of the traced process. Imports torch and the standard library, and nothing else, so
+that it can be copied beside any script. See docs/trace.md.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""Exact fingerprints and sketches of tensors, both linear in the elements, so that those of shards add up to the whole's.
+"""Exact fingerprints and sketches of tensors, both linear in the elements, so that those of shards add up to the
+whole's.
 
-In: local tensors and where they lie in the whole tensor. Out: of each tensor a fingerprint (64 bits), its sum of squares
-and a sketch (`width_of(shape)` float64 numbers). An element's contribution depends on its value and on its index in the
-flattened whole tensor, never on the rank or the cut.
+In: local tensors and where they lie in the whole tensor. Out: of each tensor a fingerprint (64 bits), its sum of
+squares and a sketch (`width_of(shape)` float64 numbers). An element's contribution depends on its value and on its
+index in the flattened whole tensor, never on the rank or the cut.
 
 **Fingerprint**: the sum of (bits of element i) * k(i) modulo 2^64, k(i) a fixed odd number that mixes i. Equal tensors
 have equal fingerprints. Tensors that differ in one element always have different ones. Tensors that differ in several
-have equal ones with a probability of about 2^-(63 - t), where t is the lowest bit in which any element differs: 2^-63 for
-values that differ in their last bit, 2^-32 where float32 values differ in their signs alone.
+have equal ones with a probability of about 2^-(63 - t), where t is the lowest bit in which any element differs: 2^-63
+for values that differ in their last bit, 2^-32 where float32 values differ in their signs alone.
 
 **Sketch**: a count sketch (Charikar, Chen and Farach-Colton, 2002). Element i is added with a fixed sign s(i) to bucket
 i mod P, P prime and no divisor of any dimension. The squared norm of a sketch estimates the squared norm of the tensor
-without bias, with a relative standard deviation of about sqrt(2 / P): 9 % for P = 257, so 4.4 % for the norm; up to twice
-that where parts of a large tensor repeat each other. The sketch of a difference is the difference of two sketches, and
-b = f * a gives sketch(b) = f * sketch(a) to rounding.
+without bias, with a relative standard deviation of about sqrt(2 / P): 9 % for P = 257, so 4.4 % for the norm; up to
+twice that where parts of a large tensor repeat each other. The sketch of a difference is the difference of two
+sketches, and b = f * a gives sketch(b) = f * sketch(a) to rounding.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ def whole(tensor: Tensor) -> Block:
 
 
 def width_of(shape: Sequence[int]) -> int:
-    """The number of buckets: the first prime of `WIDTHS` that divides no dimension. The sketch of a matrix whose rows are
-    a multiple of P long would mix a column with nothing but itself."""
+    """The number of buckets: the first prime of `WIDTHS` that divides no dimension. The sketch of a matrix whose rows
+    are a multiple of P long would mix a column with nothing but itself."""
     return next((p for p in WIDTHS if all(n % p for n in shape if n)), WIDTHS[-1])
 
 
 def measure(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool = True) -> list[Tensor]:
-    """Of each tensor one int64 vector on its device: fingerprint, sum of squares (float64 bits), and with `sketch` the P
-    buckets (float64 bits). Tensors may be of any dtype and device, and not contiguous. Not collective."""
+    """Of each tensor one int64 vector on its device: fingerprint, sum of squares (float64 bits), and with `sketch` the
+    P buckets (float64 bits). Tensors may be of any dtype and device, and not contiguous. Not collective."""
     results: list[Tensor | None] = [None] * len(tensors)
     small: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, Tensor, int]]] = {}
     with torch.no_grad():
@@ -211,11 +212,11 @@ def _batch(flats: list[Tensor], places: tuple[tuple[int, int], ...], p: int, ske
     zeros = torch.zeros(p, dtype=flats[0].dtype, device=device)
     parts = [t for flat, (a, b) in zip(flats, layout.pads, strict=True) for t in (zeros[:a], flat, zeros[:b])]
     buffer = torch.cat(parts)
-    products = _bits(buffer).mul_(layout.odd).view(-1, p).sum(1)
+    products = (_bits(buffer) * layout.odd).view(-1, p).sum(1)
     prints = torch.zeros(n, dtype=torch.int64, device=device).index_add_(0, layout.owner, products)
     numbers = _numbers(buffer)
     squares = torch.zeros(n, dtype=torch.float64, device=device)
-    squares.index_add_(0, layout.owner, numbers.double().square_().view(-1, p).sum(1))
+    squares.index_add_(0, layout.owner, numbers.double().square().view(-1, p).sum(1))
     out = torch.empty(n, 2 + p * sketch, dtype=torch.int64, device=device)
     out[:, 0] = prints
     out[:, 1] = squares.view(torch.int64)
@@ -281,7 +282,7 @@ def _add(flat: Tensor, chunk: int, begin: int, p: int, sums: tuple[Tensor, Tenso
     if flat.device.type == "cpu":
         product = torch.dot(products, odd[begin : begin + flat.numel()])
     else:
-        product = products.mul_(odd[begin : begin + flat.numel()]).sum()
+        product = (products * odd[begin : begin + flat.numel()]).sum()
     total.add_(product * _chunk_number(chunk))
     numbers = _numbers(flat)
     double = numbers.double()

@@ -1,8 +1,8 @@
-"""Where the tracer listens: every wrapper and every hook, in one place. Each calls the recorder and then what it wraps, and
-an error of the recorder becomes a record and a warning, never one of the script.
+"""Where the tracer listens: every wrapper and every hook, in one place. Each calls the recorder and then what it
+wraps, and an error of the recorder becomes a record and a warning, never one of the script.
 
-Wrapped: `Module.__call__`, `torch.autograd.backward`, `GradScaler.scale`, `unscale_` and `step`, `clip_grad_norm_` and its
-like, schedulers' `step`, `DataLoader.__iter__`. Hooks of torch: before and after every optimizer's step.
+Wrapped: `Module.__call__`, `torch.autograd.backward`, `GradScaler.scale`, `unscale_` and `step`, `clip_grad_norm_` and
+its like, schedulers' `step`, `DataLoader.__iter__`. Hooks of torch: before and after every optimizer's step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .fingerprint import measure, whole
 from .placement import is_plain_tensor, plain_name
-from .recorder import Recorder
+from .recorder import Recorder, generators
 from .writer import warn
 
 _THREAD = threading.local()
@@ -123,9 +123,13 @@ def _observed(hooks: Hooks, module: nn.Module, output: Any) -> Any:
         while isinstance(first, tuple | list) and first:
             first = first[0]
         if is_plain_tensor(first) and first.is_floating_point() and recorder.measures(min(recorder.steps, default=0)):
-            name = next((n for r in recorder.roots if (m := r()) is not None for n, s in m.named_modules() if s is module), None)
+            name = next(
+                (n for r in recorder.roots if (m := r()) is not None for n, s in m.named_modules() if s is module), None
+            )
             if name is not None:
-                recorder.since.modules.append((plain_name(name), measure([first], [whole(first)])[0], tuple(first.shape)))
+                recorder.since.modules.append(
+                    (plain_name(name), measure([first], [whole(first)])[0], tuple(first.shape))
+                )
 
     hooks.guarded(observe)
     return output
@@ -224,7 +228,7 @@ def _wrap_scaler(hooks: Hooks) -> None:
 
 def _wrap_schedulers(hooks: Hooks) -> None:
     module = torch.optim.lr_scheduler
-    kinds = [k for k in vars(module).values() if isinstance(k, type) and "step" in vars(k)]
+    kinds: list[Any] = [k for k in vars(module).values() if isinstance(k, type) and "step" in vars(k)]
     for kind in kinds:
         original: Any = kind.step
 
@@ -305,7 +309,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
         drop=bool(getattr(loader, "drop_last", False)),
         workers=getattr(loader, "num_workers", 0),
         size=_size(getattr(loader, "dataset", None)),
-        seed=getattr(iterator, "_base_seed", None),
+        generators=generators(),
         steps=list(recorder.steps),
     )
 

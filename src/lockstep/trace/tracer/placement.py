@@ -17,8 +17,8 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 
 def plain_name(name: str) -> str:
-    """Without what DDP, FSDP, torch.compile, checkpointing and Lightning put in front. `module` is taken off at the front
-    alone, as models have parts of that name."""
+    """Without what DDP, FSDP, torch.compile, checkpointing and Lightning put in front. `module` is taken off at the
+    front alone, as models have parts of that name."""
     parts = name.split(".")
     while len(parts) > 1 and parts[0] in WRAPPERS:
         parts = parts[1:]
@@ -76,8 +76,8 @@ def mesh_of(tensor: Any) -> dict[str, Any] | None:
 
 
 def named_parameters(roots: list[nn.Module]) -> tuple[dict[int, str], dict[str, int], list[list[str]]]:
-    """Of all roots: id -> name (the first of its names), name -> id, and the names that one parameter shares. A name that
-    two roots have is prefixed with the class of each."""
+    """Of all roots: id -> name (the first of its names), name -> id, and the names that one parameter shares. A name
+    that two roots have is prefixed with the class of each."""
     names: dict[int, str] = {}
     ids: dict[str, int] = {}
     aliases: dict[int, list[str]] = {}
@@ -100,7 +100,9 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def is_fsdp(root: nn.Module) -> bool:
-    return any(t.__name__ in ("FSDPModule", "FullyShardedDataParallel") for m in root.modules() for t in type(m).__mro__)
+    return any(
+        t.__name__ in ("FSDPModule", "FullyShardedDataParallel") for m in root.modules() for t in type(m).__mro__
+    )
 
 
 def kinds_of(root: nn.Module) -> list[str]:
@@ -123,14 +125,15 @@ BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def stochastic(root: nn.Module) -> list[str]:
-    """Names of the modules that are in training mode and compute something else there: dropout, statistics of batches."""
+    """Names of the modules that are in training mode and compute something else there: dropout, statistics of
+    batches."""
     found = []
     for name, module in root.named_modules():
         if not module.training:
             continue
-        if isinstance(module, DROPOUT) and module.p > 0:
-            found.append(plain_name(name) or type(module).__name__)
-        elif isinstance(module, BATCH_NORM) and module.momentum is not None:
+        if (isinstance(module, DROPOUT) and module.p > 0) or (
+            isinstance(module, BATCH_NORM) and module.momentum is not None
+        ):
             found.append(plain_name(name) or type(module).__name__)
     return found
 

@@ -100,7 +100,9 @@ class Recorder:
             self._evaluated(module, batch)
             return
         self.root(module)
-        self.since.training = module.training if self.since.training is None else self.since.training and module.training
+        self.since.training = (
+            module.training if self.since.training is None else self.since.training and module.training
+        )
         if batch is not None:
             self.since.seen.append(batch)
 
@@ -274,7 +276,9 @@ class Recorder:
         number, since = here["number"], self.since
         names, _, _ = self.names()
         outside = {}
-        held = {id(p) for ref in self.optimizers if (o := ref()) is not None for g in o.param_groups for p in g["params"]}
+        held = {
+            id(p) for ref in self.optimizers if (o := ref()) is not None for g in o.param_groups for p in g["params"]
+        }
         for root in (r for ref in self.roots if (r := ref()) is not None):
             for parameter in root.parameters():
                 if parameter.requires_grad and id(parameter) not in held:
@@ -320,13 +324,17 @@ class Recorder:
         vectors["moments"] = moments
         buffers = self._buffers()
         record["buffers_of"] = [(name, list(t.shape), placement.dtype_name(t)) for name, t in buffers]
-        vectors["buffers"] = measure([t for _, t in buffers], [Block(tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for _, t in buffers])
+        vectors["buffers"] = measure(
+            [t for _, t in buffers], [Block(tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for _, t in buffers]
+        )
         if self.since.modules:
             record["modules_of"] = [(name, list(shape)) for name, _, shape in self.since.modules]
             vectors["modules"] = [v for _, v, _ in self.since.modules]
         return vectors
 
-    def _moments(self, optimizer: Any, parameters: list[tuple[Tensor, int]]) -> tuple[list[Tensor], list[tuple[int, str]]]:
+    def _moments(
+        self, optimizer: Any, parameters: list[tuple[Tensor, int]]
+    ) -> tuple[list[Tensor], list[tuple[int, str]]]:
         tensors, blocks, names = [], [], []
         for i, (p, _) in enumerate(parameters):
             for name, value in (optimizer.state.get(p) or {}).items():
@@ -395,6 +403,7 @@ class Recorder:
     def _untied(self) -> bool:
         """Whether a model of transformers says that its embeddings are tied, and they are two parameters."""
         for root in (r for ref in self.roots if (r := ref()) is not None):
+            module: Any
             for module in root.modules():
                 config = getattr(module, "config", None)
                 if getattr(config, "tie_word_embeddings", False) and hasattr(module, "get_output_embeddings"):
@@ -411,7 +420,9 @@ class Recorder:
         """A scaler found gradients that are not finite, and the optimizer made no step."""
         number = self.number_of(optimizer)
         self.flush()
-        self.write("skipped", opt=number, step=self.steps[number], scale=self.since.scale, examples=self._examples(self.since))
+        self.write(
+            "skipped", opt=number, step=self.steps[number], scale=self.since.scale, examples=self._examples(self.since)
+        )
         self.last_grads = {}
         self.since = Since()
 
@@ -488,7 +499,9 @@ def packed(vectors: list[Tensor]) -> dict[str, str]:
 def _difference(after: Tensor, before: Tensor) -> Tensor:
     """Sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch has it."""
     sketch = after[2:].view(torch.float64) - before[2:].view(torch.float64)
-    return torch.cat([(after[:1] - before[:1]), sketch.square().sum().reshape(1).view(torch.int64), sketch.view(torch.int64)])
+    return torch.cat(
+        [(after[:1] - before[:1]), sketch.square().sum().reshape(1).view(torch.int64), sketch.view(torch.int64)]
+    )
 
 
 def hexed(hashes: list[Tensor]) -> list[str]:
@@ -520,10 +533,13 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 def generators() -> dict[str, str]:
     """Hashes of the states of the generators of random numbers."""
     state = torch.random.get_rng_state()
-    found = {"torch": f"{zlib.crc32(bytes(memoryview_of(state))):08x}", "random": f"{hash(random.getstate()) & 0xFFFFFFFF:08x}"}
+    found = {
+        "torch": f"{zlib.crc32(bytes(memoryview_of(state))):08x}",
+        "random": f"{hash(random.getstate()) & 0xFFFFFFFF:08x}",
+    }
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
-        kind, keys, position, *_ = numpy.random.get_state()
+        _, keys, position, *_ = numpy.random.get_state()
         found["numpy"] = f"{zlib.crc32(keys.tobytes() + str(position).encode()):08x}"
     return found
 
@@ -556,7 +572,12 @@ def perturb(module: nn.Module) -> None:
     """Flip the last bit of half of the weights, by a fixed pattern: as far apart as rounding is."""
     from .fingerprint import mixed, shifted
 
-    kinds = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+    kinds = {
+        torch.float32: torch.int32,
+        torch.float64: torch.int64,
+        torch.bfloat16: torch.int16,
+        torch.float16: torch.int16,
+    }
     with torch.no_grad():
         for parameter in module.parameters():
             tensor, _, _ = placement.local(parameter.detach())

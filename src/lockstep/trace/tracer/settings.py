@@ -12,8 +12,8 @@ LEVELS = ("losses", "gradients", "modules")
 
 @dataclass(frozen=True)
 class Settings:
-    """`folder`: of the trace. `every`: measure each N-th step; `steps`: stop after as many, None: never. `perturb`: flip
-    the last bit of half of the weights before the first forward."""
+    """`folder`: of the trace. `every`: measure each N-th step; `steps`: stop after as many, None: never. `perturb`:
+    flip the last bit of half of the weights before the first forward."""
 
     folder: str
     every: int = 1

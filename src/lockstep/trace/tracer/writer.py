@@ -1,5 +1,5 @@
-"""The files of a traced process: one JSON value a line, appended and flushed, so that a killed process leaves all that it
-wrote. In: records. Out: `rank-RRRRR-HOST-PID.jsonl` in the trace's folder.
+"""The files of a traced process: one JSON value a line, appended and flushed, so that a killed process leaves all that
+it wrote. In: records. Out: `rank-RRRRR-HOST-PID.jsonl` in the trace's folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Writer:
         self._pid = os.getpid()
         self.folder.mkdir(parents=True, exist_ok=True)
         host = socket.gethostname().replace("/", "_")
-        self._file = open(self.folder / f"rank-{rank:05d}-{host}-{self._pid}.jsonl", "a", encoding="utf-8")
+        self._file = (self.folder / f"rank-{rank:05d}-{host}-{self._pid}.jsonl").open("a", encoding="utf-8")
         head = {
             "kind": "process",
             "format": FORMAT,
