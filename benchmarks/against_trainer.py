@@ -41,7 +41,7 @@ from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.models.models import load_config
 from lockstep.tasks.task import Task
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 Weights = dict[str, torch.Tensor]
@@ -56,7 +56,7 @@ class Ours:
         self.task: Task = task_class(run, prepare(run, task_class))
         self.strategy: Strategy = strategy_class(run)(run, world)
         self.strategy.build(self.task)
-        self.feed = Feed(run, self.task, self.strategy.own_micro_batches(), world.device)
+        self.feed = StepLoader(run, self.task, self.strategy.own_micro_batches(), world.device)
 
     @property
     def model(self) -> Any:

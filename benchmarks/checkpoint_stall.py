@@ -26,7 +26,7 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 MODELS = {  # about 22 and 122 million parameters
     "minilm": [
@@ -41,7 +41,7 @@ ARMS = ("none", "waited for", "beside training")
 def times_of(world: World, run: Run, every: int, rounds: int) -> dict:
     """Seconds of each arm's steps, and of what of them is waiting; this rank's."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     checkpoints = Checkpoints(run, world, task.prepared, 10**6)
     batch, step = feed.make(0).to(world.device), 0
     found: dict = {arm: {"seconds": [], "stalls": []} for arm in ARMS}

@@ -40,7 +40,7 @@ from lockstep.data import builtin, cache, source, tokenizer
 from lockstep.data.cache import locked
 from lockstep.data.columns import INDEX, index_of
 from lockstep.data.prepare import prepare
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 GPT2 = {"type": "gpt2", "config": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 256}}
 
@@ -173,7 +173,7 @@ def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     run = tiny("batch_size=256", "epochs=1", f"data.group_by_length={arguments.group}")
     task: Any = find("tasks", run.task.name)
     prepared = prepare(run, task)
-    Feed(run, task(run, prepared), range(8), torch.device("cpu")).make(0)  # imports
+    StepLoader(run, task(run, prepared), range(8), torch.device("cpu")).make(0)  # imports
     path = generated(folder / "many.arrow", arguments.rows)
     cache.seal(path)
     cache.damage(path)  # all of it is read at its first use on a machine
@@ -188,7 +188,7 @@ def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     assert not prepared.damages()
     found: dict[str, Any] = {"verify_ms": lap()}
-    feed = Feed(run, task(run, prepared), range(8), torch.device("cpu"))
+    feed = StepLoader(run, task(run, prepared), range(8), torch.device("cpu"))
     found["start_ms"] = lap()
     feed.longest()
     found["longest_ms"] = lap()
@@ -267,7 +267,9 @@ def _resume_lockstep(made: dict[str, Any], rows: int, folder: Path) -> float:
     """Milliseconds of processor time until the examples of a late step are there."""
     clock = time.process_time()
     task: Any = find("tasks", "classification")
-    Feed(made["run"], task(made["run"], made["prepared"]), range(AT_ONCE), torch.device("cpu")).make(_step_late(rows))
+    StepLoader(made["run"], task(made["run"], made["prepared"]), range(AT_ONCE), torch.device("cpu")).make(
+        _step_late(rows)
+    )
     return round((time.process_time() - clock) * 1e3, 1)
 
 

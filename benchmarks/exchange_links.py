@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import torch
 import torch.distributed as dist
 
+from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
 from lockstep.strategies.exact.reduction import Exchange, layout_of
-from lockstep.strategies.exact.routes import Links
 
 PORT = 29511
 
@@ -39,7 +39,7 @@ def once(kind: str, gradient: list[torch.Tensor], leaves: int, hosts: tuple[str,
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     began, worked = time.perf_counter(), time.process_time()
-    moving = Exchange(leaves, rank, ranks, links=Links(kind, hosts))
+    moving = Exchange(leaves, rank, ranks, links=LinkSpeeds(kind, hosts))
     for tensor in gradient:
         moving.submit({node: [tensor] for node in layout_of(leaves, ranks)[rank]})
     found = moving.finish()

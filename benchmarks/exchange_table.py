@@ -2,7 +2,8 @@
 plot of them.
 
 In: nothing, or ranks of a host and micro-batches. Out: a Markdown table and, asked for, an SVG. They are counted from
-the plans that the strategies send by (`strategies/exact/routes.py`); `tests/test_routes.py` counts real messages.
+the schedules that the strategies send by (`strategies/exact/reduce_schedule.py`); `tests/test_routes.py` counts real
+messages.
 A ring all-reduce sends 2 (W-1) messages a rank and bucket, 2 (W-1)/W of its bytes.
 Example: python benchmarks/exchange_table.py --plot docs/images/exchange.svg
 """
@@ -15,8 +16,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.strategies.exact.reduce_schedule import ReduceSchedule
 from lockstep.strategies.exact.reduction import layout_of
-from lockstep.strategies.exact.routes import Plan
 from lockstep.track.report import charts
 
 RANKS = (2, 3, 4, 6, 8, 16, 32, 64, 96, 100, 128, 256, 512, 1000, 1024)
@@ -35,7 +36,7 @@ class Cost:
 def in_stages(leaves: int, ranks: int, a_host: int) -> Cost:
     """As `Exchange` sends them along a plan: up and back."""
     hosts = tuple(f"host-{rank // a_host}" for rank in range(ranks))
-    found, sent, messages, between = Plan(leaves, layout_of(leaves, ranks), hosts), [0.0] * ranks, 0, 0.0
+    found, sent, messages, between = ReduceSchedule(leaves, layout_of(leaves, ranks), hosts), [0.0] * ranks, 0, 0.0
     for rank in range(ranks):
         for stage in found.stages(rank):
             back = stage.rows / ranks  # to each that it received from
@@ -112,7 +113,7 @@ def plot(a_host: int, least: int) -> str:
             "sent between hosts, in gradients": between,
         }.items()
     ):
-        look = charts.Look(x_name="log2 of ranks", colours={name: i for i, name in enumerate(names)})
+        look = charts.ChartStyle(x_name="log2 of ranks", colours={name: i for i, name in enumerate(names)})
         inside = charts.lines(title, series, look).partition("<svg")[2].partition(">")[2].partition("</svg>")[0]
         inside = re.sub(r'<g class="at".*?</g>', "", inside, flags=re.DOTALL)
         keys = "".join(

@@ -31,7 +31,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked_strategy
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -192,7 +192,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     task_class = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     strategy.dry_run(feed.longest())
     results = [strategy.train_step(feed.make(step), 1e-3) for step in range(run.steps or 0)]
     scores = evaluate(run, world, task, strategy, task.splits["validation"])

@@ -22,18 +22,18 @@ from lockstep.config.run import load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import strategy_class
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.guard import Guard
 
 
-def built(path: str, overrides: list[str], every: int) -> tuple[Guard, Feed, Any]:
+def built(path: str, overrides: list[str], every: int) -> tuple[Guard, StepLoader, Any]:
     """One process; what trains its steps, the steps, and the strategy."""
     run = load(path, [*overrides, "strategy.name=single", "launch.processes=1", f"guard.every={every}"])
     task_class: Any = plugins.find("tasks", run.task.name)
     world = World(run)
     task, strategy = task_class(run, prepare(run, task_class)), strategy_class(run)(run, world)
     strategy.build(task)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
     return Guard(session), feed, strategy
 

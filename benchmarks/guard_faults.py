@@ -30,7 +30,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.strategy import strategy_class
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.guard import Corrupted, Guard, drawn
 
 KINDS = ("nothing", "activations", "gradients", "messages", "weights")
@@ -130,7 +130,7 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
     task_class: Any = plugins.find("tasks", run.task.name)
     task, strategy = task_class(run, prepare(run, task_class)), strategy_class(run)(run, world)
     strategy.build(task)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
     guard, injected = Guard(session), Injected(kind, run, world, strategy)
     counts = dict.fromkeys(("injected", "could_be_seen", "found", "named_rightly", "false_alarms"), 0)

@@ -28,10 +28,10 @@ from harness import build, run_on
 from run import processor
 
 from lockstep.config.run import Run, load
-from lockstep.distributed import phases
+from lockstep.distributed import step_timer
 from lockstep.distributed.world import World
-from lockstep.training.feed import Feed
-from lockstep.training.hand_over import HandOver
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.rebalance import LoadBalancer
 
 JOB: dict[str, Any] = {
     "name": "hand-over",
@@ -74,8 +74,8 @@ def measured(world: World, run: Run, rounds: int, clock: str) -> list[dict[str, 
     """Each round's seconds a step and shares, on one rank."""
     task, strategy = build(run, world)
     if clock == "processor":
-        phases.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[assignment]
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        step_timer.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[assignment]
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     slow, found = halved(strategy), []
     for number in range(rounds):
         found.append({})
@@ -92,7 +92,7 @@ def measured(world: World, run: Run, rounds: int, clock: str) -> list[dict[str, 
             )
             slow["now"] = one_slow and world.rank == 1
             taken = []
-            for batch in HandOver(session).steps(number * (MOVING + STEPS), lambda caught: None):
+            for batch in LoadBalancer(session).steps(number * (MOVING + STEPS), lambda caught: None):
                 began = time.process_time(), time.perf_counter()
                 strategy.train_step(batch, 1e-4)
                 taken.append((time.process_time() - began[0], time.perf_counter() - began[1]))

@@ -27,7 +27,7 @@ from lockstep.config.run import load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 
 def median_time(call: Callable[[], object], repeats: int) -> float:
@@ -99,7 +99,7 @@ def main() -> None:
             task = task_class(run, prepare(run, task_class))
             strategy = plugins.find("strategies", "single")(run, world)
             strategy.build(task)
-            feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+            feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
             batches = [feed.make(t) for t in range(args.steps + 2)]
             weights = matrix_weights(strategy.model)
             rate = optim.learning_rate(run.optim, 10, 100)

@@ -29,7 +29,7 @@ from lockstep.config.run import Run, load
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.data.prepare import prepare
 from lockstep.distributed.sharded import Saved
-from lockstep.distributed.usage import Usage
+from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.strategy import Strategy
@@ -79,7 +79,7 @@ class NoCheckpoints(Checkpoints):
 class Numbers(Sinks):
     """What a run keeps without a terminal."""
 
-    def __init__(self, trackers: Trackers, usage: Usage) -> None:
+    def __init__(self, trackers: Trackers, usage: SystemMetrics) -> None:
         self.trackers, self.usage = trackers, usage
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
@@ -99,7 +99,7 @@ def overhead_ms(world: World, run: Run) -> float:
     assert isinstance(session.strategy, Waits)
     with tempfile.TemporaryDirectory() as folder:
         trackers = Trackers(run.model_copy(update={"output": folder}), 0, {}, print, print, world.is_main)
-        sinks = Numbers(trackers, Usage(world))
+        sinks = Numbers(trackers, SystemMetrics(world))
         none = NoCheckpoints(run, world, prepared, session.feed.total)
         session.feed.make(0)  # what only the first batch costs is not the loop's
         world.barrier()

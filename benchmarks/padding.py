@@ -24,19 +24,19 @@ from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.single import Single
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 WAYS = ("none", "batch")
 
 
-def built(run: Run) -> tuple[Single, Feed]:
+def built(run: Run) -> tuple[Single, StepLoader]:
     """A strategy of one process and its batches."""
     world = World(run)
     strategy = Single(run, world)
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
-    return strategy, Feed(run, task, strategy.own_micro_batches(), world.device)
+    return strategy, StepLoader(run, task, strategy.own_micro_batches(), world.device)
 
 
 def main() -> None:

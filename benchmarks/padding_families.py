@@ -35,7 +35,7 @@ def tried(head: str, family: str, folder: Path) -> dict[str, Any]:
         instead = padding.tried_ahead(run, head, config) if head == "causal" else None
         if (entry := models.leaves_out_layers(config)) is not None:
             setattr(config, entry, 0.0)  # the usual config of some; a run may set it to 0, too
-        why = padding.tried(run, head, config)
+        why = padding.trial(run, head, config)
     except (RunError, Exception) as error:
         why = f"a small model of this family could not be tried ({' '.join(str(error).split())[:120]})"
     return {"head": head, "family": family, "padded": why} | ({"reads_ahead": instead} if instead else {})

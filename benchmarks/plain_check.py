@@ -29,7 +29,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked_strategy
 from lockstep.training import plain_check, plain_sides
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 
 def measured(run: Run) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def measured(run: Run) -> dict[str, Any]:
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)
-    strategy.dry_run(Feed(run, task, strategy.own_micro_batches(), world.device).longest())
+    strategy.dry_run(StepLoader(run, task, strategy.own_micro_batches(), world.device).longest())
     sides = plain_sides.sides_of(run, task, strategy)
     found: dict[str, Any] = {"padded": task.padded_because}
     exact = plain_check.Tolerance(-1.0, -1.0)  # every number is looked at

@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.tools.bench import bench, calibrate
-from lockstep.tools.bench.bench_results import Bench, Row, machine
+from lockstep.tools.bench.bench_results import Bench, BenchRow, machine
 from lockstep.tools.planner import planner
 
 SMALL = {
@@ -46,7 +46,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 TIME, MEMORY = 0.15, 0.05  # how far apart they may be
 
 
-def rows_of(base: Run, strategies: list[str], ranks: list[int]) -> list[Row]:
+def rows_of(base: Run, strategies: list[str], ranks: list[int]) -> list[BenchRow]:
     """What can run of it."""
     rows = []
     for name in strategies:
@@ -55,7 +55,7 @@ def rows_of(base: Run, strategies: list[str], ranks: list[int]) -> list[Row]:
                 continue
             changed: dict[str, Any] = {"strategy": base.strategy.model_copy(update=STRATEGIES[name])}
             changed["launch"] = base.launch.model_copy(update={"processes": count})
-            row = Row(count, name, {}, base.model_copy(update=changed))
+            row = BenchRow(count, name, {}, base.model_copy(update=changed))
             try:
                 bench.check(row.run)
                 rows.append(row)
@@ -64,7 +64,7 @@ def rows_of(base: Run, strategies: list[str], ranks: list[int]) -> list[Row]:
     return rows
 
 
-def line_of(row: Row, device: Any) -> dict[str, Any]:
+def line_of(row: BenchRow, device: Any) -> dict[str, Any]:
     """Planned beside measured."""
     plan = planner.plan(row.run, row.processes, device)
     found, rounds = plan.found, list(row.rounds.values())

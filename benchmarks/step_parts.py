@@ -22,7 +22,7 @@ from lockstep.data.batch import StepBatch
 from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 STEPS = 5
 SHOWN = 14
@@ -46,7 +46,7 @@ def started(run: Run) -> tuple[Strategy, list[StepBatch]]:
     world = World(run).join()
     task, strategy = build(run, world)
     keep_freed_memory()  # as `dry_run.try_a_step` does
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for step in range(2):
         strategy.train_step(feed.make(step), 1e-5)
     return strategy, [feed.make(2 + step) for step in range(STEPS)]

@@ -47,7 +47,7 @@ gc.disable()
 import kernel  # noqa: E402
 from first import AT_FIRST  # noqa: E402
 
-from lockstep.distributed.stops import STOP_SIGNALS  # noqa: E402
+from lockstep.distributed.signals import STOP_SIGNALS  # noqa: E402
 
 WEIGHTS = {"processes": 1, "slow": 4, "cluster": 15}  # about how long a test with this mark takes, in those of one rank
 

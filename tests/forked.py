@@ -38,7 +38,7 @@ from typing import IO, Any
 import numpy
 import torch.distributed.run  # noqa: F401
 
-from lockstep.distributed.stops import STOP_SIGNALS
+from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.launchers.processes import elastic  # noqa: F401
 
 # Variables that libraries read while they are imported; PYTHONPATH is seen to.
@@ -66,7 +66,7 @@ LATER = (
 )  # seen to, or read when they are used
 SET = {"DS_ACCELERATOR": "cpu"}  # by `engines` for what it imports, and by commands for what they start
 # that are run as `python -m`
-MODULES = ("lockstep", "lockstep.tools.child", "torch.distributed.run", "accelerate.commands.launch")
+MODULES = ("lockstep", "lockstep.tools.subprocess_job", "torch.distributed.run", "accelerate.commands.launch")
 _NEW_NET, _NEW_MOUNTS, _NEW_NAMES = 0x40000000, 0x20000, 0x4000000  # of <sched.h>
 _SLAVE, _DETACH = 0x84000, 2  # of <sys/mount.h>
 _TESTS = str(Path(__file__).parent)

@@ -29,7 +29,7 @@ import yaml
 from harness import TINY, tiny
 
 from lockstep import cli
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config.run import Run
 from lockstep.launchers import local
 

@@ -30,7 +30,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import compiled
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
-from lockstep.training import first_look
+from lockstep.training import reference_pass
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -76,7 +76,7 @@ def build(run: Run, world: World) -> tuple[Task, Strategy]:
     strategy = strategy_class(run)(run, world)
     strategy.build(task)
     compiled.warm_up(run, strategy, task)
-    first_look.provide(run, world, task, strategy, prepared, trained=False)
+    reference_pass.provide(run, world, task, strategy, prepared, trained=False)
     return task, strategy
 
 

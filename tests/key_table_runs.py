@@ -25,7 +25,7 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 STEPS = 3
 INPUTS = ("input_ids", "token_type_ids", "decoder_input_ids")
@@ -130,7 +130,7 @@ class Place:
             told = watch(inside)
             world = World(run)
             task, strategy = build(run, world)
-            feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+            feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
             weights = []
             for step in range(min(feed.total, STEPS)):
                 rate = learning_rate(run.optim, step + 1, feed.total)
@@ -167,9 +167,9 @@ def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], tuple[list[int], s
     """Step and micro-batch -> the rows that it is made of, and a hash of what the model is given; filled as a run
     trains."""
     seen: dict[tuple[int, int], tuple[list[int], str]] = {}
-    collated = Feed._collated
+    collated = StepLoader._collated
 
-    def collate(self: Feed, step: int, chosen: np.ndarray, index: int) -> Any:
+    def collate(self: StepLoader, step: int, chosen: np.ndarray, index: int) -> Any:
         batch = collated(self, step, chosen, index)
         told = hashlib.sha256()
         for name in INPUTS:
@@ -179,7 +179,7 @@ def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], tuple[list[int], s
         seen[step, index] = (chosen.tolist(), told.hexdigest())
         return batch
 
-    patch.setattr(Feed, "_collated", collate)
+    patch.setattr(StepLoader, "_collated", collate)
     return seen
 
 

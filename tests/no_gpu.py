@@ -262,8 +262,8 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     from lockstep.config import plugins
     from lockstep.data.prepare import prepare
     from lockstep.strategies.strategy import checked_strategy
-    from lockstep.tools.planner.rank import Nobody
-    from lockstep.training.feed import Feed
+    from lockstep.tools.planner.fake_world import FakeWorld
+    from lockstep.training.data_loader import StepLoader
 
     ranks, rank = case["ranks"], case["rank"]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -272,11 +272,11 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     found = checked_strategy(run, ranks)
-    world = Nobody(run).on_machines(case["per_node"])
+    world = FakeWorld(run).on_machines(case["per_node"])
     assert world.device == DEVICE, world.device
     with numbers, WATCH:
         strategy = found(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), torch.device("cpu"))
+    feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
     times, summed = run.micro_batches // len(feed.indices), strategy.sum_of_step
 
     def sums(tensor: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def texts(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def answers(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    from lockstep.tasks.models.spans import scores
+    from lockstep.tasks.models.qa_spans import scores
 
     exact, f1 = np.mean([scores(one, right) for one, right in zip(predictions, labels, strict=True)], axis=0)
     told = {"own_exact": 100 * float(exact), "own_f1": 100 * float(f1)}

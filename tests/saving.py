@@ -12,10 +12,10 @@ from harness import build, digest, tiny
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.distributed.world import World
 from lockstep.training import loop, rank
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.session import Session
 
 SHARD = "shard-00001-of-00001.safetensors"
@@ -31,7 +31,7 @@ class Job:
     def __init__(self, run: Run) -> None:
         self.run, self.world, self.said = run, World(run), list[str]()
         self.task, self.strategy = build(run, self.world)
-        self.feed = Feed(run, self.task, self.strategy.own_micro_batches(), self.world.device)
+        self.feed = StepLoader(run, self.task, self.strategy.own_micro_batches(), self.world.device)
         self.checkpoints = self.opened(run)
         self.done = 0
 
@@ -89,6 +89,6 @@ def trained(run: Run, after: int = 0, event: Callable[[], None] = lambda: None) 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
         patch.setattr(loop, "between_steps", disturbed)
         run.folder.mkdir(parents=True, exist_ok=True)
-        launched.write(run.folder, launched.here("local", 1))
+        job_record.write(run.folder, job_record.here("local", 1))
         status = rank.main(run)
     return status, " ".join(said.getvalue().split())

@@ -21,7 +21,7 @@ from command import LOCKSTEP, ended, environment_of, start
 from forked import Forked
 
 from lockstep.config.run import Run
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.strategies.allreduce import AllReduce
 
 HERE = str(Path(__file__).parent)
@@ -64,7 +64,7 @@ class Signalled(AllReduce):
         return super().train_step(batch, learning_rate)
 
     def forward(self, inputs: Any) -> Any:
-        if PLACE.name.startswith("evaluation") and not self.sent:
+        if ACTIVITY.name.startswith("evaluation") and not self.sent:
             self._at("evaluation" if self.trained else f"step {self.updates} evaluated")
             if self.sent:  # the launcher may be slower in telling the ranks than the rest of the evaluation takes
                 assert self.world.stop.wait(120), "the signal has not reached rank 0"

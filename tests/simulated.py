@@ -29,7 +29,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import strategy_class
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 WAIT_S = 7200.0  # for other ranks, which compute one after another, maybe on a busy machine
 
@@ -228,7 +228,7 @@ class Job:
     def __post_init__(self) -> None:
         kind = find("tasks", self.run.task.name)
         self.task = kind(self.run, prepare(self.run, kind))
-        feed = Feed(self.run, self.task, range(self.run.micro_batches), torch.device("cpu"))
+        feed = StepLoader(self.run, self.task, range(self.run.micro_batches), torch.device("cpu"))
         self.batches: list[StepBatch] = [feed.make(step) for step in range(self.steps)]
 
     def __call__(self, world: World) -> dict[str, Tensor]:

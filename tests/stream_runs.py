@@ -26,7 +26,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.strategies.exact.reduction import share
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 SHARDS = 5
 Rows = list[dict[str, Any]]
@@ -94,8 +94,8 @@ def task_of(run: Run) -> Any:
     return found(run, prepare(run, found))
 
 
-def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> Feed:
-    return Feed(run, task_of(run), share(run.micro_batches, rank, ranks), torch.device("cpu"))
+def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
+    return StepLoader(run, task_of(run), share(run.micro_batches, rank, ranks), torch.device("cpu"))
 
 
 LM: dict[str, Any] = {"task": {"name": "language_modeling", "block_size": 24}}

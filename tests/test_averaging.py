@@ -16,17 +16,17 @@ from marks import slow
 from safetensors.torch import load_file
 from test_best import told
 
+from lockstep.checkpoint.averaging import Mean
 from lockstep.checkpoint.manifest import averaged
-from lockstep.checkpoint.mean import Mean
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.sharded import Given
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.strategies.strategy import checked_strategy
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
-from lockstep.training.sizes import memory
+from lockstep.training.model_stats import memory
 
 STEPS = 3
 EMA = "average.ema=0.9"
@@ -126,7 +126,7 @@ def by_hand(world: World, run: Run) -> dict[str, Any]:
     """A few steps; the average that is kept beside them, what is evaluated with it, and what is left afterwards."""
     task, strategy = build(run, world)
     kept = Averaged(run, strategy)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for t in range(STEPS):
         strategy.train_step(feed.make(t), 5e-3)
         kept.follow(t + 1)
@@ -147,7 +147,7 @@ def by_hand(world: World, run: Run) -> dict[str, Any]:
 def loop(world: World, run: Run) -> dict[str, Any]:
     """The same average, as anyone would write it."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     mean = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
     for t in range(STEPS):
         strategy.train_step(feed.make(t), 5e-3)

@@ -14,7 +14,7 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.tools.bench.bench import rows_of
-from lockstep.tools.bench.bench_results import Bench, Row, details, efficiency, plots, reasons, table
+from lockstep.tools.bench.bench_results import Bench, BenchRow, details, efficiency, plots, reasons, table
 from lockstep.training.timing import RankMemory, Timing
 
 HERE = str(Path(__file__).parent)
@@ -100,7 +100,7 @@ def test_the_batch_grows_with_the_processes_if_asked(tmp_path: Path) -> None:
     assert [row.series for row in rows] == ["ddp, 4 micro-batches", "ddp, 8 micro-batches"]
 
 
-def row(processes: int, series: str, *seconds: float) -> Row:
+def row(processes: int, series: str, *seconds: float) -> BenchRow:
     """100 examples in each round, in so many seconds."""
     rank = RankMemory("host", "CPU", 300 * 2**20, 0, 12, 16)
     versions: dict[str, str] = {}
@@ -108,7 +108,7 @@ def row(processes: int, series: str, *seconds: float) -> Row:
         i: Timing(processes, 1, 5, 100, 1000, 1100, s, [s / 5] * 5, 50, 1, [rank] * processes, versions)
         for i, s in enumerate(seconds)
     }
-    return Row(processes, series, {}, None, None, rounds)
+    return BenchRow(processes, series, {}, None, None, rounds)
 
 
 def test_efficiency_is_the_median_of_the_ratios_within_a_round() -> None:
@@ -122,7 +122,7 @@ def test_efficiency_is_the_median_of_the_ratios_within_a_round() -> None:
 
 
 def test_the_table_names_what_was_measured_and_the_reasons_what_was_not() -> None:
-    rows = [row(1, "ddp", 4.0), row(2, "ddp", 2.5), Row(4, "ddp", {}, None, "out of memory")]
+    rows = [row(1, "ddp", 4.0), row(2, "ddp", 2.5), BenchRow(4, "ddp", {}, None, "out of memory")]
     columns, cells = table(rows)
     assert [line[columns.index("efficiency")] for line in cells] == ["100%", "80%"]
     assert reasons(rows) == ["ddp, 4 process(es): out of memory"]

@@ -16,7 +16,7 @@ from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.checkpoint.progress import Progress, best_first
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
-from lockstep.tools.sweep.sweep import Trial
+from lockstep.tools.sweep.sweep import SweepTrial
 
 EPOCH = 2  # steps
 # A rate at which the validation loss is best after a few epochs, and then worse.
@@ -164,7 +164,7 @@ def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest
     assert last == best + 3 * EPOCH
     assert list(losses) == list(range(EPOCH, last + 1, EPOCH))
     assert (scores["step"], scores["export"]) == (best, "best")
-    trial = Trial("a", {}, load(early / "out/run.yaml", []))  # as one of a sweep
+    trial = SweepTrial("a", {}, load(early / "out/run.yaml", []))  # as one of a sweep
     trial.look("validation")
     assert (trial.state, trial.scores["loss"]) == ("done", losses[best])
     assert scores["splits"]["validation"]["loss"] == losses[best]

@@ -129,7 +129,7 @@ def test_a_large_file_is_read_whole_once_and_then_in_part(own_cache: Path, monke
     hashes = cache._hashes
     monkeypatch.setattr(cache, "_hashes", lambda file, blocks: read.append(len(blocks)) or hashes(file, blocks))
     content = np.random.default_rng(0).bytes(100_500)
-    path = cache.kept(own_cache / "tokens" / "large", lambda aside: aside.write_bytes(content) and None)
+    path = cache.cached(own_cache / "tokens" / "large", lambda aside: aside.write_bytes(content) and None)
     assert cache.damage(path) is None
     assert cache.damage(path) is None
     assert read == [101, 101, 4]  # when it was written, at its first use, later
@@ -148,7 +148,7 @@ def test_a_cache_without_room_says_so(own_cache: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(RunError, match=r"token cache .* cannot be written: No space left on device.*LOCKSTEP_CACHE"):
-        cache.kept(own_cache / "tokens" / "a", full)
+        cache.cached(own_cache / "tokens" / "a", full)
     assert os.listdir(own_cache / "tokens") == []
 
 
@@ -202,7 +202,7 @@ def test_two_users_share_a_cache_without_trusting_each_other(monkeypatch: pytest
                     os._exit(status)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == wanted
         assert (shared / "user-1235").stat().st_uid == 1235
-        path = cache.kept(shared / "user-0" / "tokens" / "a", lambda aside: aside.write_bytes(b"mine") and None)
+        path = cache.cached(shared / "user-0" / "tokens" / "a", lambda aside: aside.write_bytes(b"mine") and None)
         os.chown(path, 1235, -1)
         assert cache.damage(path) == "a belongs to another user"
 

@@ -232,9 +232,9 @@ def test_trials_of_padding(key: str, cache: Path, monkeypatch: pytest.MonkeyPatc
     tried: list[Run] = []
     run = make(cache, "documents")
     monkeypatch.setattr(padding, "tried", lambda run, head, config: tried.append(run))
-    padding.tried.__name__ = "tried"
+    padding.trial.__name__ = "tried"
     for _ in range(2):
-        padding.refused(run, "causal")
+        padding.unsupported_reason(run, "causal")
     assert len(tried) == 1
     if key == "torch":
         monkeypatch.setattr(torch, "__version__", "0.0.1")
@@ -242,7 +242,7 @@ def test_trials_of_padding(key: str, cache: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(padding, "_transformers", lambda: "0.0.1")
     else:
         run = make(cache, "documents", key)
-    padding.refused(run, "causal")
+    padding.unsupported_reason(run, "causal")
     assert len(tried) == (1 if key == "data.padding=batch" else 2)  # padded, there is nothing to try
 
 

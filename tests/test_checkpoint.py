@@ -19,7 +19,7 @@ from lockstep.data.tokens import Prepared
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.classification import Classification
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 SHARD = "shard-00001-of-00001.safetensors"
 
@@ -28,14 +28,14 @@ def run_in(folder: Path, *overrides: str) -> Run:
     return tiny(f"output={folder}", "strategy.name=single", "launch.processes=1", *overrides)
 
 
-def opened(run: Run) -> tuple[Checkpoints, Strategy, Feed]:
+def opened(run: Run) -> tuple[Checkpoints, Strategy, StepLoader]:
     """A process of its own, as far as checkpoints can tell."""
     world = World(run)
     task, strategy = build(run, world)
     return (
         Checkpoints(run, world, task.prepared, 6),
         strategy,
-        Feed(run, task, strategy.own_micro_batches(), world.device),
+        StepLoader(run, task, strategy.own_micro_batches(), world.device),
     )
 
 

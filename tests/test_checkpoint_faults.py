@@ -21,9 +21,9 @@ from saving import SHARD, Job, disk, here, run_in
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
 from lockstep.config.run import Run, RunError
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.distributed.world import World
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 # -- beside training -------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, int | None]:
     """A checkpoint, another one with the disk full, and one after it has been cleared."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     said: list[str] = []
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
     ballast, left = run.folder.parent / "ballast", ""
@@ -231,7 +231,7 @@ def test_a_folder_that_vanishes(what: str, tmp_path: Path, gate: Gate, monkeypat
 
 def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str | None, list[str], int]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     said: list[str] = []
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
     real, error, step = storage.write, None, 0
@@ -338,7 +338,7 @@ class Slow(Classification):
 
 def in_the_way(folder: Path) -> None:
     """The folder of an earlier launch, with a file where its checkpoints would be."""
-    launched.write(folder, replace(launched.here("local", 1), status=75))
+    job_record.write(folder, replace(job_record.here("local", 1), status=75))
     (folder / "checkpoints").write_text("mine")
 
 

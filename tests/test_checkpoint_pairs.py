@@ -16,7 +16,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 NAMES = plugins.names("strategies")
 EXACT = {name for name in NAMES if plugins.find("strategies", name).exact}
@@ -37,7 +37,7 @@ def run_of(name: str, folder: Path, *overrides: str) -> Run:
 def saved(world: World, run: Run) -> str:
     """Two steps, and a checkpoint of them. Returns the digest of what was saved."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for t in range(2):
         strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6))
     checkpoints = Checkpoints(run, world, task.prepared, 6)
@@ -52,7 +52,7 @@ def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, 
     """One step more from each of these folders' checkpoints, all on one strategy, so that nothing of the one before
     may be left."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     found = []
     for folder in folders:
         here = run.model_copy(update={"output": str(folder)})
@@ -177,7 +177,7 @@ def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str
     """Save and resume where every rank has an OUTPUT of its own."""
     run = run.model_copy(update={"output": f"{run.output}-{world.rank}"})
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     strategy.train_step(feed.make(0), 1e-3)
     said: list[str] = []
     checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)

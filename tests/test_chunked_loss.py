@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lockstep.config.run import RunError
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
-from lockstep.tasks.models import chunked_loss, kept
+from lockstep.tasks.models import chunked_loss, storage_dtype
 
 VOCABULARY = 97
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -198,7 +198,7 @@ def test_a_frozen_head_kept_in_bfloat16_computes_in_float32() -> None:
     model = model_of("llama")
     head = model.lm_head.requires_grad_(False)
     head.weight.data = head.weight.data.bfloat16()
-    kept._widen(head)
+    storage_dtype._widen(head)
     inputs, targets = batch_of(model)
     whole = cross_entropy(model(**inputs).logits.flatten(0, 1), targets.flatten(), reduction="sum")
     wanted = gradients(model, whole)

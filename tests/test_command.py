@@ -232,7 +232,7 @@ def test_whatever_an_earlier_job_left_a_failing_one_shows_its_traceback_once(
 
     def shown(parent: int, born: str, port: str = "29500") -> int:
         monkeypatch.setattr(os, "getppid", lambda: parent)
-        monkeypatch.setattr("lockstep.distributed.launched.born", lambda pid: f"{pid}, {born}")
+        monkeypatch.setattr("lockstep.distributed.job_record.born", lambda pid: f"{pid}, {born}")
         monkeypatch.setenv("MASTER_PORT", port)
         tell_failure(RuntimeError("the data went away"), None)
         return min(1, capsys.readouterr().err.count("the data went away"))

@@ -20,7 +20,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, compiled
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import checked_strategy
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 COMPILE = "model.compile=true"
@@ -60,7 +60,7 @@ def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> No
     task, strategy = build(run, world)
     assert len(codes) == 3
     before = sum(code.calls for code in codes)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     batches = [feed.make(step) for step in range(6)]
     assert len({m.inputs["input_ids"].shape for batch in batches for m in batch.micro_batches}) > 10
     for step, batch in enumerate(batches):
@@ -241,7 +241,7 @@ def test_weights_in_bf16_and_a_loss_in_chunks(name: str, ranks: int, options: tu
 def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int]]:
     """Three steps, and three more by another model of the same run. Also what torch's cache did for them."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for step in range(6):
         if step == 3:
             state = world.broadcast(strategy.state_dict())

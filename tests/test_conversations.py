@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
-from lockstep.data.apart import warnings
 from lockstep.data.batch import IGNORED
 from lockstep.data.conversations import Writing, documents_of, turns, without_nulls, written
 from lockstep.data.prepare import prepare
+from lockstep.data.splitting import warnings
 from lockstep.data.tokens import VERSION, content, digest
 from lockstep.tasks.language_modeling import LanguageModeling
 

@@ -13,7 +13,7 @@ import pytest
 from harness import run_on, tiny
 
 from lockstep.config.run import DataSection, Run
-from lockstep.data import shards, source, tokenizer
+from lockstep.data import arrow_cache, source, tokenizer
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
 from lockstep.distributed.world import World
@@ -270,13 +270,13 @@ def _bert() -> dict:
 def test_the_second_time_nothing_is_read_or_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(write(tmp_path, "data.jsonl", messages(40)))
     calls = []
-    whole = shards.fill
+    whole = arrow_cache.fill
 
     def spy(*arguments: Any) -> list[Path]:
         calls.append("fill")
         return whole(*arguments)
 
-    monkeypatch.setattr(shards, "fill", spy)
+    monkeypatch.setattr(arrow_cache, "fill", spy)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))  # other tests prepare the same texts
     first = prepared(run)
     assert calls == ["fill", "fill"]

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint import card
-from lockstep.config import errors as messages
-from lockstep.config.disclosure import holds_secret, said, struck, struck_all, visible
+from lockstep.config import error_messages as messages
+from lockstep.config.redaction import holds_secret, printable, redact, redact_all, visible
 from lockstep.config.run import RunError, load
-from lockstep.distributed.journal import Journal
+from lockstep.distributed.event_log import EventLog
 from lockstep.track import console
 
 WORD = string.ascii_letters + string.digits
@@ -79,18 +79,18 @@ def test_every_form_is_found_and_struck(form: str, data: st.DataObject) -> None:
     hidden, text = data.draw(FORMS[form])
     told = f"{data.draw(around)}{text}{data.draw(st.sampled_from(['', ' ', chr(10) + 'next', ' and more']))}"
     assert holds_secret(told)
-    assert hidden not in struck(told)
-    assert not holds_secret(struck(told)), "what is struck is no secret any more"
-    assert hidden not in str(struck_all({"a": [{"b": [told]}]}))
+    assert hidden not in redact(told)
+    assert not holds_secret(redact(told)), "what is struck is no secret any more"
+    assert hidden not in str(redact_all({"a": [{"b": [told]}]}))
     assert messages.secret({"section": {"list": ["x", ["y", told]]}}) == "section.list"
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text())
 def test_any_text_can_be_said_and_is_said_once(text: str) -> None:
-    assert not any(character in said(text) for character in "\x1b\r\x07\x08\x9b\u202e\u2028")
+    assert not any(character in printable(text) for character in "\x1b\r\x07\x08\x9b\u202e\u2028")
     assert visible(visible(text)) == visible(text)
-    assert struck(struck(text)) == struck(text)
+    assert redact(redact(text)) == redact(text)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_any_text_can_be_said_and_is_said_once(text: str) -> None:
     ],
 )
 def test_plain_words_are_left_as_they_are(text: str) -> None:
-    assert said(text) == text
+    assert printable(text) == text
     assert messages.secret({"a": {"b": [text]}}) is None
 
 
 def test_a_secret_of_the_environment_is_struck_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SERVICE_PASSWORD", "correct horse battery")
-    assert struck("login failed for me/correct horse battery.") == "login failed for me/***."
+    assert redact("login failed for me/correct horse battery.") == "login failed for me/***."
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_events_are_a_sink(tmp_path: Path) -> None:
         is_main = True
 
     world: Any = Main()
-    Journal(world, tmp_path).event("start", 0, opening={"tracker": TOLD}, list=[TOLD])
+    EventLog(world, tmp_path).event("start", 0, opening={"tracker": TOLD}, list=[TOLD])
     line = json.loads((tmp_path / "events.jsonl").read_text())
     assert "hunter2" not in str(line)
     assert line["opening"]["tracker"].startswith("mlflow failed: https://***@host/")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.tools import commands

@@ -15,7 +15,7 @@ from task_runs import make, write
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
-from lockstep.data import pairs
+from lockstep.data import text_pairs
 from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
 from lockstep.tasks.embedding import Embedding
@@ -160,7 +160,7 @@ def test_equal_values_have_the_mean_of_their_places() -> None:
 
 def test_vectors_that_are_no_numbers_find_nothing() -> None:
     """None is more alike than what is right, so that all of it would come first."""
-    vectors, numbers = retrieval.made_up((6, 2, 4))
+    vectors, numbers = retrieval.dummy_predictions((6, 2, 4))
     gathered = {"anchors": vectors[:, 0], "positives": vectors[:, 1], "queries": numbers[:, 0], "texts": numbers[:, 1]}
     assert all(0 <= value <= 1 for value in retrieval.scores_of(gathered).values())
     for name in ("anchors", "positives"):
@@ -266,7 +266,7 @@ def test_the_loss_is_that_of_sentence_transformers(tmp_path: Path) -> None:
 
 def test_a_row_s_texts_are_laid_side_by_side(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "pairs", "task={name: embedding, negative: negative}"))
-    told = pairs.laid(task.splits["train"], np.array([3, 0]), int(task.tokenizer.pad_token_id))
+    told = text_pairs.laid(task.splits["train"], np.array([3, 0]), int(task.tokenizer.pad_token_id))
     rows = rows_in(tmp_path)
     wanted = [rows[i][name] for name in ("anchor", "positive", "negative") for i in (3, 0)]
     assert [" ".join(text.split()) for text in task.tokenizer.batch_decode(told.ids, skip_special_tokens=True)] == [

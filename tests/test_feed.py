@@ -13,7 +13,7 @@ from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.classification import Classification
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 CPU = torch.device("cpu")
 
@@ -22,8 +22,8 @@ def task_of(run: Run) -> Classification:
     return Classification(run, prepare(run, Classification))
 
 
-def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> Feed:
-    return Feed(run, task_of(run), share(run.micro_batches, rank, ranks), CPU)
+def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
+    return StepLoader(run, task_of(run), share(run.micro_batches, rank, ranks), CPU)
 
 
 def rows_in(batch: StepBatch) -> list[tuple[int, ...]]:
@@ -38,7 +38,7 @@ def rows_in(batch: StepBatch) -> list[tuple[int, ...]]:
     return found
 
 
-def wanted_rows(feed: Feed, rows: np.ndarray) -> list[tuple[int, ...]]:
+def wanted_rows(feed: StepLoader, rows: np.ndarray) -> list[tuple[int, ...]]:
     ids, labels = feed.columns.ragged("input_ids"), feed.columns.flat("label")
     return [(*ids.row(int(i)).tolist(), int(labels[i])) for i in rows]
 
@@ -145,7 +145,7 @@ def test_grouping_by_length_over_steps_pads_less_with_fewer_pieces() -> None:
 def test_a_feed_of_no_micro_batch_knows_the_step() -> None:
     """`lockstep plan` has one."""
     run = tiny()
-    batch = Feed(run, task_of(run), [], torch.device("cpu")).make(0)
+    batch = StepLoader(run, task_of(run), [], torch.device("cpu")).make(0)
     assert batch.targets == 22
     assert batch.own_tokens == 0
 
@@ -169,7 +169,7 @@ def test_what_a_collate_draws_is_another_thing_in_each_step_and_micro_batch_and_
     for ranks in (1, 2):
         task = Drawing(run, prepare(run, Classification))
         task.drawn = {}
-        feeds = [Feed(run, task, share(run.micro_batches, rank, ranks), CPU) for rank in range(ranks)]
+        feeds = [StepLoader(run, task, share(run.micro_batches, rank, ranks), CPU) for rank in range(ranks)]
         for step in range(3):
             for feed in feeds:
                 feed.make(step)

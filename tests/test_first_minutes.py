@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from test_console import TRAIN, console, screen
 
 from lockstep.data import downloads, tokens
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.launchers import start
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.module import Module
@@ -74,7 +74,7 @@ def test_a_line_comes_before_anything_is_imported_that_takes_long(
 def test_tokenising_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     places: list[str] = []
-    monkeypatch.setattr(PLACE, "at", places.append)
+    monkeypatch.setattr(ACTIVITY, "at", places.append)
     rows = Dataset.from_dict({"text": ["a"] * 2500})
     kind = Features({"label": Value("int64")})
     tokens.encode(rows, lambda batch: {"label": [1] * len(batch["text"])}, kind, "key")
@@ -86,16 +86,16 @@ def test_downloads_say_what_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyP
     blobs = tmp_path / "models--somebody--gpt" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "old").write_bytes(bytes(5_000_000))
-    before = PLACE.name
+    before = ACTIVITY.name
     with downloads.downloading("somebody/gpt", "model"):
-        assert PLACE.name == "loading somebody/gpt"
+        assert ACTIVITY.name == "loading somebody/gpt"
         (blobs / "new.incomplete").write_bytes(bytes(2_500_000))
-        while not PLACE.name.startswith("downloading"):
+        while not ACTIVITY.name.startswith("downloading"):
             time.sleep(0.05)
-        assert PLACE.name == "downloading somebody/gpt, 2.5 MB so far", "what was there before is not counted"
+        assert ACTIVITY.name == "downloading somebody/gpt, 2.5 MB so far", "what was there before is not counted"
     with downloads.downloading(str(tmp_path), "model"):
-        assert PLACE.name == f"reading {tmp_path}"
-    assert PLACE.name == before
+        assert ACTIVITY.name == f"reading {tmp_path}"
+    assert ACTIVITY.name == before
 
 
 # -- while it trains -------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from harness import lockstep_environment
 
 import lockstep
 from lockstep import api
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.tools import notebook
-from lockstep.tools.following import Event, Following
+from lockstep.tools.event_stream import Event, Following
 
 
 def add(folder: Path, name: str, *lines: dict[str, Any]) -> None:
@@ -34,10 +34,10 @@ def kinds(following: Following) -> list[tuple[str, int]]:
 def test_a_run_from_its_first_to_its_last_event(tmp_path: Path) -> None:
     following = Following(tmp_path)
     assert kinds(following) == []
-    launched.write(tmp_path, launched.here("local", 2))
+    job_record.write(tmp_path, job_record.here("local", 2))
     (prepared,) = following.new()
     assert (prepared.kind, prepared.facts) == ("prepared", {"launcher": "local", "processes": 2})
-    launched.note(tmp_path, steps=20)
+    job_record.note(tmp_path, steps=20)
     add(tmp_path, "events", {"time": 1.0, "event": "start", "step": 0, "hosts": ["a"]})
     (start,) = following.new()
     assert (start.kind, start.steps, start.facts["hosts"]) == ("start", 20, ["a"])

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from lockstep.config import errors, plugins
-from lockstep.config.foreign_names import FOREIGN
-from lockstep.config.foreign_nowhere import NOWHERE
+from lockstep.config import error_messages, plugins
+from lockstep.config.key_aliases import FOREIGN
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.schema import schema
-from lockstep.tools.starter.moving import trainer
+from lockstep.config.unsupported_keys import NOWHERE
+from lockstep.tools.import_config import trainer
 
-KEYS = {*errors.keys_of(Run)}
+KEYS = {*error_messages.keys_of(Run)}
 for kind, part in (("tasks", "task"), ("launchers", "launch"), ("optimizers", "optim")):
     for each in plugins.names(kind):
         KEYS |= {f"{part}.{key}" for key in plugins.find(kind, each).Options.model_fields}  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ def said(*overrides: str, values: dict[str, Any] | None = None) -> str:
 
 
 def test_every_foreign_name_leads_to_a_key_that_there_is() -> None:
-    ours = errors.keys_of(Run)
+    ours = error_messages.keys_of(Run)
     assert {key for key, _ in FOREIGN.values()} - {""} <= ours.keys()
     own = {key.rpartition(".")[2] for key in ours}
     assert not own & FOREIGN.keys(), "a key of ours would be explained as foreign"
@@ -52,7 +52,7 @@ def test_every_field_of_training_arguments_is_answered(name: str) -> None:
     if name in Run.model_fields:
         return
     message = said(f"{name}=3")
-    ours = [key for key in errors.keys_of(Run) if key.rpartition(".")[2] == name]
+    ours = [key for key in error_messages.keys_of(Run) if key.rpartition(".")[2] == name]
     assert "did you mean" not in message
     assert "known here" not in message
     if name in FOREIGN:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from lockstep.config.run import DataSection, RunError
-from lockstep.data import compressed, nested, readable, source
+from lockstep.data import compressed, nested_columns, readable, source
 from lockstep.data.cache import cache_folder
 
 ROWS = [{"text": "été; oui", "label": 1}, {"text": "b", "label": 2}]
@@ -189,7 +189,7 @@ def test_dotted_paths_are_columns(path: str, wanted: list, tmp_path: Path) -> No
     found = read({"task.text": path}, source=deep(tmp_path))
     assert [row[path] for row in found] == wanted
     some = datasets.Dataset.from_list(DEEP * 3).select([3, 2, 4])  # rows that were selected before
-    again = nested.added(some, {"task.text": path}, "train", "x")
+    again = nested_columns.added(some, {"task.text": path}, "train", "x")
     assert again[path] == [wanted[0], wanted[2], wanted[1]]
 
 
@@ -212,6 +212,6 @@ def test_names_of_labels_are_kept_and_columns_with_dots_are_themselves() -> None
     names = datasets.ClassLabel(names=["no", "yes"])
     features = datasets.Features({"meta": {"label": names}, "a.b": datasets.Value("string")})
     rows = datasets.Dataset.from_list([{"meta": {"label": 1}, "a.b": "x"}], features)
-    found = nested.added(rows, {"task.label": "meta.label", "task.text": "a.b"}, "train", "x")
+    found = nested_columns.added(rows, {"task.label": "meta.label", "task.text": "a.b"}, "train", "x")
     assert found.features["meta.label"] == names
     assert found.column_names == ["meta", "a.b", "meta.label"]

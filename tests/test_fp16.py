@@ -23,7 +23,7 @@ from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.exact import scaling
 from lockstep.strategies.exact.scaling import HIGHEST, INTERVAL, LOWEST, START, LossScale
 from lockstep.strategies.strategy import NotFinite, Strategy, checked_strategy
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 HERE = str(Path(__file__).parent)
 FINE, INF = torch.tensor(1.0), torch.tensor(float("inf"))
@@ -86,7 +86,7 @@ def planted(strategy: Strategy, overflows: dict[int, float], infinite: int = -1)
 def steps_of(world: World, run: Run, overflows: dict[int, float], steps: int = 6) -> dict[str, Any]:
     """A few steps, some of which overflow; what must be equal everywhere."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     strategy.dry_run(feed.longest())
     planted(strategy, overflows)
     assert strategy.scaling is not None
@@ -185,7 +185,7 @@ def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Pa
 def switched(world: World, run: Run) -> list[tuple[float, str]]:
     """The scale after an overflow, the state two steps later: straight on, and by another strategy from the state."""
     task, first = build(run, world)
-    feed = Feed(run, task, first.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, first.own_micro_batches(), world.device)
     planted(first, OVERFLOWS)
     for t in range(4):
         first.train_step(feed.make(t), 1e-3)
@@ -195,7 +195,7 @@ def switched(world: World, run: Run) -> list[tuple[float, str]]:
     ends = []
     for strategy in (first, second):
         scale = float(strategy.state_dict()["scaling.scale"])
-        mine = Feed(run, task, strategy.own_micro_batches(), world.device)
+        mine = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         for t in (4, 5):
             strategy.train_step(mine.make(t), 1e-3)
         state = strategy.state_dict()
@@ -215,7 +215,7 @@ def test_another_strategy_goes_on_with_the_scale() -> None:
 def bad_loss(world: World, run: Run) -> tuple[str, list[float]]:
     """What a loss that is no number comes to, and the scale before and after it."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     planted(strategy, {}, infinite=1)
     scales, said = [], "skipped"
     for t in range(2):

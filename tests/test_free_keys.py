@@ -17,7 +17,7 @@ from own_modules import NET, NET_FUNCTIONS, job
 from task_runs import TASKS, make
 
 from lockstep.cli import main
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config.run import Run
 
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=4", "steps=6", "fingerprint.every=1")

@@ -15,7 +15,7 @@ from lockstep.strategies.engines.tree_scatter import TreeScatter
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.models import padding
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 LLAMA = {
     "type": "llama",
@@ -32,7 +32,7 @@ LLAMA = {
 
 def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
     found = {
         "digest": digest(strategy.state_dict()),
@@ -109,7 +109,7 @@ def order_of(world: World, run: Run) -> list[str]:
     scattered = TreeScatter.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeScatter, "__call__", lambda *a, **k: (events.append("out"), scattered(*a, **k))[1])
-        strategy.train_step(Feed(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-3)
+        strategy.train_step(StepLoader(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-3)
     strategy.close()
     return events
 
@@ -154,7 +154,7 @@ def test_every_rank_holds_its_part_only(single: dict) -> None:
 def written(world: World, run: Run) -> tuple[int, int]:
     """The most memory that building wrote to at once, and the model's size, in bytes."""
     task = find("tasks", run.task.name)
-    padding.refused(run, task.head)  # a start tries a small model before any rank is there
+    padding.unsupported_reason(run, task.head)  # a start tries a small model before any rank is there
     with Written() as seen:
         _, strategy = build(run, world)
     size = 4 * strategy.parameter_count

@@ -19,8 +19,8 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.fsdp2_step import FSDP2Step
 from lockstep.strategies.strategy import checked_strategy, strategy_class
-from lockstep.training import sizes
-from lockstep.training.feed import Feed
+from lockstep.training import model_stats
+from lockstep.training.data_loader import StepLoader
 
 STEP = {"name": "fsdp2", "options": {"gather": "step"}}
 PIECE = {"name": "fsdp2", "options": {"gather": "piece"}}
@@ -53,7 +53,7 @@ def odd_steps(world: World, runs: list[Run]) -> list[tuple[list[float], str]]:
     found = []
     for run in runs:
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         norms = []
         for step in range(4):
             odd_models.step = step
@@ -76,7 +76,7 @@ def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
     found = []
     for i, run in enumerate(runs):
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         checkpoints = Checkpoints(run, world, task.prepared, 6)
         step, notes = checkpoints.resume(strategy)
         assert (step, notes) == (2 * i, [])
@@ -119,11 +119,11 @@ def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
     """And an option of FSDP's asks for FSDP, as `exact: false` does."""
     run = tiny(strategy={"name": "fsdp2"} | strategy)
     assert checked_strategy(run, 2) is (found or FSDP2)
-    assert not strategy_class(run).undecided(run)
+    assert not strategy_class(run).needs_memory_to_resolve(run)
 
 
 def decided(run: Run, processes: int, memory: int) -> str:
-    assert strategy_class(run).undecided(run)
+    assert strategy_class(run).needs_memory_to_resolve(run)
     return FSDP2.decided(run, processes, 100, 100, memory).strategy.options["gather"]
 
 
@@ -138,8 +138,8 @@ def test_else_what_fits_into_half_of_the_memory() -> None:
 def ranks_of_unlike_memory(world: World, run: Run) -> str:
     task, strategy = build(run, world)
     strategy.close()
-    sizes.capacity = lambda device, sharing: 10**12 if world.rank else 10  # type: ignore[assignment]
-    return sizes.decided(run, task, world).strategy.options["gather"]
+    model_stats.capacity = lambda device, sharing: 10**12 if world.rank else 10  # type: ignore[assignment]
+    return model_stats.resolve_options(run, task, world).strategy.options["gather"]
 
 
 @pytest.mark.processes

@@ -15,8 +15,8 @@ from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import finished, newest_first
 from lockstep.config.exit_status import HALTED
 from lockstep.config.run import Run
-from lockstep.distributed import launched
-from lockstep.training import delivery, rank
+from lockstep.distributed import job_record
+from lockstep.training import publish, rank
 
 pytestmark = pytest.mark.processes  # mount
 
@@ -36,7 +36,7 @@ def full_after(run: Run, step: int) -> tuple[int, str]:
 
 def is_consistent(run: Run, status: int, said: str) -> None:
     """What a start left behind is what its status says, and nothing is left half done."""
-    record = launched.read(run.folder)
+    record = job_record.read(run.folder)
     assert record is not None, said
     assert record.status == status, said
     assert [path for path in run.folder.rglob("*.partial") if path.parent.name != "checkpoints"] == []
@@ -111,8 +111,8 @@ def test_a_disk_that_is_full_once_the_last_checkpoint_is_there(tmp_path: Path, w
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.keep=1")
         with pytest.MonkeyPatch.context() as patch:
-            real = delivery.write_export
-            patch.setattr(delivery, "write_export", lambda *given: (fill(tmp_path / "disk", 0), real(*given)))
+            real = publish.write_export
+            patch.setattr(publish, "write_export", lambda *given: (fill(tmp_path / "disk", 0), real(*given)))
             status, said = trained(run)
         is_consistent(run, status, said)
         assert status == 1
@@ -154,10 +154,10 @@ def test_a_disk_that_is_full_once_the_export_is_there(tmp_path: Path) -> None:
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out")
         with pytest.MonkeyPatch.context() as patch:
-            real = rank.concluded
+            real = rank.write_summary
             patch.setattr(rank, "concluded", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
             status, said = trained(run)
-        record = launched.read(run.folder)
+        record = job_record.read(run.folder)
         assert status == 0
         assert record is not None
         assert record.status == 0

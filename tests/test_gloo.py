@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import PLAIN, World
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 pytestmark = pytest.mark.processes
@@ -57,7 +57,7 @@ def functional_ones(world: World, run: Run) -> int:
     """In two steps, with what a checkpoint, scores and the export take."""
     with Functional() as seen:
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         strategy.dry_run(feed.longest())
         for step in range(2):
             strategy.train_step(feed.make(step), 1e-3)

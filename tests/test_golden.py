@@ -11,7 +11,7 @@ from harness import TINY
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.distributed.journal import versions
+from lockstep.distributed.event_log import versions
 from lockstep.distributed.processor import processor
 from lockstep.strategies.exact import optim
 

@@ -15,8 +15,8 @@ from task_runs import make
 from test_strategies import EXACT, steps_of, worlds
 
 from lockstep.config.run import Run
-from lockstep.distributed.phases import NAMES as PHASES
-from lockstep.distributed.phases import Phases
+from lockstep.distributed.step_timer import NAMES as PHASES
+from lockstep.distributed.step_timer import StepTimer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,7 +126,7 @@ def test_losses_in_chunks_are_those_of_all_logits(chunk: str, tmp_path: Path) ->
 
 def test_a_phase_is_the_devices_time_and_not_that_of_queueing() -> None:
     """Work that the host only queues counts for the phase it was queued in, though the host is long past it."""
-    found = Phases(torch.device("cuda", 0))
+    found = StepTimer(torch.device("cuda", 0))
     matrix = torch.ones(4096, 4096, device="cuda")
     matrix @ matrix
     torch.cuda.synchronize()

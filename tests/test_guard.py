@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.guard import Corrupted, Guard, drawn
 
 STEPS = 6
@@ -26,7 +26,7 @@ Fault = Callable[[Any, World, int], None]  # of a strategy, a rank, a step that 
 def guarded(world: World, run: Run, fault: Fault | None = None) -> dict[str, Any]:
     """Steps under guard; what was found in each, and the digest at the end."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
     guard, found = Guard(session), {}
     for step in range(STEPS):
@@ -138,7 +138,7 @@ class WrongWitness:
 def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_time() -> None:
     run = tiny("strategy.name=single", "guard.every=1")
     task, strategy = build(run, World(run))
-    feed = Feed(run, task, strategy.own_micro_batches(), strategy.world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
     session: Any = SimpleNamespace(run=run, world=strategy.world, feed=feed, strategy=strategy)
     guard, seen = Guard(session), list[int]()
     guard.trained(feed.make(0), 1e-3)  # the control: nothing is found

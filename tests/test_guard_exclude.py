@@ -14,9 +14,9 @@ from marks import slow
 
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
-from lockstep.distributed import excluded
+from lockstep.distributed import evicted_hosts
+from lockstep.training.eviction import check, leaving
 from lockstep.training.guard import third_of
-from lockstep.training.leaving import check, leaving
 
 HERE = str(Path(__file__).parent)
 MACHINES = ("launch.name=torchrun", "launch.machines=2:4", "launch.rendezvous=h:1", "launch.max_restarts=2")
@@ -108,12 +108,12 @@ def test_a_machine_that_was_taken_out_is_not_let_in_by_a_later_start(
     host, folder = socket.gethostname(), tmp_path / "out"
     run = load(None, ["launch.processes=1"], TINY | {"output": str(folder)})
     (tmp_path / "run.yaml").write_text(run.dump())
-    excluded.note(folder, "other", 3)
-    excluded.check(folder)
-    excluded.note(folder, host, 9)
-    excluded.note(folder, host, 9)
+    evicted_hosts.note(folder, "other", 3)
+    evicted_hosts.check(folder)
+    evicted_hosts.note(folder, host, 9)
+    evicted_hosts.note(folder, host, 9)
     (folder / "excluded-torn.json").write_text('{"host"')
-    assert [str(each) for each in excluded.of(folder)] == [
+    assert [str(each) for each in evicted_hosts.of(folder)] == [
         "other, which computed wrongly in step 3 (guard)",
         f"{host}, which computed wrongly in step 9 (guard)",
     ]
@@ -175,4 +175,4 @@ def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path
     assert found["weights_agree"] is (strategy != "WrongWeightOfRank")
     assert bits(tmp_path) == bits(untouched)
     each_step_once(tmp_path, untouched)
-    assert excluded.of(tmp_path / "out") == []  # a start after this one may have all ranks again
+    assert evicted_hosts.of(tmp_path / "out") == []  # a start after this one may have all ranks again

@@ -21,11 +21,20 @@ from hypothesis import strategies as st
 from marks import slow as marked
 
 from lockstep.config.run import Run, RunError, load
-from lockstep.distributed import phases
+from lockstep.distributed import step_timer
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import even, partial_nodes
-from lockstep.training.feed import Feed
-from lockstep.training.hand_over import BACK, PAYS, HandOver, decided, expected, partial_sums, quickest, told
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.rebalance import (
+    BACK,
+    PAYS,
+    LoadBalancer,
+    decided,
+    expected,
+    partial_sums,
+    quickest,
+    rebalance_message,
+)
 
 RATES = st.lists(st.floats(0.1, 10.0), min_size=2, max_size=5)
 
@@ -109,11 +118,13 @@ def test_who_was_slow_for_a_while_gets_back_all_of_it() -> None:
 
 def test_what_a_person_reads() -> None:
     equal, hosts = even(8, 3), ["a", "b", "c"]
-    assert told(quickest([1, 3, 1], 8), equal, [1, 3, 1], hosts, 12) == (
+    assert rebalance_message(quickest([1, 3, 1], 8), equal, [1, 3, 1], hosts, 12) == (
         "hand over: from step 13 on rank 1 on b runs 1 of 8 micro-batches, not 3: it takes 3.0 times as long for a "
         "token as others do"
     )
-    assert "from step 41 on ranks share micro-batches equally again" in told(equal, equal, [1, 1, 1], hosts, 40)
+    assert "from step 41 on ranks share micro-batches equally again" in rebalance_message(
+        equal, equal, [1, 1, 1], hosts, 40
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,9 +163,9 @@ class Clock:
 def trained(world: World, run: Run, slow: int) -> dict[str, Any]:
     """Steps in which a rank is slow for a while."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     clock = Clock(world.rank == slow)
-    phases.time = clock  # type: ignore[assignment]
+    step_timer.time = clock  # type: ignore[assignment]
     strategy.model.register_forward_pre_hook(clock.forward, with_kwargs=True)
     said, ran = [], []
     events: list[dict[str, Any]] = []
@@ -166,7 +177,7 @@ def trained(world: World, run: Run, slow: int) -> dict[str, Any]:
         journal=SimpleNamespace(event=lambda name, step, **facts: events.append({"step": step, **facts})),
         checkpoints=SimpleNamespace(say=said.append),
     )
-    for batch in HandOver(session).steps(0, lambda caught: None):
+    for batch in LoadBalancer(session).steps(0, lambda caught: None):
         clock.step = batch.step
         ran.append([micro.index for micro in batch.micro_batches])
         strategy.train_step(batch, 1e-3)

@@ -15,7 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class as class_of
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 # Trainer draws dropout from one stream for a whole run; without dropout both see the same network.
 CALM = ("model.config.resid_pdrop=0", "model.config.embd_pdrop=0", "model.config.attn_pdrop=0")
@@ -24,7 +24,7 @@ CONSTANT = ("optim.schedule=constant", "optim.warmup_steps=0", "steps=4", "batch
 
 def by_lockstep(world: World, run: Run) -> dict[str, torch.Tensor]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for step in range(4):
         strategy.train_step(feed.make(step), optim.learning_rate(run.optim, step, feed.total))
     weights = {k: v.clone() for k, v in (strategy.export() or {}).items()}
@@ -37,7 +37,7 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
     from transformers import Trainer, TrainingArguments
 
     task = build(tiny("strategy.name=single", *CALM, *CONSTANT), world)[0]
-    feed = Feed(run, task, range(run.micro_batches), world.device)
+    feed = StepLoader(run, task, range(run.micro_batches), world.device)
     micro_batches = [micro for step in range(4) for micro in feed.make(step).micro_batches]
     model = task.model()
 

@@ -16,7 +16,7 @@ from hub_server import READER, WRITER, Hub
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-from lockstep.checkpoint.export import Patience, PushFailed, push
+from lockstep.checkpoint.export import PushFailed, PushPatience, push
 from lockstep.cli import main
 from lockstep.config.plugins import find
 from lockstep.config.run import RunError, load
@@ -185,7 +185,7 @@ def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, finished: Path, lockst
     assert lockstep(finished, "push", "out", "user/other")[0] == 0  # the control
     hub.faults = {"commit": ["silent"] * 2}
     with pytest.raises(PushFailed, match="failed 2 times"):
-        push(finished / "out", "user/feelings", True, print, Patience(tries=2, wait_s=0, timeout_s=0.2))
+        push(finished / "out", "user/feelings", True, print, PushPatience(tries=2, wait_s=0, timeout_s=0.2))
 
 
 @pytest.mark.processes

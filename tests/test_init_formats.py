@@ -15,7 +15,7 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
-from lockstep.tools.starter import guesses
+from lockstep.tools.init import machine_defaults
 
 WORDS = ("sad", "happy", "tired", "the", "sun", "went", "down", "over", "my", "house", "again", "until", "nobody")
 
@@ -23,7 +23,7 @@ WORDS = ("sad", "happy", "tired", "the", "sun", "went", "down", "over", "my", "h
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(guesses.Here, "look", staticmethod(lambda: LAPTOP))
+    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
     return tmp_path
 
 

@@ -20,15 +20,15 @@ from lockstep.data.order import Order, total_steps
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import examples_in
 from lockstep.tasks.models import models
-from lockstep.tools.starter import columns, fit, guesses, shapes, talk
-from lockstep.tools.starter.starter import _unread
+from lockstep.tools.init import columns, detect_layout, fit, machine_defaults, prompts
+from lockstep.tools.init.init import _unread
 from lockstep.track.console import Console
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(guesses.Here, "look", staticmethod(lambda: LAPTOP))
+    monkeypatch.setattr(machine_defaults.MachineInfo, "look", staticmethod(lambda: LAPTOP))
     return tmp_path
 
 
@@ -115,7 +115,7 @@ def test_files_side_by_side(here: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_without_sacrebleu_there_is_no_bleu(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(guesses.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine_defaults.importlib.util, "find_spec", lambda name: None)
     jsonl(here / "data", [{"source": f"the house {i}", "target": f"das Haus {i}"} for i in range(40)])
     assert written("--data", "data").task.options["bleu"] is False
     assert "sacrebleu is not installed" in capsys.readouterr().out
@@ -252,7 +252,7 @@ def test_what_training_refuses_is_refused(here: Path, capfd: pytest.CaptureFixtu
     ],
 )
 def test_whether_the_first_row_names_columns(rows: list[list[str]], wanted: bool | None) -> None:
-    assert shapes.has_header(rows) is wanted
+    assert detect_layout.has_header(rows) is wanted
 
 
 # columns and their kinds -> a doubt, or none
@@ -360,14 +360,14 @@ def test_answers_without_end_are_no_answers() -> None:
         raise RunError(f"{text} will not do")
 
     with pytest.raises(RunError, match="x will not do"):
-        talk.Talk(lambda question, default: "x", Console(False)).answer("What?", "", never)
+        prompts.Prompter(lambda question, default: "x", Console(False)).answer("What?", "", never)
 
 
 def test_a_question_of_yes_and_no() -> None:
     answers = iter(["perhaps", "Y", "n"])
-    asked = talk.Talk(lambda question, default: next(answers), Console(False))
+    asked = prompts.Prompter(lambda question, default: next(answers), Console(False))
     assert (asked.sure("?", False), asked.sure("?", True)) == (True, False)
-    assert talk.Talk(None, Console(False)).sure("?", True)
+    assert prompts.Prompter(None, Console(False)).sure("?", True)
 
 
 def test_rows_are_looked_at_from_beginning_to_end(here: Path) -> None:

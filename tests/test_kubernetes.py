@@ -15,7 +15,7 @@ from harness import TINY
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.launchers.cloud.kubernetes_manifests import name_of, output_of
 from lockstep.launchers.kubernetes import Kubernetes, state_from
 
@@ -276,7 +276,7 @@ def test_submit_then_status_logs_stop(cluster: Cluster, here: Path, capsys: pyte
     assert asked[-1].endswith("apply -f out/launch/kubernetes.yaml")
     assert not any("delete" in words for words in asked)
     assert list(yaml.safe_load_all((here / "out/launch/kubernetes.yaml").read_text()))[2]["kind"] == "Job"
-    record = launched.read(here / "out")
+    record = job_record.read(here / "out")
     assert record is not None
     assert (record.launcher, record.job) == ("kubernetes", name)
     cluster.has(ready=2, active=2)
@@ -312,12 +312,12 @@ def test_a_complete_job_is_not_started_again(cluster: Cluster, capsys: pytest.Ca
 def test_staying_until_the_end(cluster: Cluster, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.answer(logs=(0, "step 1\n", ""))
     run = load("run.yaml", ["launch.wait=true"])
-    record = launched.here("kubernetes", 2, job=name_of(run), facts={"kind": "job", "namespace": "default"})
-    launched.write(run.folder, record)
+    record = job_record.here("kubernetes", 2, job=name_of(run), facts={"kind": "job", "namespace": "default"})
+    job_record.write(run.folder, record)
     for conditions, status in ((COMPLETE, 0), (FAILED, 1)):
         cluster.has(conditions=conditions)
         assert Kubernetes()._ended(run, record, Kubernetes.options(run)) == status
-        found = launched.read(run.folder)
+        found = job_record.read(run.folder)
         assert found is not None
         assert found.status == status
     assert "exit code 2" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks import own_metrics
 from lockstep.tasks.classification import Classification
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import scored
 
 OWN = "metrics=[own_scores.order,own_scores.mean_of_predictions,own_scores.drawing]"
@@ -26,7 +26,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     found = {}
     for kind, run in runs.items():
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         batches = [feed.make(step) for step in range(4)]
         results = [strategy.train_step(batch, 5e-3) for batch in batches]
         scores, tables = scored(run, world, task, strategy, task.splits["validation"])
@@ -133,9 +133,9 @@ def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path)
     task, strategy = build(run, world)
     scored(run, world, task, strategy, task.splits["validation"])
     strategy.close()
-    for made_up, real in zip(tried, own_scores.SEEN[1], strict=True):
-        assert made_up.dtype == real.dtype
-        assert made_up.shape[1:] == real.shape[1:]
+    for dummy_predictions, real in zip(tried, own_scores.SEEN[1], strict=True):
+        assert dummy_predictions.dtype == real.dtype
+        assert dummy_predictions.shape[1:] == real.shape[1:]
     if kind in ("weights", "two"):
         assert set(tried[1].tolist()) == set(range(len(task.labels)))  # type: ignore[attr-defined]
     if kind == "lists":

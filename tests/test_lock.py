@@ -18,11 +18,11 @@ from harness import TINY, tiny
 from lockstep.cli import main
 from lockstep.config.output import keep
 from lockstep.config.run import Run, RunError
-from lockstep.distributed import launched
-from lockstep.distributed.launched import Process
-from lockstep.launchers.processes import ownership
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import Process
+from lockstep.launchers.processes import output_lock
 from lockstep.launchers.processes.output import check_ours
-from lockstep.launchers.processes.ownership import FILE, Holder, take
+from lockstep.launchers.processes.output_lock import FILE, Holder, take
 
 HOLD = """
 import sys
@@ -76,7 +76,7 @@ def test_one_at_a_time_and_whoever_is_killed_is_replaced_at_once(
     flock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if flock == "without":
-        monkeypatch.setattr(ownership, "_flock", lambda *_: None)
+        monkeypatch.setattr(output_lock, "_flock", lambda *_: None)
     process = holder(tmp_path / "out", flock)
     with pytest.raises(RunError, match=rf"{HELD} \(process {process.pid} on .*output=FOLDER"):
         take(tmp_path / "out", nothing)
@@ -98,9 +98,9 @@ def test_one_that_ends_properly_leaves_nothing(tmp_path: Path, holding: subproce
 
 @pytest.mark.processes
 def test_a_number_that_was_given_to_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "_flock", lambda *_: None)
+    monkeypatch.setattr(output_lock, "_flock", lambda *_: None)
     this = Process.this()
-    own = {"kernel": ownership._kernel(), "space": ownership._space()}
+    own = {"kernel": output_lock._kernel(), "space": output_lock._space()}
     written(tmp_path, process=this, **own)
     with pytest.raises(RunError, match=HELD):
         take(tmp_path, nothing)
@@ -115,10 +115,10 @@ def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
         process = holder(tmp_path)
         process.kill()
         process.wait()
-        found: list[ownership.Lock] = []
+        found: list[output_lock.Lock] = []
         refused: list[RunError] = []
 
-        def come(found: list[ownership.Lock] = found, refused: list[RunError] = refused) -> None:
+        def come(found: list[output_lock.Lock] = found, refused: list[RunError] = refused) -> None:
             try:
                 found.append(take(tmp_path, nothing))
             except RunError as caught:
@@ -179,7 +179,7 @@ def test_one_that_is_about_to_write_its_name_is_let_do_so(tmp_path: Path, monkey
     """Between the making of a lock and its first line there is a moment in which others may come."""
     path = written(tmp_path)
     path.write_bytes(b"")
-    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: written(tmp_path))
+    monkeypatch.setattr(output_lock.time, "sleep", lambda seconds: written(tmp_path))
     with pytest.raises(RunError, match="process 7 on elsewhere"):
         take(tmp_path, nothing)
 
@@ -194,22 +194,22 @@ def test_one_that_is_long_dead_is_watched_for_three_beats(tmp_path: Path) -> Non
 
 @pytest.mark.processes
 def test_status_and_stop_know_it(tmp_path: Path) -> None:
-    record = launched.here("local", 2)
-    assert ownership.now(tmp_path, record) == (record, None)
+    record = job_record.here("local", 2)
+    assert output_lock.now(tmp_path, record) == (record, None)
     path = written(tmp_path)
-    found, state = ownership.now(tmp_path, None)
+    found, state = output_lock.now(tmp_path, None)
     assert found is not None
     assert (found.process.host, found.process.pid) == ("elsewhere", 7)
     assert state is not None
     assert (state.word, state.text) == ("running", "process 7 on elsewhere")
     old = replace(record, status=75)  # ended, and somebody is at it again
-    assert ownership.now(tmp_path, old)[0] == found
+    assert output_lock.now(tmp_path, old)[0] == found
     other = replace(record, process=Process("elsewhere", 7, "then"))
-    assert ownership.now(tmp_path, other) == (other, state)
+    assert output_lock.now(tmp_path, other) == (other, state)
     queued = replace(record, launcher="slurm", job="12")
-    assert ownership.now(tmp_path, queued) == (queued, None)
+    assert output_lock.now(tmp_path, queued) == (queued, None)
     os.utime(path, (0, 0))
-    gone = ownership.now(tmp_path, other)[1]
+    gone = output_lock.now(tmp_path, other)[1]
     assert gone is not None
     assert gone.word == "gone"
 
@@ -241,7 +241,7 @@ def test_a_folder_that_a_link_replaces_is_not_written_through(
     asked = threading.Event()
     monkeypatch.setattr(os, "kill", lambda pid, number: asked.set() if number == signal.SIGTERM else None)
     (theirs := tmp_path / "theirs").mkdir()
-    launched.write(theirs, launched.here("local", 1))
+    job_record.write(theirs, job_record.here("local", 1))
     before = {path.name: path.read_bytes() for path in theirs.iterdir()}
     lock = take(tmp_path / "out", nothing, beat_s=0.05)
     (tmp_path / "out").rename(tmp_path / "moved")
@@ -350,7 +350,7 @@ def test_what_is_ours_is_taken(tmp_path: Path) -> None:
     (tmp_path / "notes").touch()
     with pytest.raises(RunError, match="it holds notes"):
         check_ours(run)
-    launched.write(tmp_path, launched.here("local", 1))
+    job_record.write(tmp_path, job_record.here("local", 1))
     check_ours(run)  # a person's notes in the folder of a run
     (tmp_path / "launch.json").write_text("{")  # a power cut
     with pytest.raises(RunError, match=r"it holds launch\.json, notes"):
@@ -369,7 +369,7 @@ def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
 
     def meanwhile(folder: Path) -> list[str]:
         keep(run)
-        launched.write(tmp_path, launched.here("local", 1))
+        job_record.write(tmp_path, job_record.here("local", 1))
         return listed(folder)
 
     monkeypatch.setattr(os, "listdir", meanwhile)
@@ -380,7 +380,7 @@ def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
 def test_an_export_that_cannot_be_replaced_is_told_before_training(kind: str, tmp_path: Path) -> None:
     run = run_in(tmp_path / "out")
     keep(run)
-    launched.write(run.folder, launched.here("local", 1))
+    job_record.write(run.folder, job_record.here("local", 1))
     if kind == "file":
         (run.folder / "export").touch()
     else:

@@ -22,8 +22,8 @@ from command import (
     write,
 )
 
-from lockstep.distributed import launched
-from lockstep.launchers.processes import ownership
+from lockstep.distributed import job_record
+from lockstep.launchers.processes import output_lock
 
 HERE = str(Path(__file__).parent)
 pytestmark = [
@@ -55,18 +55,18 @@ def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cach
     variables = {"PYTHONPATH": HERE, "HELD_S": "600", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     process = start(command, tmp_path, cache, **variables)
     until(lambda: step_of(tmp_path) >= 25, "step 25", process)
-    record = launched.read(tmp_path / "out")
+    record = job_record.read(tmp_path / "out")
     assert record is not None
     second = start(command, tmp_path, cache, **variables)
     status, _, err = ended(second)
     assert status == 1  # torchrun has no other
     assert HELD in err
-    assert launched.read(tmp_path / "out") == record  # and what the first one says of itself is not touched
+    assert job_record.read(tmp_path / "out") == record  # and what the first one says of itself is not touched
     assert record.main is not None
     os.kill(record.main.pid, signal.SIGKILL)
 
     def again() -> bool:
-        found = launched.read(tmp_path / "out")
+        found = job_record.read(tmp_path / "out")
         return found is not None and found.main not in (None, record.main)
 
     until(again, "the second rank 0", process)
@@ -74,7 +74,7 @@ def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cach
     ended(process)
     until(lambda: not processes_in(tmp_path), "the ranks to end")
     said: list[str] = []
-    ownership.take(tmp_path / "out", said.append).release()  # at once, without a wait for a heartbeat
+    output_lock.take(tmp_path / "out", said.append).release()  # at once, without a wait for a heartbeat
     assert said == []
 
 
@@ -85,7 +85,7 @@ def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_pa
     option = f"launch.processes={processes}"
     process = start([*LOCKSTEP, "train", "run.yaml", option], tmp_path, cache, PYTHONPATH=HERE, HELD_S="600")
     until(lambda: step_of(tmp_path) >= 25, "step 25", process)
-    found = ownership.look(tmp_path / "out" / ownership.FILE)
+    found = output_lock.look(tmp_path / "out" / output_lock.FILE)
     assert found is not None
     assert found.alive
     shutil.rmtree(tmp_path / "out")

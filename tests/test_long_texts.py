@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from harness import tiny
 
-from lockstep.data import documents, long_texts, packing, shards, tokenizer
+from lockstep.data import arrow_cache, chunked_tokenization, lm_documents, packing, tokenizer
 from lockstep.data.cache import locked
 from lockstep.data.columns import examples_in
 
@@ -55,15 +55,15 @@ def test_parts_make_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.Monke
     tok = known(kind, [TEXT])
     whole = tok(TEXT, return_offsets_mapping=True, verbose=False)
     wanted = packing.measured(
-        [TEXT], whole["input_ids"], [len(whole["input_ids"])], long_texts.ends_of(whole["offset_mapping"])
+        [TEXT], whole["input_ids"], [len(whole["input_ids"])], chunked_tokenization.ends_of(whole["offset_mapping"])
     )
-    monkeypatch.setattr(long_texts, "PART", 2500)
-    monkeypatch.setattr(long_texts, "_OVERLAP", 500)
+    monkeypatch.setattr(chunked_tokenization, "PART", 2500)
+    monkeypatch.setattr(chunked_tokenization, "_OVERLAP", 500)
     monkeypatch.setattr(packing, "_WINDOW", 777)
     lengths: list[int] = []
-    part = long_texts._part
-    monkeypatch.setattr(long_texts, "_part", lambda *given: lengths.append(given[2]) or part(*given))
-    ids, ends = long_texts.tokenized(tok, TEXT)
+    part = chunked_tokenization._part
+    monkeypatch.setattr(chunked_tokenization, "_part", lambda *given: lengths.append(given[2]) or part(*given))
+    ids, ends = chunked_tokenization.tokenized(tok, TEXT)
     assert len(lengths) > 8  # it was indeed cut
     assert ids.tolist() == whole["input_ids"]
     assert ends is not None
@@ -78,15 +78,15 @@ def test_a_run_that_no_seam_fits_is_tokenised_whole(monkeypatch: pytest.MonkeyPa
     """One letter for ever: where a token ends in it depends on where it began."""
     text = "b" + "a" * 9001 + " end"
     tok = known("bpe", [TEXT])
-    monkeypatch.setattr(long_texts, "PART", 2501)
-    monkeypatch.setattr(long_texts, "_OVERLAP", 500)
-    assert long_texts.tokenized(tok, text)[0].tolist() == tok(text)["input_ids"]
+    monkeypatch.setattr(chunked_tokenization, "PART", 2501)
+    monkeypatch.setattr(chunked_tokenization, "_OVERLAP", 500)
+    assert chunked_tokenization.tokenized(tok, text)[0].tolist() == tok(text)["input_ids"]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "wordlevel", "unigram", "character"])
 def test_a_tokenizer_trained_on_pieces_is_that_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_texts, "_PIECE", 1000)
-    pieces = list(long_texts.pieces(TEXT))
+    monkeypatch.setattr(chunked_tokenization, "_PIECE", 1000)
+    pieces = list(chunked_tokenization.pieces(TEXT))
     assert len(pieces) > 8
     assert "".join(pieces) == TEXT
     one, other = (known(kind, texts).backend_tokenizer for texts in ([TEXT], pieces))
@@ -103,8 +103,8 @@ def test_a_tokenizer_trained_on_pieces_is_that_of_the_whole(kind: str, monkeypat
 def test_the_tokenizer_never_sees_much_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(long_texts, "PART", 2500)
-    monkeypatch.setattr(long_texts, "_OVERLAP", 500)
+    monkeypatch.setattr(chunked_tokenization, "PART", 2500)
+    monkeypatch.setattr(chunked_tokenization, "_OVERLAP", 500)
     tok = known("bpe", [TEXT])
     seen: list[int] = []
 
@@ -118,7 +118,7 @@ def test_the_tokenizer_never_sees_much_at_once(tmp_path: Path, monkeypatch: pyte
 
     texts = ["short", TEXT, *(f"a text of number {i}" for i in range(900)), TEXT[:3000]]
     data = datasets.Dataset.from_dict({"text": texts})
-    found = list(documents.of_texts(data, Spy(), "text", range(len(texts))))
+    found = list(lm_documents.of_texts(data, Spy(), "text", range(len(texts))))
     assert max(seen) <= 3000
     assert sum(rows for _, rows in found) == len(texts)
     ids = [part.tolist() for each, _ in found for part in np.split(each.ids, each.ends[:-1])]
@@ -130,13 +130,13 @@ def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.M
     import datasets
 
     tok = known("bpe", [TEXT])
-    monkeypatch.setattr(shards, "available_cores", lambda: 1)
+    monkeypatch.setattr(arrow_cache, "available_cores", lambda: 1)
 
     def most(key: str, texts: int) -> int:
         data = datasets.Dataset.from_dict({"text": [TEXT] * texts})
 
-        def of(rows: range) -> documents.Found:
-            return documents.of_texts(data, tok, "text", rows)
+        def of(rows: range) -> lm_documents.Found:
+            return lm_documents.of_texts(data, tok, "text", rows)
 
         with locked("a test"):
             tracemalloc.start()
@@ -148,8 +148,8 @@ def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.M
                 tracemalloc.stop()
 
     at_once = most("at once", 8)  # the control: all are shorter than a part, and than what is written at once
-    monkeypatch.setattr(long_texts, "PART", 2500)
-    monkeypatch.setattr(long_texts, "_OVERLAP", 500)
+    monkeypatch.setattr(chunked_tokenization, "PART", 2500)
+    monkeypatch.setattr(chunked_tokenization, "_OVERLAP", 500)
     monkeypatch.setattr(packing, "_TOKENS", 10_000)
     monkeypatch.setattr(packing, "_SHARD", 10_000)
     few, many = (most("in parts", texts) for texts in (4, 12))

@@ -8,9 +8,9 @@ from test_members import Ended
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from lockstep.distributed.members import Place, Roll
-from lockstep.launchers.processes import elastic_machines
-from lockstep.launchers.processes.elastic_machines import Machines, RanksAmongMachines, Word, lives
+from lockstep.distributed.membership import MemberAddress, Roster
+from lockstep.launchers.processes import elastic_node_monitor
+from lockstep.launchers.processes.elastic_node_monitor import Machines, RanksAmongMachines, Word, lives
 
 LOST_S = 10.0
 
@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(elastic_machines, "time", made)
+    monkeypatch.setattr(elastic_node_monitor, "time", made)
     return made
 
 
@@ -79,11 +79,11 @@ class Job:
 
     def machine(self, place: int | None, host: str, spare: bool = True) -> Unstarted:
         members = list(map(str, range(self.count))) if place == 0 else None
-        roll = Roll(self.store, "room", "", members)
+        roll = Roster(self.store, "room", "", members)
         machines = Machines(roll.store, f"host-{host}", place, self.count, LOST_S)
 
-        def at(name: str, apart: bool) -> Place:
-            return Place("", 0, "", name, apart)
+        def at(name: str, apart: bool) -> MemberAddress:
+            return MemberAddress("", 0, "", name, apart)
 
         def lost(local: int, pid: int, code: int) -> None:
             self.heard.append(f"rank of host-{host}: {code}")
@@ -233,7 +233,7 @@ def test_a_machine_whose_rank_was_lost_at_the_end_is_told_and_waited_for(store: 
     clock.sleep = sleep  # type: ignore[method-assign]
     assert first.leave(True, lambda: told.append("over"))
     assert told == ["over"]
-    assert clock.now < elastic_machines.LEAVE_S
+    assert clock.now < elastic_node_monitor.LEAVE_S
     assert not first._machines.live()
 
 

@@ -14,10 +14,10 @@ from transformers.pytorch_utils import Conv1D
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.memory import tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.treatment import undecayed
+from lockstep.strategies.exact.param_groups import undecayed
 from lockstep.strategies.strategy import checked_strategy
-from lockstep.tasks.models import kept
-from lockstep.training.feed import Feed
+from lockstep.tasks.models import storage_dtype
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 LOW = ("model.dtype=bfloat16", "precision=bf16", "data.padding=batch")
@@ -27,7 +27,7 @@ STEP, MICRO_BATCH = "strategy.options.gather=step", "strategy.options.gather=mic
 
 def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     strategy.dry_run(feed.longest())
     results = [strategy.train_step(feed.make(t), 1e-3) for t in range(steps)]
     state = strategy.state_dict()
@@ -87,7 +87,7 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
     """Masters after a few steps beside weights that torch's own AdamW updates in float32 with the same gradients: the
     largest difference, how far they went, and whether the model's weights are the masters, rounded."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     start = {n: p.detach().float().clone() for n, p in strategy.named.items()}
     theirs = {n: torch.nn.Parameter(t.clone()) for n, t in start.items()}
     exempt = undecayed(strategy.model)
@@ -142,18 +142,18 @@ def test_what_is_saved_and_exported() -> None:
 def switched(world: World, run: Run, names: list[tuple[str, dict[str, str]]]) -> list[str]:
     """The state after two steps, gone on from by other strategies."""
     task, first = build(run, world)
-    feed = Feed(run, task, first.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, first.own_micro_batches(), world.device)
     for t in range(2):
         first.train_step(feed.make(t), 1e-3)
-    kept = world.broadcast({k: v.clone() for k, v in first.state_dict().items()})
+    weights = world.broadcast({k: v.clone() for k, v in first.state_dict().items()})
     strategies, ends = [first], []
     for name, options in names:
         section = run.strategy.model_copy(update={"name": name, "options": options})
         _, other = build(run.model_copy(update={"strategy": section}), world)
-        other.load_state_dict(kept)
+        other.load_state_dict(weights)
         strategies.append(other)
     for strategy in strategies:
-        mine = Feed(run, task, strategy.own_micro_batches(), world.device)
+        mine = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         strategy.train_step(mine.make(2), 1e-3)
         state = strategy.state_dict()
         ends.append(digest(state) if world.is_main else "")
@@ -224,7 +224,7 @@ def test_frozen_bfloat16_matrices_give_the_bits_of_float32_ones(low: torch.dtype
     run, ends = tiny(model=ADAPTER), []
     assert run.model.dtype == "bfloat16"  # with an adapter
     for settled in (False, True):
-        model = kept.settle(run, Layers()) if settled else Layers()
+        model = storage_dtype.cast_weights(run, Layers()) if settled else Layers()
         with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
             output = model(torch.arange(30).view(3, 10))
         output.float().square().sum().sqrt().backward()
@@ -237,7 +237,7 @@ def test_frozen_bfloat16_matrices_give_the_bits_of_float32_ones(low: torch.dtype
 
 
 def test_autograd_keeps_no_float32_matrix() -> None:
-    model = kept.settle(tiny(model=ADAPTER), Layers())
+    model = storage_dtype.cast_weights(tiny(model=ADAPTER), Layers())
     before = tensor_bytes()
     x = torch.randn(1, 24, requires_grad=True)
     output = model.linear(x)
@@ -255,10 +255,10 @@ def test_a_merged_model_has_the_dtype_it_was_published_in(published: str | None)
     base = transformers.GPT2LMHeadModel(config)
     wanted = base.transformer.h[0].attn.c_attn.weight.detach().bfloat16().float()
     asked = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
-    model = kept.settle(tiny(model=ADAPTER), peft.get_peft_model(base, asked))
+    model = storage_dtype.cast_weights(tiny(model=ADAPTER), peft.get_peft_model(base, asked))
     lora = next(m for n, m in model.named_modules() if n.endswith("c_attn"))
     wanted += lora.get_delta_weight("default").detach()
-    whole = kept.merged(model, low=published == "bfloat16")
+    whole = storage_dtype.merged(model, low=published == "bfloat16")
     found = whole.transformer.h[0].attn.c_attn.weight.detach()
     dtype = torch.bfloat16 if published else torch.float32
     assert {p.dtype for p in whole.parameters()} == {dtype} == {whole.config.dtype}

@@ -9,8 +9,8 @@ from harness import build, digest, run_on, tiny
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
-from lockstep.strategies.exact.routes import Links
-from lockstep.training.feed import Feed
+from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
+from lockstep.training.data_loader import StepLoader
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -26,7 +26,7 @@ EXACT = {
 def steps_of(world: World, run: Run) -> dict[str, Any]:
     """What three steps come to; the weights are those that the rank itself has, or gathers."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, STEPS)) for t in range(STEPS)]
     whole = strategy.state_dict()
     found = {
@@ -54,7 +54,7 @@ def single() -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [24, 32])
 @pytest.mark.parametrize("name", EXACT)
 def test_many_processes_have_the_bits_of_one(name: str, ranks: int, exchange: str, single: dict[str, Any]) -> None:
-    assert Links("auto").tree(ranks)
+    assert LinkSpeeds("auto").tree(ranks)
     found = of(ranks, *EXACT[name], f"strategy.exchange={exchange}")
     assert {each["ranks"] for each in found} == {ranks}
     assert {each["leaves"] for each in found} == ({1, 2} if ranks == 24 else {1})

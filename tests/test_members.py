@@ -14,13 +14,13 @@ from torch.distributed import TCPStore
 
 from lockstep.checkpoint.progress import Progress
 from lockstep.data.batch import StepResult
-from lockstep.distributed import members
-from lockstep.distributed.members import Generation, Members, Place, Roll
+from lockstep.distributed import membership
+from lockstep.distributed.membership import Generation, MemberAddress, Membership, Roster
 from lockstep.launchers.processes.elastic_ranks import Ranks
-from lockstep.training.going_on import told
-from lockstep.training.standing import Standing
+from lockstep.training.recovery import membership_message
+from lockstep.training.train_state import TrainState
 
-there: list[Members] = []
+there: list[Membership] = []
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def store() -> Iterator[Any]:
     there.clear()
 
 
-def member(store: Any, me: str, apart: bool = False) -> Members:
-    there.append(found := Members(Place("127.0.0.1", store.port, "room", me, apart)))
+def member(store: Any, me: str, apart: bool = False) -> Membership:
+    there.append(found := Membership(MemberAddress("127.0.0.1", store.port, "room", me, apart)))
     found.connect(20)
     return found
 
 
 def test_a_loss_is_heard_of_and_all_come_to_the_generation_after(store: Any) -> None:
-    roll = Roll(store, "room", "", ["a", "b", "c"])
+    roll = Roster(store, "room", "", ["a", "b", "c"])
     a, b = member(store, "a"), member(store, "b")
     assert a.generation == Generation(0, ("a", "b", "c"), False)
     assert a.awaited(0.1) is None
@@ -64,12 +64,12 @@ def test_a_loss_is_heard_of_and_all_come_to_the_generation_after(store: Any) -> 
 @pytest.mark.parametrize("lost", [True, False])
 def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that listens has read of a generation, and the rank is in it before the thread goes on."""
-    roll = Roll(store, "room", "", ["a", "b"])
+    roll = Roster(store, "room", "", ["a", "b"])
     before = set(threading.enumerate())
     a = member(store, "a")
     read, taken = threading.Event(), threading.Event()
-    shut: list[Members] = []
-    plain = members._generation
+    shut: list[Membership] = []
+    plain = membership._generation
 
     def held_up(of: Any, number: int) -> Generation:
         found = plain(of, number)
@@ -78,8 +78,8 @@ def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkey
             assert taken.wait(60)
         return found
 
-    monkeypatch.setattr(members, "_generation", held_up)
-    monkeypatch.setattr(members.torch_internals, "groups", lambda: shut.append(a) or [])
+    monkeypatch.setattr(membership, "_generation", held_up)
+    monkeypatch.setattr(membership.torch_internals, "groups", lambda: shut.append(a) or [])
     roll.post(["a"], lost=lost)
     (listener,) = set(threading.enumerate()) - before
     assert read.wait(60)
@@ -93,7 +93,7 @@ def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkey
 
 
 def test_one_that_comes_is_offered_and_nothing_is_cut_off(store: Any) -> None:
-    roll = Roll(store, "room", "", ["a"])
+    roll = Roster(store, "room", "", ["a"])
     a, b = member(store, "a"), member(store, "b", apart=True)
     assert b.generation.number == -1
     roll.post(["a", "b"])
@@ -107,7 +107,7 @@ def test_one_that_comes_is_offered_and_nothing_is_cut_off(store: Any) -> None:
 
 
 def test_who_is_not_in_the_newest_generation_is_lost(store: Any) -> None:
-    roll = Roll(store, "room", "", ["a", "b"])
+    roll = Roster(store, "room", "", ["a", "b"])
     a = member(store, "a")
     roll.post(["b"], lost=True)
     assert a.awaited(0.3) is None
@@ -141,13 +141,13 @@ class Unstarted(Ranks):
     ],
 )
 def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, goes_on: bool) -> None:
-    roll = Roll(store, "room", "", ["0", "1", "2"])
+    roll = Roster(store, "room", "", ["0", "1", "2"])
     for each in ready:
         member(store, each).ready()
     heard: list[tuple[int, int]] = []
 
-    def place(name: str, apart: bool) -> Place:
-        return Place("", 0, "", name, apart)
+    def place(name: str, apart: bool) -> MemberAddress:
+        return MemberAddress("", 0, "", name, apart)
 
     def lost(local: int, pid: int, code: int) -> None:
         heard.append((local, code))
@@ -191,7 +191,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
 
 @pytest.mark.parametrize("first", ["it", "launcher"])
 def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(first: str, store: Any) -> None:
-    roll = Roll(store, "room", "", ["a"])
+    roll = Roster(store, "room", "", ["a"])
     b = member(store, "b", apart=True)
     if first == "it":
         assert b.withdraw()
@@ -215,11 +215,11 @@ def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(f
 )
 def test_a_stop_signal_that_only_one_that_comes_has_heard(code: int, asked: bool, told: int, store: Any) -> None:
     """It asks all, as one to any other process of the job does; nobody takes the place of that one."""
-    roll = Roll(store, "room", "", ["0", "1"])
+    roll = Roster(store, "room", "", ["0", "1"])
     lost: list[int] = []
 
-    def place(name: str, apart: bool) -> Place:
-        return Place("", 0, "", name, apart)
+    def place(name: str, apart: bool) -> MemberAddress:
+        return MemberAddress("", 0, "", name, apart)
 
     def loss(local: int, pid: int, code: int) -> None:
         lost.append(local)
@@ -250,9 +250,9 @@ def test_who_does_not_come_out_of_a_group_that_was_cut_off_counts_as_lost(
         killed.append((pid, number))
         done.set()
 
-    monkeypatch.setattr(members.os, "kill", kill)
-    monkeypatch.setattr(members, "STUCK_S", 2.0)
-    roll = Roll(store, "room", "", ["a", "b"])
+    monkeypatch.setattr(membership.os, "kill", kill)
+    monkeypatch.setattr(membership, "STUCK_S", 2.0)
+    roll = Roster(store, "room", "", ["a", "b"])
     a = member(store, "a")
     roll.post(["a"], lost=True)
     until = time.monotonic() + 3  # in which this thread computes, and is asked whether it sleeps
@@ -266,9 +266,9 @@ def test_who_does_not_come_out_of_a_group_that_was_cut_off_counts_as_lost(
 
 def test_who_comes_out_of_it_does_not(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
-    monkeypatch.setattr(members.os, "kill", lambda pid, number: killed.append(pid))
-    monkeypatch.setattr(members, "STUCK_S", 1.5)
-    roll = Roll(store, "room", "", ["a", "b"])
+    monkeypatch.setattr(membership.os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(membership, "STUCK_S", 1.5)
+    roll = Roster(store, "room", "", ["a", "b"])
     a = member(store, "a")
     roll.post(["a"], lost=True)
     found = a.awaited(60)
@@ -279,7 +279,7 @@ def test_who_comes_out_of_it_does_not(store: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_when_training_is_over_a_loss_is_another_matter(store: Any) -> None:
-    roll = Roll(store, "room", "", ["a", "b"])
+    roll = Roster(store, "room", "", ["a", "b"])
     a = member(store, "a")
     a.ready()
     assert roll.ready(["a"])
@@ -288,7 +288,7 @@ def test_when_training_is_over_a_loss_is_another_matter(store: Any) -> None:
 
 
 def test_where_a_rank_stands() -> None:
-    stand = Standing(7)
+    stand = TrainState(7)
     assert not stand.open
     stand.reopen()  # that update is of another start
     assert not stand.open
@@ -306,11 +306,14 @@ def test_where_a_rank_stands() -> None:
 
 
 def test_what_became_of_ranks_in_words() -> None:
-    assert told(("a", "b", "c"), ("b", "c")) == "rank 0 was lost"
-    assert told(("a", "b"), ("a", "b", "d")) == "rank 2 came in, with the state of the others"
-    assert told(("a", "b", "c"), ("a", "d")) == "ranks 1, 2 were lost; rank 1 came in, with the state of the others"
+    assert membership_message(("a", "b", "c"), ("b", "c")) == "rank 0 was lost"
+    assert membership_message(("a", "b"), ("a", "b", "d")) == "rank 2 came in, with the state of the others"
+    assert (
+        membership_message(("a", "b", "c"), ("a", "d"))
+        == "ranks 1, 2 were lost; rank 1 came in, with the state of the others"
+    )
 
 
 def test_a_place_travels_in_a_variable() -> None:
-    place = Place("127.0.0.1", 1, "room", "2.5", True)
-    assert Place(**json.loads(place.variable()["LOCKSTEP_MEMBER"])) == place
+    place = MemberAddress("127.0.0.1", 1, "room", "2.5", True)
+    assert MemberAddress(**json.loads(place.variable()["LOCKSTEP_MEMBER"])) == place

@@ -18,7 +18,7 @@ from lockstep.config.run import Run
 from lockstep.distributed import torch_internals
 from lockstep.distributed.memory import keep_freed_memory, measured, tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 # Large enough that batches, buffers and buckets are small beside it.
 MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}
@@ -45,7 +45,7 @@ def held(world: World, run: Run, moments: dict[str, float]) -> dict[str, int]:
     rest. Where they are told, what is more may be let go first."""
     before = tensor_bytes()
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     strategy.train_step(feed.make(0), 1e-3)
     own, count = sum(p.numel() for p in strategy.model.parameters()), strategy.parameter_count
     between = [0]

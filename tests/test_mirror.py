@@ -13,12 +13,12 @@ from harness import digest
 from saving import Job, here, run_in, trained
 from store_server import BUCKET, SECRET, Asked, Store
 
-from lockstep.checkpoint import mirror as mirrors
+from lockstep.checkpoint import remote_sync as mirrors
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.manifest import FILE
 from lockstep.config.run import RunError
 from lockstep.data.object_store import Bucket, Patience
-from lockstep.training import delivery
+from lockstep.training import publish
 
 pytestmark = pytest.mark.extras
 MIRROR = f"s3://{BUCKET}/runs/tiny"
@@ -381,14 +381,14 @@ def test_a_model_that_output_does_not_take_is_in_the_mirror_too(
 ) -> None:
     """Nothing else is: without a checkpoint of it the run is not finished."""
     run = run_in(tmp_path / "out", f"mirror={MIRROR}", f"checkpoint.rescue={tmp_path}/rescue")
-    real = delivery.write_export
+    real = publish.write_export
 
     def full(*given: Any) -> Path:
         if len(given) < 6:
             raise OSError(28, "No space left on device")
         return real(*given)
 
-    monkeypatch.setattr(delivery, "write_export", full)
+    monkeypatch.setattr(publish, "write_export", full)
     monkeypatch.setattr(storage, "write", lambda *_: full())
     status, said = trained(run)
     (place,) = (tmp_path / "rescue").iterdir()

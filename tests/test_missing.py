@@ -11,8 +11,8 @@ from task_runs import TASKS, rows_of, write
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.data.apart import left_out
 from lockstep.data.prepare import prepare
+from lockstep.data.splitting import left_out
 from lockstep.data.tokens import Columns, Prepared
 
 GOOD: dict[str, list[dict]] = {

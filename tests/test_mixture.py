@@ -22,10 +22,10 @@ from lockstep.data.mixture import PERIOD, MixedOrder, _counts
 from lockstep.data.order import ByLength
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
-from lockstep.distributed.agreement import facts
+from lockstep.distributed.consistency_check import facts
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 # -- the order -------------------------------------------------------------------------------------------------------
@@ -217,9 +217,9 @@ def prepared(run: Run) -> Prepared:
     return prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[type-abstract]
 
 
-def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> Feed:
+def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
     task: Any = plugins.find("tasks", run.task.name)
-    return Feed(run, task(run, prepared(run)), share(run.micro_batches, rank, ranks), CPU)
+    return StepLoader(run, task(run, prepared(run)), share(run.micro_batches, rank, ranks), CPU)
 
 
 def test_sources_of_different_formats_are_one_data_set(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_moved_sources_are_the_same_data_and_where_they_end_is_part_of_it(tmp_pa
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Steps over a change of weights, scores of each source, and the weights of the model."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     losses = [float(strategy.train_step(feed.make(t), 5e-3).loss) for t in range(6)]
     scores = evaluate(run, world, task, strategy, task.splits["validation"])
     weights = strategy.export()

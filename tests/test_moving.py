@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from lockstep.cli import main
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
-from lockstep.tools.starter.moving import axolotl, engines, llama_factory, trainer, trl
-from lockstep.tools.starter.moving.table import Row, Table
+from lockstep.tools.import_config import axolotl, engines, llama_factory, trainer, trl
+from lockstep.tools.import_config.table import Row, Table
 
 PAGE = (Path(__file__).parents[1] / "docs/coming-from.md").read_text()
 TABLES: dict[str, Table] = {

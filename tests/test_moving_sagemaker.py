@@ -12,9 +12,9 @@ import pytest
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import RunError, load
-from lockstep.tools.starter.moving import sagemaker
-from lockstep.tools.starter.moving.sagemaker import NEWER, TABLE, arguments, move
-from lockstep.tools.starter.moving.table import Moved
+from lockstep.tools.import_config import sagemaker
+from lockstep.tools.import_config.sagemaker import NEWER, TABLE, arguments, move
+from lockstep.tools.import_config.table import Imported
 
 SECTION = (Path(__file__).parents[1] / "docs/coming-from.md").read_text().partition("\n## SageMaker\n")[2]
 SECTION = SECTION.partition("\n## ")[0]
@@ -44,18 +44,18 @@ trainer.train(input_data_config=[InputData(channel_name="train", data_source="s3
 """
 
 
-def moved(text: str) -> Moved:
-    found, given = Moved(), arguments(ast.parse(text))
+def moved(text: str) -> Imported:
+    found, given = Imported(), arguments(ast.parse(text))
     assert given is not None
     move(given, found, None)
     return found
 
 
-def left(found: Moved) -> str:
+def left(found: Imported) -> str:
     return "\n".join(f"{name} ({why})" for name, why in ((gap.name, gap.why) for gap in found.gaps))
 
 
-def launch(found: Moved) -> dict[str, Any]:
+def launch(found: Imported) -> dict[str, Any]:
     return {k.removeprefix("launch."): v for k, v in found.keys.items() if k.startswith("launch.")}
 
 

@@ -27,10 +27,10 @@ from lockstep.tools.sweep.sweep_file import read as read_sweep
 from lockstep.track.best import Best
 from lockstep.track.console import Console
 from lockstep.training import fingerprints
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.loss_spike import Spikes
 from lockstep.training.recording import Recording, Step
 from lockstep.training.recording import read as read_recording
-from lockstep.training.spikes import Spikes
 
 HERE = str(Path(__file__).parent)
 BAD_STEP = 7
@@ -113,7 +113,7 @@ def dry_run(world: World, run: Run) -> tuple[str, str]:
     digests = []
     for tried in (True, False):
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         if tried:
             longest = feed.longest()
             assert longest.tokens >= max(feed.make(t).tokens for t in range(4))
@@ -147,7 +147,7 @@ def poisoned(world: World, run: Run) -> tuple[int, list[int] | None]:
     """The last loss of the last rank (in a pipeline only it has any) is poisoned: its micro-batch, and those found
     bad."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     batch = feed.make(0)
     real, micro_batch = task.loss_sum, batch.micro_batches[-1]
     left = iter(range(len(batch.micro_batches))[::-1])
@@ -173,7 +173,7 @@ def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[boo
     """Digests after each step, and whether each was used; the losses of step 1 are no numbers."""
     task, strategy = build(run, World(run))
     strategy.asks_late = late  # as on CUDA
-    feed = Feed(run, task, strategy.own_micro_batches(), torch.device("cpu"))
+    feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
     real, digests, used = task.loss_sum, [], []
     for t in range(steps):
         task.loss_sum = lambda outputs, targets, t=t: real(outputs, targets) * (float("nan") if t == 1 else 1.0)
@@ -290,8 +290,8 @@ def test_what_is_not_finite_passes_nowhere(
     def done(trial: Any, split: str) -> None:
         trial.state, trial.scores = "done", {"loss": bad if trial.keys["seed"] == 2 else 1.0}
 
-    monkeypatch.setattr(sweep.Trial, "look", done)
+    monkeypatch.setattr(sweep.SweepTrial, "look", done)
     assert sweep.sweep(read_sweep(None, values, [], options)) == 1
     assert "loss is not a finite number in seed-2" in capsys.readouterr().out
-    board = sweep.Board(read_sweep(None, values, [], options), console)
+    board = sweep.Leaderboard(read_sweep(None, values, [], options), console)
     assert [board.metric(trial) for trial in board.ranked()] == [1.0, None]

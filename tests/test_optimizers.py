@@ -16,7 +16,7 @@ from lockstep.config.run import Run, load
 from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked_strategy
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 pytestmark = pytest.mark.processes
@@ -93,7 +93,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
     for run, other in zip(runs, others, strict=True):
         checked_strategy(run, world.size)
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         strategy.dry_run(feed.longest())
         for t in range(2):
             strategy.train_step(feed.make(t), learning_rate(run.optim, t, 6))
@@ -195,7 +195,7 @@ def gone_on(world: World, runs: list[Run], others: list[Run]) -> list[str]:
     found = []
     for run, other in zip(runs, others, strict=True):
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         there = run.model_copy(update={"output": other.output})
         assert Checkpoints(there, world, task.prepared, 6).resume(strategy) == (2, [])
         strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))

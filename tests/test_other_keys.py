@@ -13,7 +13,7 @@ from test_kubernetes import RUN as POD
 from lockstep.config import plugins
 from lockstep.config.run import load
 from lockstep.launchers import slurm
-from lockstep.launchers.cloud import parcel
+from lockstep.launchers.cloud import code_bundle
 from lockstep.launchers.kubernetes import Kubernetes
 from lockstep.launchers.slurm import Slurm
 
@@ -27,8 +27,8 @@ def test_grace_s_is_in_the_manifest() -> None:
 
 
 def test_requirements_are_installed_there() -> None:
-    assert parcel.requirements(["sentencepiece==0.2.0"]).splitlines()[-1] == "sentencepiece==0.2.0"
-    assert "sentencepiece" not in parcel.requirements([])
+    assert code_bundle.requirements(["sentencepiece==0.2.0"]).splitlines()[-1] == "sentencepiece==0.2.0"
+    assert "sentencepiece" not in code_bundle.requirements([])
 
 
 @pytest.mark.parametrize("detach", [False, True])

@@ -17,12 +17,12 @@ from stream_runs import feed_of, shards, streamed
 from test_mirror import always, copied, once
 from test_stream_elsewhere import SMALL, batches
 
-from lockstep.checkpoint import mirror as mirrors
+from lockstep.checkpoint import remote_sync as mirrors
 from lockstep.checkpoint.manifest import FILE
 from lockstep.config.addresses import Address, address_of
 from lockstep.config.run import RunError
+from lockstep.data import arrow_cache as shard_index
 from lockstep.data import object_store
-from lockstep.data import shards as shard_index
 from lockstep.data.object_store import Bucket, Patience, StoreError, download
 
 pytestmark = [pytest.mark.extras, pytest.mark.processes]

@@ -18,7 +18,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.tools.verify import compare, findings
 from lockstep.training import recording
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 dice = random.Random(5)  # for `own_generators`
@@ -80,7 +80,7 @@ class Holding(Drawing):
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Six steps as training makes them: the dry run, then the feed's steps; then an evaluation and the export."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     before = digest(dict(strategy.model.named_buffers()))
     strategy.dry_run(feed.longest())
     untouched = before == digest(dict(strategy.model.named_buffers()))

@@ -17,10 +17,10 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.tasks import drawn, own_metrics
-from lockstep.tasks.models.spans import normal
+from lockstep.tasks import length_curves, own_metrics
+from lockstep.tasks.models.qa_spans import normal
 from lockstep.track.report import predictions
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate, scored
 
 # kind -> the function that is given its predictions, and what its numbers are called by the task itself
@@ -68,7 +68,7 @@ def scores(world: World, runs: dict[str, Run]) -> Both:
     found, tables = {}, {}
     for kind, run in runs.items():
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         for step in range(3):
             strategy.train_step(feed.make(step), 1e-2)
         found[kind], tables[kind] = scored(run, world, task, strategy, task.splits["validation"])
@@ -136,11 +136,11 @@ def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path)
     task, strategy = build(run, world)
     scored(run, world, task, strategy, task.splits["validation"])
     strategy.close()
-    for made_up, real in zip((tried, true), own_scores.SEEN[1], strict=True):
-        assert made_up.dtype == real.dtype
-        assert made_up.shape[2:] == real.shape[2:]
-        assert made_up.ndim == real.ndim
-        assert made_up.dtype != object or type(made_up[0]) is type(real[0])
+    for dummy_predictions, real in zip((tried, true), own_scores.SEEN[1], strict=True):
+        assert dummy_predictions.dtype == real.dtype
+        assert dummy_predictions.shape[2:] == real.shape[2:]
+        assert dummy_predictions.ndim == real.ndim
+        assert dummy_predictions.dtype != object or type(dummy_predictions[0]) is type(real[0])
     if kind == "token_classification":
         assert {tag for tags in true for tag in tags} == {*task.labels}  # type: ignore[attr-defined]
 
@@ -156,7 +156,7 @@ def test_scores_by_length_are_parts_of_the_whole(folder: Path, alone: dict, tabl
     """Means over bins are those of the split; BLEU is none, and stands where the references are."""
 
     def held(words: list[int]) -> list[int]:
-        return [count for count in np.bincount(drawn.bin_of(words)).tolist() if count]
+        return [count for count in np.bincount(length_curves.bin_of(words)).tolist() if count]
 
     def rows(kind: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (folder / kind / "validation.jsonl").read_text().splitlines()]
@@ -194,7 +194,7 @@ def test_margins_go_from_the_least_to_the_greatest(kind: str, alone: dict, table
     assert (line[0][0], line[-1][0], len(line)) == (0.0, 1.0, 15)
     assert sum(y for _, y in line) / 15 == pytest.approx(alone[kind]["margin"], abs=1e-6)
     assert sum(y > 0 for _, y in line) / 15 == pytest.approx(alone[kind]["accuracy"])
-    assert drawn.in_order("margins", "margin", np.array([1.0, np.nan])) == {}
+    assert length_curves.in_order("margins", "margin", np.array([1.0, np.nan])) == {}
 
 
 def test_what_one_function_changes_the_next_one_does_not_see(folder: Path) -> None:

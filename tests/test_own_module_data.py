@@ -17,7 +17,7 @@ from lockstep.checkpoint.manifest import code_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
-from lockstep.tasks.modules.items import INPUT
+from lockstep.tasks.modules.dataset import INPUT
 
 HEAD = MEAN.partition("def data")[0]
 TAIL = "\n\ndef loss(outputs, answers):\n    return torch.nn.functional.mse_loss(outputs, answers)\n\n"

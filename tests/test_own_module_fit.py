@@ -12,7 +12,7 @@ from own_modules import MEAN
 from lockstep import api
 from lockstep.config import plugins
 from lockstep.config.run import RunError
-from lockstep.tools import script
+from lockstep.tools import import_path
 
 SCRIPT = f"""
 import lockstep
@@ -57,11 +57,11 @@ def test_names_of_what_a_module_holds(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_named.py").write_text(MEAN)
     module: Any = plugins.attribute("mine_named.build").__globals__
-    assert script.name_of(module["build"], "model") == "mine_named.build"
+    assert import_path.name_of(module["build"], "model") == "mine_named.build"
     with pytest.raises(RunError, match="an object of list has no name of its own"):
-        script.name_of([1, 2], "data")
+        import_path.name_of([1, 2], "data")
     with pytest.raises(RunError, match=r"<lambda> has no name of its own"):
-        script.name_of(lambda: None, "model")
+        import_path.name_of(lambda: None, "model")
 
 
 def test_a_name_that_a_session_defines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_name_that_a_session_defines_is_refused(monkeypatch: pytest.MonkeyPatc
     exec("def build(): ...", vars(session))
     monkeypatch.setitem(sys.modules, "__main__", session)
     with pytest.raises(RunError, match=r"build is defined in this session.*put it into a file, my_file\.py"):
-        script.name_of(session.build, "model")
+        import_path.name_of(session.build, "model")
 
 
 def test_a_script_that_ends_the_program_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

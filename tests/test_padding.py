@@ -18,8 +18,8 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.models import models, padding, unpadded
 from lockstep.tasks.models.decoding import Decoding, by_transformers
-from lockstep.training import sizes
-from lockstep.training.feed import Feed
+from lockstep.training import model_stats
+from lockstep.training.data_loader import StepLoader
 
 BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 GROUPED = BERT | {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -152,7 +152,7 @@ def test_what_is_written_is_written_with_a_cache() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_can(family: str) -> None:
-    assert padding.refused(run_of(family), FAMILIES[family][0]) is None
+    assert padding.unsupported_reason(run_of(family), FAMILIES[family][0]) is None
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_families_that_can(family: str) -> None:
 )
 def test_families_that_cannot(family: str, head: str, config: dict[str, Any], why: str) -> None:
     run = tiny(model={"type": family, "config": config})
-    assert why in str(padding.refused(run, head))
+    assert why in str(padding.unsupported_reason(run, head))
     assert not any(block._forward_pre_hooks for stack in unpadded.stacks(made_by(run, head)) for block in stack)
 
 
@@ -195,7 +195,7 @@ def test_layers_that_look_across_are_found_out(monkeypatch: pytest.MonkeyPatch) 
 
     transformers.AttentionInterface.register(unpadded.NAME, leaking)
     try:
-        why = padding.tried(run_of("bert"), "classification", models.load_config(run_of("bert")))
+        why = padding.trial(run_of("bert"), "classification", models.load_config(run_of("bert")))
     finally:
         transformers.AttentionInterface.register(unpadded.NAME, unpadded.attention)
     assert why == "laid end to end, its examples would see each other"
@@ -206,7 +206,7 @@ def test_layers_that_look_across_are_found_out(monkeypatch: pytest.MonkeyPatch) 
     [("data.padding=batch", "data.padding is batch"), ("model.attention=eager", "model.attention: eager")],
 )
 def test_what_a_run_file_says(key: str, why: str) -> None:
-    assert why in str(padding.refused(tiny(key), "classification"))
+    assert why in str(padding.unsupported_reason(tiny(key), "classification"))
     model = made_by(tiny(key), "classification")
     assert not any(block._forward_pre_hooks for stack in unpadded.stacks(model) for block in stack)
 
@@ -220,14 +220,14 @@ def test_a_family_that_is_padded_says_so(tmp_path: Path) -> None:
     run = load(None, [], tiny().model_dump() | {"model": {"type": "deberta", "config": DEBERTA}, "steps": 2})
     task_class = find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
-    told = sizes.padding(run, task)["padding"]
+    told = model_stats.padding(run, task)["padding"]
     assert told.startswith("computed, as with data.padding=batch: transformers has no")
-    feed = Feed(run, task, [], torch.device("cpu"))
+    feed = StepLoader(run, task, [], torch.device("cpu"))
     assert feed.make(0).padded > feed.make(0).tokens
     can = tiny()
     task = task_class(can, prepare(can, task_class))
-    assert sizes.padding(can, task) == {}
-    laid = Feed(can, task, [], torch.device("cpu")).make(0)
+    assert model_stats.padding(can, task) == {}
+    laid = StepLoader(can, task, [], torch.device("cpu")).make(0)
     assert laid.padded == laid.tokens < laid.padded_by_chance
 
 
@@ -241,7 +241,7 @@ def test_a_run_that_is_older_than_the_key_was_padded() -> None:
 
 def two_steps(world: World, run: Run) -> tuple[str, list[float], list[float]]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(step), 1e-2) for step in range(2)]
     found = digest(strategy.state_dict()), [float(r.loss) for r in results], [float(r.grad_norm) for r in results]
     strategy.close()
@@ -272,7 +272,7 @@ def test_an_encoder_and_a_decoder_have_the_bits_of_one_process(
 ) -> None:
     """With dropout; a pipeline's hidden states travel padded, and are laid end to end in each stage."""
     one, several = (translating(tmp_path, f"strategy.name={n}", *o) for n, o in (("single", ()), (name, options)))
-    assert padding.refused(one, "seq2seq") is None
+    assert padding.unsupported_reason(one, "seq2seq") is None
     found = run_on(2, two_steps, several, run=several)[0]
     assert found == two_steps(World(one), one)
 

@@ -17,7 +17,7 @@ from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import checked_strategy
 from lockstep.tasks.models import chunked_loss
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -106,7 +106,7 @@ def trained(world: World, runs: list[Run]) -> list[dict[str, Any]]:
     found = []
     for run in runs:
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         strategy.dry_run(feed.longest())
         rates = [learning_rate(run.optim, t + 1, STEPS) for t in range(STEPS)]
         results = [strategy.train_step(feed.make(t), rate) for t, rate in enumerate(rates)]

@@ -11,7 +11,7 @@ from harness import tiny
 from lockstep.config.run import Run, RunError
 from lockstep.data import source
 from lockstep.launchers.cloud import kubernetes_manifests
-from lockstep.launchers.cloud.parcel import packed
+from lockstep.launchers.cloud.code_bundle import packed
 from lockstep.launchers.kubernetes import Kubernetes
 
 NO_SOURCE = "data.source=null"

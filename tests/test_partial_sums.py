@@ -14,7 +14,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies import fsdp2_step
 from lockstep.strategies.exact.reduction import most_held
 from lockstep.strategies.strategy import strategy_class
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 # Many small matrices and short texts: what is computed at the moment is small beside a whole gradient.
 MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 2, "n_embd": 192, "n_positions": 32}}
@@ -44,7 +44,7 @@ def at_most(world: World, runs: list[Run]) -> list[float]:
     found = []
     for run in runs:
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         strategy.train_step(feed.make(0), 1e-3)
         batch, most = feed.make(1), []
         with Written() as seen:
@@ -74,7 +74,7 @@ def between(world: World, run: Run) -> float:
     """The most a rank holds between two micro-batches of a step beside what it holds between steps, in whole gradients
     of what it trains."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     strategy.train_step(feed.make(0), 1e-3)
     batch, held = feed.make(1), []
     rest = tensor_bytes()

@@ -11,11 +11,11 @@ from harness import build, run_on, tiny
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
-from lockstep.distributed import phases
-from lockstep.distributed.phases import NAMES, Phases
+from lockstep.distributed import step_timer
+from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import strategy_class
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 
 class Clock:
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(phases, "time", found)
+    monkeypatch.setattr(step_timer, "time", found)
     return found
 
 
@@ -39,7 +39,7 @@ def told(found: list[float]) -> dict[str, float]:
 
 
 def test_an_inner_phase_is_not_the_outer_one_and_nothing_is_lost(clock: Clock) -> None:
-    found = Phases(torch.device("cpu"))
+    found = StepTimer(torch.device("cpu"))
     clock.now += 1
     with found("evaluation"):
         clock.now += 2
@@ -52,7 +52,7 @@ def test_an_inner_phase_is_not_the_outer_one_and_nothing_is_lost(clock: Clock) -
 
 
 def test_a_phase_ends_with_an_error(clock: Clock) -> None:
-    found = Phases(torch.device("cpu"))
+    found = StepTimer(torch.device("cpu"))
     with contextlib.suppress(ValueError), found("backward"):
         clock.now += 1
         raise ValueError
@@ -71,7 +71,7 @@ def test_waiting_for_items_is_timed_and_their_use_is_not(clock: Clock) -> None:
         finally:
             closed.append(True)
 
-    found = Phases(torch.device("cpu"))
+    found = StepTimer(torch.device("cpu"))
     for item in found.during("data", items()):
         clock.now += 10
         if item == 2:
@@ -106,24 +106,24 @@ def test_on_cuda_phases_lie_between_events_and_only_taking_them_waits(monkeypatc
             return (end.at - self.at) * 1e3
 
     fake = SimpleNamespace(Event=Event, current_stream=lambda device: None)
-    monkeypatch.setattr(phases, "torch", SimpleNamespace(cuda=fake))
-    found = Phases(torch.device("cuda", 0))
+    monkeypatch.setattr(step_timer, "torch", SimpleNamespace(cuda=fake))
+    found = StepTimer(torch.device("cuda", 0))
     assert found.clock == "device"
-    for _ in range(phases._MOST_EVENTS):
+    for _ in range(step_timer._MOST_EVENTS):
         with found("forward"):
             Stream.host += 1.0
         with found("backward"):
             Stream.host += 2.0
         Stream.device = Stream.host - 3.0
     assert waits == []
-    assert len(found._marks) <= phases._MOST_EVENTS + 1  # those that the device has passed are given back
-    assert told(found.take()) == {"forward": phases._MOST_EVENTS, "backward": 2 * phases._MOST_EVENTS}
+    assert len(found._marks) <= step_timer._MOST_EVENTS + 1  # those that the device has passed are given back
+    assert told(found.take()) == {"forward": step_timer._MOST_EVENTS, "backward": 2 * step_timer._MOST_EVENTS}
     assert len(waits) == 1
 
 
 def a_step(world: World, run: Run) -> tuple[dict[str, float], tuple[str, ...]]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     strategy.phases.take()
     strategy.train_step(feed.make(0), 1e-3)
     found = told(strategy.phases.take())
@@ -148,7 +148,7 @@ def test_every_strategy_times_its_phases(name: str) -> None:
 
 def test_changing_phase_costs_little() -> None:
     """Counted in function calls, which a busy machine does not change."""
-    found, calls = Phases(torch.device("cpu")), 0
+    found, calls = StepTimer(torch.device("cpu")), 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls

@@ -21,7 +21,7 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.models import models
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 FOUR = "model.config.n_layer=4"
@@ -32,7 +32,7 @@ NAMES = ((1, "single"), (2, "pipeline"))
 def steps_of(world: World, run: Run, steps: int = 2) -> dict[str, Any]:
     """Train a few steps; what must be equal everywhere."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6)) for t in range(steps)]
     state, export = strategy.state_dict(), strategy.export()
     found = {
@@ -233,7 +233,7 @@ def test_encoder_and_decoder_in_bf16(kind: str, tied: str) -> None:
 def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """Train on from a state, or from the start; the state after two steps, and its digest after one more."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     if kept:
         strategy.load_state_dict(kept)
     else:
@@ -263,7 +263,7 @@ def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tenso
     task, strategy = build(run, world)
     heard: dict[str, Tensor] = {}
     strategy.observe = lambda gradients: heard.update({k: v.clone() for k, v in gradients.items()})
-    strategy.train_step(Feed(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-2)
+    strategy.train_step(StepLoader(run, task, strategy.own_micro_batches(), world.device).make(0), 1e-2)
     found = evaluate(run, world, task, strategy, task.splits["validation"])
     strategy.close()
     return found, heard

@@ -14,11 +14,11 @@ from lockstep.cli import main
 from lockstep.config.plugins import find
 from lockstep.config.run import load
 from lockstep.data.prepare import prepare
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.launchers import start
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import strategy_class
-from lockstep.tools.starter.moving.moving import FILL_IN
+from lockstep.tools.import_config.import_config import FILL_IN
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_what_is_finished_needs_no_server_to_fork_ranks_from(
     began = []
     monkeypatch.setattr("lockstep.launchers.local.prestart", lambda: began.append(1))
     (here / "out").mkdir()
-    launched.write(here / "out", replace(launched.here("local", 2), status=status))
+    job_record.write(here / "out", replace(job_record.here("local", 2), status=status))
     start.planned(load("run.yaml", []))
     assert len(began) == imports
 

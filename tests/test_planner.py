@@ -8,9 +8,9 @@ from command import write
 from harness import tiny
 
 from lockstep.cli import main
-from lockstep.strategies.exact.routes import links
+from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.tools.planner import devices, planner
-from lockstep.tools.planner import rank as ranks_of
+from lockstep.tools.planner import fake_world as ranks_of
 from lockstep.tools.planner.devices import Device, at
 from lockstep.tools.planner.estimate import (
     Estimate,
@@ -23,8 +23,8 @@ from lockstep.tools.planner.estimate import (
     travelling,
     turns,
 )
+from lockstep.tools.planner.fake_world import Simulated
 from lockstep.tools.planner.planner import Plan, candidates, looked_at, ranked
-from lockstep.tools.planner.rank import Simulated
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_simulated_ranks_are_on_the_machines_of_the_device(monkeypatch: pytest.M
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     run = tiny()
-    found = {each: links(run, ranks_of.Nobody(run).on_machines(each)) for each in (2, 4)}
+    found = {each: links(run, ranks_of.FakeWorld(run).on_machines(each)) for each in (2, 4)}
     assert found[2].hosts == ("machine-0", "machine-0", "machine-1", "machine-1")
     assert [found[each].tree(4) for each in (2, 4)] == [True, False]
 

@@ -24,12 +24,12 @@ from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 
 from lockstep.config.run import RunError
-from lockstep.distributed import network, secret, stores, torch_internals, watch
+from lockstep.distributed import network, secret, stores, torch_internals, watchdog
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.stores import Sealed
 from lockstep.distributed.world import World
 from lockstep.launchers import torchrun
-from lockstep.launchers.processes import elastic_state as meeting_state
+from lockstep.launchers.processes import elastic_rendezvous_state as meeting_state
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node, _parsed
 
 KEY = "0123456789abcdef0123456789abcdef"
@@ -194,16 +194,16 @@ def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None
 )
 def test_a_sign_of_life_that_no_rank_gives_is_told(text: bytes) -> None:
     with pytest.raises(RendezvousStateError, match="is no sign of life"):
-        watch.parsed(text)
+        watchdog.parsed(text)
 
 
 def test_a_rank_s_own_signs_of_life_are_read() -> None:
-    watching = watch.Watch(World(tiny()), 5)
+    watching = watchdog.Watchdog(World(tiny()), 5)
     watching._main = threading.get_ident()
     for stuck in (True, False):
         found = watching._beat(3, stuck)
-        assert watch.parsed(json.dumps(found).encode()) == found
-    assert watch.parsed(b'{"over": true}') == {"over": True}
+        assert watchdog.parsed(json.dumps(found).encode()) == found
+    assert watchdog.parsed(b'{"over": true}') == {"over": True}
 
 
 @linux
@@ -212,9 +212,9 @@ def test_only_a_process_of_the_same_launcher_is_ended() -> None:
     """Whoever writes a sign of life chooses the number that is in it."""
     other = subprocess.Popen(["sleep", "60"])
     try:
-        assert not watch.sibling(other.pid)
-        assert not any(watch.sibling(pid) for pid in (-1, 0, 1, os.getppid(), 2**31))
-        assert watch.sibling(os.getpid())
+        assert not watchdog.sibling(other.pid)
+        assert not any(watchdog.sibling(pid) for pid in (-1, 0, 1, os.getppid(), 2**31))
+        assert watchdog.sibling(os.getpid())
     finally:
         other.kill()
         other.wait()

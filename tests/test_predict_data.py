@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
-from lockstep.tasks.models.asking import answers
+from lockstep.tasks.models.batched_inference import answers
 from lockstep.training.predicting import predictions, row_of
 
 ONE = ("launch.processes=1", "strategy=single", "micro_batches=2")

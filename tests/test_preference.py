@@ -78,7 +78,7 @@ def test_losses_are_those_of_the_papers(keys: list[str], folder: Path) -> None:
         cut = int(columns.flat("chosen")[int(row)])
         both = [(ids[of], sum(t < 0 for t in targets[of])) for of in (slice(None, cut), slice(cut, None))]
         logs = [said(model, tokens, first) for tokens, first in both]
-        reference = task.first_said["train"][row].tolist() if task.asks_first else [0.0, 0.0]
+        reference = task.reference_outputs["train"][row].tolist() if task.reference_size else [0.0, 0.0]
         whole = whole + formula(task.options, [x.sum() for x in logs], [len(x) for x in logs], reference)
     torch.testing.assert_close(found, whole, rtol=2e-5, atol=1e-5)
     world.close()
@@ -93,7 +93,7 @@ def test_the_reference_is_the_model_before_training(folder: Path) -> None:
         targets = columns.ragged("targets").row(row).tolist()
         for place, of in enumerate((slice(None, cut), slice(cut, None))):
             wanted = said(model, ids[of], sum(t < 0 for t in targets[of])).sum()
-            assert task.first_said["validation"][row, place] == pytest.approx(float(wanted), rel=1e-5)
+            assert task.reference_outputs["validation"][row, place] == pytest.approx(float(wanted), rel=1e-5)
     scores = evaluate(run, world, task, strategy, columns)
     assert scores["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert scores["margin"] == pytest.approx(0, abs=1e-6)

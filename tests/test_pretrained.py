@@ -31,11 +31,11 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data import builtin
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.treatment import ALIGNED, make_model
+from lockstep.strategies.exact.param_groups import ALIGNED, make_model
 from lockstep.tasks.models import models as models_of
 from lockstep.tasks.models.models import build
 from lockstep.tasks.translation import Translation
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 
 def saved(folder: Path, kind: str) -> None:
@@ -133,7 +133,7 @@ def test_what_a_family_freezes_stays_frozen_when_it_is_pretrained(tmp_path: Path
 def steps_of(world: World, run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The norms of three steps, and what they made of weights and moments (on rank 0 all of it)."""
     task, strategy = built(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     norms = [float(strategy.train_step(feed.make(step), 1e-2).grad_norm) for step in range(3)]
     state = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
     strategy.close()

@@ -12,7 +12,7 @@ from command import RUN, ended, saved, start, step_of, until, write
 from harness import lockstep_environment
 
 import lockstep
-from lockstep.tools.child import Child
+from lockstep.tools.subprocess_job import Child
 
 ROOT = Path(__file__).resolve().parents[1]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")

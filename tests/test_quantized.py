@@ -20,9 +20,9 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked_strategy
-from lockstep.tasks.models import kept, quantized
-from lockstep.training import sizes
-from lockstep.training.feed import Feed
+from lockstep.tasks.models import quantized, storage_dtype
+from lockstep.training import model_stats
+from lockstep.training.data_loader import StepLoader
 
 WIDE = {
     "documents": ["model.config.n_embd=64"],
@@ -55,7 +55,7 @@ def run_of(folder: Path, kind: str, *overrides: str) -> Run:
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Two steps, and two more: as they are, and gone on with by another strategy from the state between them."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(t), 1e-2) for t in range(2)]
     between = world.broadcast({k: v.clone() for k, v in strategy.state_dict().items()})
     other = build(run, world)[1]
@@ -149,7 +149,7 @@ def test_layers_compute_with_what_their_4_bits_stand_for(kind: str, low: torch.d
     pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     whole = Layers()
     run = tiny(model={"source": "somewhere", "adapter": {"r": 4}, "dtype": "float32", "quantization": kind})
-    model = kept.settle(run, Layers())
+    model = storage_dtype.cast_weights(run, Layers())
     assert [hasattr(m, "packed") for m in (*model.blocks, model.head)] == [True, True, True, False]
     assert quantized.count(model) == 2 * 64 * 128 + 64 * 7
     assert quantized.parameters(model) == sum(p.numel() for p in whole.parameters())
@@ -203,12 +203,12 @@ def test_plan_counts_half_a_byte_and_the_scales(folder: Path) -> None:
     task_class: Any = find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     empty, full = task.model(empty=True), task.model()
-    assert sizes.counts(empty) == sizes.counts(full)
+    assert model_stats.counts(empty) == model_stats.counts(full)
     packed = quantized.count(empty)
     assert packed == quantized.count(full) == 2 * 12 * 64 * 64
     held = sum(t.nbytes for n, t in full.named_parameters() if n.endswith((".packed", ".absmax")))
     assert held == packed * quantized.BYTES
-    said = sizes.memory(run, 1, 8_000_000_000, 10_000_000, 7_000_000_000)
+    said = model_stats.memory(run, 1, 8_000_000_000, 10_000_000, 7_000_000_000)
     assert "weights 6.0 GB" in said  # 7 G x 0.5625 + 0.99 G x 2 + 10 M x 4
 
 
@@ -258,4 +258,4 @@ def test_a_kind_that_there_is_not_is_refused() -> None:
 def test_a_model_without_such_layers_is_refused() -> None:
     narrow = torch.nn.ModuleList([torch.nn.Linear(16, 16).requires_grad_(False)])
     with pytest.raises(RunError, match=r"model\.quantization: no block"):
-        kept.settle(tiny(model=MODEL), narrow)
+        storage_dtype.cast_weights(tiny(model=MODEL), narrow)

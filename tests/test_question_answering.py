@@ -15,11 +15,11 @@ from task_runs import WORDS, make, write
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
-from lockstep.data import questions
+from lockstep.data import qa_features
 from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
-from lockstep.data.questions import Window
-from lockstep.tasks.models import spans
+from lockstep.data.qa_features import Window
+from lockstep.tasks.models import qa_spans
 from lockstep.tasks.question_answering import QuestionAnswering
 
 
@@ -36,7 +36,7 @@ def test_windows_cover_the_context_and_share_the_stride(tmp_path: Path) -> None:
     columns = task.splits["train"]
     several = 0
     for row, told in enumerate(rows_in(tmp_path)[:30]):
-        (parts,) = questions.parts_of(columns, [row])
+        (parts,) = qa_features.parts_of(columns, [row])
         spans_of = [{(w.begins[p], w.ends[p]) for p in range(w.first, w.last + 1)} for w in parts]
         assert all(len(w.ids) <= 32 for w in parts)
         assert all(w.ids[0] == task.tokenizer.cls_token_id for w in parts)
@@ -53,7 +53,7 @@ def test_an_answer_is_held_by_the_windows_that_have_all_of_it(tmp_path: Path) ->
     nowhere = 0
     for row, told in enumerate(rows_in(tmp_path)[:40]):
         batch = task.collate(columns, np.array([row]), 0)
-        (parts,) = questions.parts_of(columns, [row])
+        (parts,) = qa_features.parts_of(columns, [row])
         assert len(batch.targets) == len(parts)
         assert task.count_targets(columns, np.array([row])) == 2 * len(parts)
         start, text = told["answers"]["answer_start"][0], told["answers"]["text"][0]
@@ -79,7 +79,7 @@ def test_the_best_span_is_the_best_of_all_that_may_be() -> None:
     logits = torch.randn(5, 12, 2, generator=draw)
     windows = [[window(12, 3, 10), window(9, 4, 8)], [window(12, 2, 11)], [window(7, 3, 5), window(12, 3, 11)]]
     for tokens in (1, 3, 30):
-        found = spans.best(logits, windows, tokens, False)
+        found = qa_spans.best(logits, windows, tokens, False)
         at = 0
         for each, span in zip(windows, found, strict=True):
             every = {
@@ -99,9 +99,9 @@ def test_no_answer_is_the_best_where_every_window_says_so() -> None:
     logits[:2, 0] = 5.0  # both windows of the first question point at their first token, one of the second's alone
     logits[1, 3] = 2.0
     both, one = [window(6, 2, 5), window(6, 2, 5)], [window(6, 2, 5)]
-    assert spans.best(logits, [both, one], 30, True)[0] == spans.Span()
-    assert spans.best(logits, [both, one], 30, False)[0] == spans.Span(9, 12)
-    assert spans.best(logits[1:], [both], 30, True)[0] == spans.Span(9, 12)
+    assert qa_spans.best(logits, [both, one], 30, True)[0] == qa_spans.Span()
+    assert qa_spans.best(logits, [both, one], 30, False)[0] == qa_spans.Span(9, 12)
+    assert qa_spans.best(logits[1:], [both], 30, True)[0] == qa_spans.Span(9, 12)
 
 
 CASES = [
@@ -116,7 +116,7 @@ CASES = [
 
 @pytest.mark.parametrize(("answer", "right", "wanted"), CASES)
 def test_scores_are_those_of_squad(answer: str, right: list[str], wanted: tuple[float, float]) -> None:
-    assert spans.scores(answer, right) == pytest.approx(wanted)
+    assert qa_spans.scores(answer, right) == pytest.approx(wanted)
 
 
 @pytest.mark.extras
@@ -128,7 +128,7 @@ def test_scores_are_those_of_torchmetrics() -> None:
         one, other, third = (" ".join(["old", *draw.choices(words, k=draw.randint(0, 5))]) for _ in range(3))
         right = {"answers": {"answer_start": [0, 0], "text": [other, third]}, "id": "0"}
         found = theirs.squad([{"prediction_text": one, "id": "0"}], [right])
-        assert spans.scores(one, [other, third]) == pytest.approx(
+        assert qa_spans.scores(one, [other, third]) == pytest.approx(
             (float(found["exact_match"]) / 100, float(found["f1"]) / 100)
         )
 
@@ -210,6 +210,6 @@ def test_training_answers_questions(tmp_path: Path, capfd: pytest.CaptureFixture
     capfd.readouterr()
     assert main(["predict", str(tmp_path / "out"), str(tmp_path / "questions" / "validation.jsonl"), "--json"]) == 0
     found = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    exact = [spans.scores(each["answer"], row["answers"]["text"])[0] for each, row in zip(found, rows, strict=True)]
+    exact = [qa_spans.scores(each["answer"], row["answers"]["text"])[0] for each, row in zip(found, rows, strict=True)]
     assert 100 * np.mean(exact) == pytest.approx(last["exact_match"], abs=1e-4)
     assert all(row["context"][e["start"] : e["end"]] == e["answer"] for e, row in zip(found, rows, strict=True))

@@ -16,7 +16,7 @@ from harness import TINY, lean
 from lockstep.config import plugins
 from lockstep.config.exit_status import BAD
 from lockstep.config.run import RunError, load
-from lockstep.launchers.ray_train import Board, Ray, outcome
+from lockstep.launchers.ray_train import Ray, RayBoard, outcome
 
 LAUNCH = {"name": "ray", "processes": 2, "device": "cpu", "threads": 1}
 # every rank is a new interpreter, which finds `held_steps`
@@ -51,7 +51,7 @@ def test_one_bad_rank_is_bad_and_a_stop_is_a_stop() -> None:
     assert outcome([0, BAD]) == BAD
     assert outcome([75, 75]) == 75
     assert outcome([0, 0]) == 0
-    board = Board()
+    board = RayBoard()
     board.tell("bad")
     board.tell("stop")
     assert board.asked() == "bad"

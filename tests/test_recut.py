@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lockstep.config.run import Run, RunError, load
-from lockstep.distributed.pieces import FromRanks, Incomplete, Place
-from lockstep.training.copies import Copies, neighbours
+from lockstep.distributed.tensor_slices import Incomplete, PeerReader, TensorSlice
 from lockstep.training.loop import TrainingFailed
-from lockstep.training.recut import best
-from lockstep.training.standing import Standing
+from lockstep.training.peer_checkpoints import PeerCheckpoints, neighbours
+from lockstep.training.reshard import best
+from lockstep.training.train_state import TrainState
 
 ZERO = ("strategy.name=zero2", "launch.on_loss=continue")
 LIVE, COPIED = (9, 2, "live"), (8, 2, "copied")
@@ -57,15 +57,15 @@ class Alone:
 
 def test_pieces_are_put_together_and_a_missing_one_is_noticed() -> None:
     whole = torch.arange(12.0).view(4, 3)
-    places = [Place("w", (row, 0), (2, 3), (4, 3), torch.float32) for row in (0, 2)]
+    places = [TensorSlice("w", (row, 0), (2, 3), (4, 3), torch.float32) for row in (0, 2)]
     pieces = {place: whole[place.offsets[0] : place.offsets[0] + 2] for place in places}
     target = torch.empty(4, 3)
-    together = FromRanks(pieces, Sending())  # type: ignore[arg-type]
+    together = PeerReader(pieces, Sending())  # type: ignore[arg-type]
     together.read({"w": target})
     assert torch.equal(target, whole)
     assert "w" in together
     with pytest.raises(Incomplete, match="all of w"):
-        FromRanks({places[0]: pieces[places[0]]}, Alone())  # type: ignore[arg-type]
+        PeerReader({places[0]: pieces[places[0]]}, Alone())  # type: ignore[arg-type]
 
 
 class Sending(Alone):
@@ -101,7 +101,7 @@ def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> N
         checkpoints=SimpleNamespace(progress=None, meter={}),
         fingerprints=SimpleNamespace(kept=list),
     )
-    copies, stand = Copies(session), Standing(9)
+    copies, stand = PeerCheckpoints(session), TrainState(9)
     copies.form(session, stand)
     copies.after_step(stand)
     assert copies.part() == []  # nobody could use them

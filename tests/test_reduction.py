@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
 from lockstep.strategies.exact.reduction import (
     Exchange,
     ReductionTree,
@@ -21,7 +22,6 @@ from lockstep.strategies.exact.reduction import (
     partial_nodes,
     share,
 )
-from lockstep.strategies.exact.routes import Links
 from lockstep.strategies.exact.sparse_rows import exchange_rows
 
 
@@ -96,7 +96,9 @@ def test_any_contiguous_shares_hold_at_most_as_many_partial_sums_as_is_told(leav
     assert most_held(leaves, 2, uneven=True) == worst
 
 
-def exchange(world: World, leaves: int, shares: Shares | None = None, links: Links | None = None) -> list[torch.Tensor]:
+def exchange(
+    world: World, leaves: int, shares: Shares | None = None, links: LinkSpeeds | None = None
+) -> list[torch.Tensor]:
     tree = ReductionTree(leaves)
     for k in (shares or even(leaves, world.size))[world.rank]:
         tree.add(k, leaf(k))
@@ -119,7 +121,9 @@ def exchanged(world: World, cases: list[tuple[int, Shares]]) -> list[list[torch.
     """Dense, at once and in stages, and by row."""
     found = []
     for leaves, shares in cases:
-        found.append(exchange(world, leaves, shares) + exchange(world, leaves, shares, Links("tree", ("a", "a", "b"))))
+        found.append(
+            exchange(world, leaves, shares) + exchange(world, leaves, shares, LinkSpeeds("tree", ("a", "a", "b")))
+        )
         tree = ReductionTree(leaves)
         for k in shares[world.rank]:
             tree.add(k, [leaf(k)[0].to_sparse(1).coalesce()])

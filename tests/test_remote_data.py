@@ -12,7 +12,7 @@ import pytest
 from hub_server import Hub
 from store_server import BUCKET, Asked, Store
 
-from lockstep.checkpoint import mirror
+from lockstep.checkpoint import remote_sync
 from lockstep.config.addresses import address_of
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
@@ -92,7 +92,7 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.Monkey
     )
     run = Run.load({"mirror": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
     with pytest.raises(RunError, match=r"^mirror: s3://bucket/run needs obstore"):
-        mirror.check(run)
+        remote_sync.check(run)
 
 
 # -- a web server ----------------------------------------------------------------------------------------------------

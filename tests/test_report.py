@@ -14,9 +14,9 @@ from command import LOCKSTEP, STEPS, each_step_once, ended, finish, start, write
 from harness import run_on, tiny
 
 from lockstep.cli import main
-from lockstep.distributed import journal
-from lockstep.distributed.journal import Journal
-from lockstep.distributed.phases import NAMES
+from lockstep.distributed import event_log
+from lockstep.distributed.event_log import EventLog
+from lockstep.distributed.step_timer import NAMES
 from lockstep.distributed.world import World
 from lockstep.track.report import charts
 from lockstep.track.report.history import lines_of, read
@@ -259,10 +259,10 @@ def test_a_series_keeps_its_colour_where_others_have_no_points() -> None:
 
 
 def test_what_doubles_is_evenly_apart() -> None:
-    place = charts.Place(8, 128, 0.0, 1.0, False, doubling=True)
+    place = charts.Axes(8, 128, 0.0, 1.0, False, doubling=True)
     ways = [place.across(count) for count in (8, 16, 32, 64, 128)]
     assert [b - a for a, b in pairwise(ways)] == pytest.approx([ways[1] - ways[0]] * 4)
-    chart = charts.lines("x", {"a": [(8, 1.0), (64, 2.0), (1024, 3.0)]}, charts.Look("processes", doubling=True))
+    chart = charts.lines("x", {"a": [(8, 1.0), (64, 2.0), (1024, 3.0)]}, charts.ChartStyle("processes", doubling=True))
     assert all(f">{count}</text>" in chart for count in ("8", "64", "1,024"))
 
 
@@ -282,8 +282,8 @@ def test_numbers(value: object, text: str) -> None:
 
 
 def write_journal(world: World, folder: str) -> None:
-    found = Journal(world, Path(folder))
-    found.event("start", 0, **journal.facts(tiny(), world, {"model": "m"}, "host", ("reduction",)))
+    found = EventLog(world, Path(folder))
+    found.event("start", 0, **event_log.facts(tiny(), world, {"model": "m"}, "host", ("reduction",)))
     for step in (5, 10):
         found.times(step, [float(world.rank + place) for place in range(len(NAMES))])
     found.answer()

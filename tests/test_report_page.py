@@ -11,10 +11,10 @@ from browser import CHROMIUM, browser
 from test_report import folder_of, text_of
 
 from lockstep.cli import main
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.tools.commands import report as command
 from lockstep.track.report import charts, panels, predictions
-from lockstep.track.report.charts import Look, lines
+from lockstep.track.report.charts import ChartStyle, lines
 from lockstep.track.report.history import read
 from lockstep.track.report.report import Live, write_report
 
@@ -36,15 +36,15 @@ def beside(chart: str) -> list[str]:
 @pytest.mark.parametrize(
     ("values", "look", "x", "y"),
     [
-        ([1.31, 1.92], Look(), ("0", "282"), ("1.2", "2")),
-        ([0.1, 0.93], Look(linear=True), ("0", "282"), ("0", "1")),
-        ([0.03, 70.0], Look(), ("0", "282"), ("0.01", "100")),
-        ([0.3, 40.0], Look(), ("0", "282"), ("0.2", "50")),
-        ([7.0, 7.0], Look(span=(0.0, 1000.0)), ("0", "1,000"), ("6", "8")),
+        ([1.31, 1.92], ChartStyle(), ("0", "282"), ("1.2", "2")),
+        ([0.1, 0.93], ChartStyle(linear=True), ("0", "282"), ("0", "1")),
+        ([0.03, 70.0], ChartStyle(), ("0", "282"), ("0.01", "100")),
+        ([0.3, 40.0], ChartStyle(), ("0", "282"), ("0.2", "50")),
+        ([7.0, 7.0], ChartStyle(span=(0.0, 1000.0)), ("0", "1,000"), ("6", "8")),
     ],
 )
 def test_both_ends_of_both_axes_have_a_number(
-    values: list[float], look: Look, x: tuple[str, str], y: tuple[str, str]
+    values: list[float], look: ChartStyle, x: tuple[str, str], y: tuple[str, str]
 ) -> None:
     chart = lines("loss", {"train": [(0.0, values[0]), (282.0, values[1])]}, look)
     assert (below(chart)[0], below(chart)[-1]) == x
@@ -105,9 +105,9 @@ def test_smoothing_keeps_a_line_and_calms_noise() -> None:
 
 def test_what_is_smoothed_is_also_drawn_as_it_is() -> None:
     points = [(float(i), float(i % 2)) for i in range(40)]
-    chart = lines("loss", {"train": points}, Look(smooth=("train",)))
+    chart = lines("loss", {"train": points}, ChartStyle(smooth=("train",)))
     assert chart.count('class="line faint c0"') == chart.count('class="line c0"') == 1
-    few = lines("loss", {"train": points[: charts.SMOOTHED - 1]}, Look(smooth=("train",)))
+    few = lines("loss", {"train": points[: charts.SMOOTHED - 1]}, ChartStyle(smooth=("train",)))
     assert "faint" not in few
 
 
@@ -125,7 +125,7 @@ def test_the_best_step_is_ringed_and_told(tmp_path: Path) -> None:
 
 
 def test_every_point_can_be_pointed_at() -> None:
-    chart = lines("loss", {"train": [(1.0, 3.0), (10.0, 2.0)], "a <b>": [(10.0, 2.5)]}, Look(span=(0.0, 20.0)))
+    chart = lines("loss", {"train": [(1.0, 3.0), (10.0, 2.0)], "a <b>": [(10.0, 2.5)]}, ChartStyle(span=(0.0, 20.0)))
     told = [re.sub("<[^>]*>", " ", each).split() for each in re.findall(r'<g class="at">.*?</g>', chart)]
     assert told == [["step", "1", "train", "3"], ["step", "10", "train", "2", "a", "&lt;b&gt;", "2.5"]]
     strips = [(float(x), float(w)) for x, w in re.findall(r'<rect x="([\d.]+)" y="[-\d]+" width="([\d.]+)"', chart)]
@@ -174,14 +174,14 @@ def test_it_is_written_until_the_run_has_ended(
     (folder / "run.yaml").write_text(
         "{name: made, data: {source: builtin/emotion}, model: {type: gpt2}, tokenizer: {train: bpe}}"
     )
-    launched.write(folder, launched.here("local", 1))
-    launched.note(folder, steps=40)
+    job_record.write(folder, job_record.here("local", 1))
+    job_record.note(folder, steps=40)
     live: list[bool] = []
 
     def sleep(seconds: float) -> None:
         live.append("http-equiv" in (folder / "report.html").read_text())
         if len(live) == 2:
-            launched.note(folder, status=0, ended=time.time())
+            job_record.note(folder, status=0, ended=time.time())
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     assert main(["report", str(folder), "--live"]) == 0
@@ -196,7 +196,7 @@ def test_an_interrupt_leaves_a_page_that_rests(tmp_path: Path, monkeypatch: pyte
     (folder / "run.yaml").write_text(
         "{name: made, data: {source: builtin/emotion}, model: {type: gpt2}, tokenizer: {train: bpe}}"
     )
-    launched.write(folder, launched.here("local", 1))
+    job_record.write(folder, job_record.here("local", 1))
 
     def sleep(seconds: float) -> None:
         raise KeyboardInterrupt

@@ -15,8 +15,8 @@ from test_reduction import bracket, leaf
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, Node, ReduceSchedule, merged
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, layout_of, share
-from lockstep.strategies.exact.routes import Links, Node, Plan, merged
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import exchange_table
@@ -28,8 +28,8 @@ def named(ranks: int, a_host: int) -> tuple[str, ...]:
     return tuple(f"host-{rank // a_host}" for rank in range(ranks))
 
 
-def planned(ranks: int, leaves: int, a_host: int) -> Plan:
-    return Plan(leaves, layout_of(leaves, ranks), named(ranks, a_host))
+def planned(ranks: int, leaves: int, a_host: int) -> ReduceSchedule:
+    return ReduceSchedule(leaves, layout_of(leaves, ranks), named(ranks, a_host))
 
 
 @pytest.mark.parametrize(("ranks", "leaves", "a_host"), CASES)
@@ -83,11 +83,11 @@ def test_uneven_shares_send_not_much_more_than_at_once(ranks: int) -> None:
 
 
 def test_stages_are_for_hosts_and_for_many_ranks() -> None:
-    assert not Links().tree(8)
-    assert Links().tree(9)
-    assert Links("auto", ("a", "b")).tree(2)
-    assert not Links("flat", ("a", "b")).tree(64)
-    assert Links("tree").tree(2)
+    assert not LinkSpeeds().tree(8)
+    assert LinkSpeeds().tree(9)
+    assert LinkSpeeds("auto", ("a", "b")).tree(2)
+    assert not LinkSpeeds("flat", ("a", "b")).tree(64)
+    assert LinkSpeeds("tree").tree(2)
 
 
 BUCKETS = ([0], [1, 2], [0, 2], [1])
@@ -97,7 +97,7 @@ def exchanged(world: World, leaves: int, hosts: tuple[str, ...]) -> list[torch.T
     tree = ReductionTree(leaves)
     for k in share(leaves, world.rank, world.size):
         tree.add(k, leaf(k))
-    moving = Exchange(leaves, world.rank, world.size, links=Links("tree", hosts))
+    moving = Exchange(leaves, world.rank, world.size, links=LinkSpeeds("tree", hosts))
     for positions in BUCKETS:
         moving.submit({node: [tensors[i] for i in positions] for node, tensors in tree.nodes.items()})
     return [t.clone() for bucket in moving.finish() for t in bucket]

@@ -17,7 +17,7 @@ from harness import TINY
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.launchers import start
 from lockstep.launchers.cloud import aws
 from lockstep.launchers.cloud.sagemaker_job import STOPPED, fetch, new_lines, state_from
@@ -254,7 +254,7 @@ def test_submit_then_fetch(cloud: Any, here: Path, capsys: pytest.CaptureFixture
     asked.pop("Environment")  # which moto drops
     found["AlgorithmSpecification"].pop("MetricDefinitions", None)  # which it makes up
     assert {key: found[key] for key in asked} == asked
-    record = launched.read(here / "out")
+    record = job_record.read(here / "out")
     assert record is not None
     assert (record.launcher, record.job, record.processes) == ("sagemaker", name, 2)
 
@@ -365,7 +365,7 @@ def test_stop_asks_aws(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     client = cloud.client("sagemaker")
     monkeypatch.setattr(aws, "session", lambda region: type("S", (), {"client": lambda self, name: client})())
-    record = launched.here("sagemaker", 2, job="job", facts={"region": "eu-west-1"})
+    record = job_record.here("sagemaker", 2, job="job", facts={"region": "eu-west-1"})
     with Stubber(client) as stub:
         stub.add_response("stop_training_job", {}, {"TrainingJobName": "job"})
         assert "AWS was asked to stop training job job" in Sagemaker().stop(run_of(), record)

@@ -17,7 +17,7 @@ from hosts import Hosts, cluster, hosts
 from test_sagemaker import LAUNCH
 
 from lockstep.config.run import load
-from lockstep.launchers.cloud.parcel import archive
+from lockstep.launchers.cloud.code_bundle import archive
 from lockstep.launchers.cloud.sagemaker_request import COMMAND
 from lockstep.launchers.sagemaker import Sagemaker
 

@@ -16,7 +16,7 @@ from task_runs import TASKS, rows_of, write
 from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import DataSection, Run, RunError, load
-from lockstep.data import apart, shards, source
+from lockstep.data import arrow_cache, source, splitting
 from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns, Prepared
@@ -182,7 +182,7 @@ def test_shares_are_cut_off_train_in_proportion_and_never_the_same_rows(tmp_path
     found = prepared(run_of(path, "data.test_fraction=0.2", "data.validation_fraction=0.1"))
     assert sizes(found) == {"train": 56, "validation": 8, "test": 16}
     assert [int((Columns(found.splits[s]).flat("label") == 0).sum()) for s in ("validation", "test")] == [2, 4]
-    assert apart.warnings(found.facts) == []
+    assert splitting.warnings(found.facts) == []
     assert prepared(run_of(path, "data.test_fraction=0.2", "seed=1")).key != found.key
     alone = prepared(run_of(path, "data.validation_fraction=0.1"))
     assert sizes(alone) == {"train": 72, "validation": 8}
@@ -199,7 +199,7 @@ def test_duplicates_are_left_out_and_counted(tmp_path: Path) -> None:
     found = prepared(run_of(path, "data.deduplicate=true"))
     assert found.facts["duplicates"] == {"train": 1}
     assert found.key == prepared(run_of(whole)).key  # another label is another example
-    assert apart.left_out(found.facts) == "; left out as duplicates: 1 of train"
+    assert splitting.left_out(found.facts) == "; left out as duplicates: 1 of train"
 
 
 def test_filtered_rows_are_counted(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_filtered_rows_are_counted(tmp_path: Path) -> None:
     found = prepared(run_of(saved(tmp_path, rows), "data.filter.language=en"))
     assert found.facts["filtered"] == {"train": 7}
     assert found.key == prepared(run_of(saved(tmp_path, rows[7:], "whole.jsonl"))).key
-    assert "; left out by data.filter: 7 of train" in apart.left_out(found.facts)
+    assert "; left out by data.filter: 7 of train" in splitting.left_out(found.facts)
 
 
 def test_examples_that_stand_in_two_splits_are_told_or_left_out(
@@ -224,7 +224,7 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
     run = run_of(tmp_path)
     found = prepared(run)
     assert sizes(found) == {"train": 81, "validation": 22, "test": 4}
-    assert apart.warnings(found.facts) == [
+    assert splitting.warnings(found.facts) == [
         "2 of 22 validation examples stand in train, too; the first is row 5 of validation, row 9 of train: "
         "'word  9'. Scores on them flatter; data.overlap=drop leaves them out of train",
         "1 of 4 test examples stand in train, too; the first is row 3 of test, row 9 of train: 'word 9 '. Scores on "
@@ -232,8 +232,8 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
     ]
     dropped = prepared(run_of(tmp_path, "data.overlap=drop"))
     assert sizes(dropped) == {"train": 78, "validation": 22, "test": 4}
-    assert apart.left_out(dropped.facts) == "; left out for standing in validation or test, too: 3 of train"
-    assert apart.warnings(dropped.facts) == []
+    assert splitting.left_out(dropped.facts) == "; left out for standing in validation or test, too: 3 of train"
+    assert splitting.warnings(dropped.facts) == []
     (tmp_path / "run.yaml").write_text(run.dump())
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
     assert "note: 2 of 22 validation examples stand in train" in capsys.readouterr().out
@@ -300,14 +300,14 @@ def test_the_cache_follows_every_key(tmp_path: Path) -> None:
 def test_several_processes_hash_rows_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"a {'b ' * (i % 7)}{i % 500}" for i in range(3000)]
     dataset = datasets.Dataset.from_dict({"text": texts, "more": [[i % 3] for i in range(3000)]})
-    monkeypatch.setattr(shards, "available_cores", lambda: 1)
-    alone = apart.hashes(dataset, ["text", "more"])
-    monkeypatch.setattr(shards, "available_cores", lambda: 2)
-    monkeypatch.setattr(shards, "ROWS", 700)
-    assert (apart.hashes(dataset, ["text", "more"]) == alone).all()
+    monkeypatch.setattr(arrow_cache, "available_cores", lambda: 1)
+    alone = splitting.hashes(dataset, ["text", "more"])
+    monkeypatch.setattr(arrow_cache, "available_cores", lambda: 2)
+    monkeypatch.setattr(arrow_cache, "ROWS", 700)
+    assert (splitting.hashes(dataset, ["text", "more"]) == alone).all()
     assert len(np.unique(alone, axis=0)) == len({(text, i % 3) for i, text in enumerate(texts)})
-    first = apart.first_of(alone)
-    told, rows = apart.overlap({"train": dataset, "test": dataset.select(range(0, 3000, 5))}, ["text"])
+    first = splitting.first_of(alone)
+    told, rows = splitting.overlap({"train": dataset, "test": dataset.select(range(0, 3000, 5))}, ["text"])
     assert told["test"]["examples"] == 600
     assert set(rows) == {i for i, text in enumerate(texts) if text in {*texts[::5]}}
     assert told["test"]["train_row"] == first[0] == 0

@@ -16,7 +16,7 @@ from task_runs import TASKS, make
 from test_cache import held, prepared
 
 from lockstep.config.run import RunError
-from lockstep.data import cache, cache_lock, labels, missing, packing, shards
+from lockstep.data import arrow_cache, cache, cache_lock, labels, missing_values, packing
 from lockstep.data.columns import Columns
 from lockstep.data.tokens import Prepared
 
@@ -34,11 +34,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Few rows a shard, and so many processes."""
 
     def cut(rows: int, processes: int) -> None:
-        monkeypatch.setattr(shards, "ROWS", rows)
-        monkeypatch.setattr(shards, "AT_ONCE", max(1, rows // 2))
+        monkeypatch.setattr(arrow_cache, "ROWS", rows)
+        monkeypatch.setattr(arrow_cache, "AT_ONCE", max(1, rows // 2))
         monkeypatch.setattr(packing, "_SHARD", 10 * rows)
         monkeypatch.setattr(packing, "_TOKENS", 8 * rows)
-        monkeypatch.setattr(shards, "available_cores", lambda: processes)
+        monkeypatch.setattr(arrow_cache, "available_cores", lambda: processes)
 
     return cut
 
@@ -89,7 +89,7 @@ def test_after_a_kill_it_goes_on_with_the_shards_that_are_there(
     processes: int, who: Callable[[], int], own_cache: Path, small: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small(10, processes)
-    whole = shards.placed
+    whole = arrow_cache.placed
 
     def placed(path: Path, do: Callable[[Path], None]) -> None:
         if path.name == "00004.arrow":
@@ -98,7 +98,7 @@ def test_after_a_kill_it_goes_on_with_the_shards_that_are_there(
         whole(path, do)
 
     if (child := os.fork()) == 0:  # prepares, in this process or in two more
-        monkeypatch.setattr(shards, "placed", placed)
+        monkeypatch.setattr(arrow_cache, "placed", placed)
         try:
             prepared(tiny())
         except RunError as error:
@@ -125,9 +125,9 @@ def test_a_shard_that_was_half_written_is_made_again(own_cache: Path, small: Cal
     (parts / "00003.arrow").write_bytes((parts / "00003.arrow").read_bytes()[:-100])
     (parts / "00005.arrow.seal").unlink()
     made: list[str] = []
-    whole = shards.placed
+    whole = arrow_cache.placed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "placed", lambda path, do: made.append(path.name) or whole(path, do))
+        patch.setattr(arrow_cache, "placed", lambda path, do: made.append(path.name) or whole(path, do))
         assert held(prepared(tiny())) == wanted
     assert made == ["00003.arrow", "00005.arrow"]
 
@@ -145,7 +145,7 @@ def test_no_column_is_read_whole(tmp_path: Path, own_cache: Path, monkeypatch: p
     """Neither as a list nor as a loop over its rows: `datasets` gives no more rows at once than a part has."""
     import datasets
 
-    from lockstep.data import scan
+    from lockstep.data import column_scan
 
     asked: list[int] = []
     given = datasets.Dataset.__getitem__
@@ -156,8 +156,8 @@ def test_no_column_is_read_whole(tmp_path: Path, own_cache: Path, monkeypatch: p
         assert not isinstance(key, str), f"the column {key}"
         return found
 
-    monkeypatch.setattr(scan, "ROWS", 20)
-    monkeypatch.setattr(shards, "AT_ONCE", 20)
+    monkeypatch.setattr(column_scan, "ROWS", 20)
+    monkeypatch.setattr(arrow_cache, "AT_ONCE", 20)
     monkeypatch.setattr(datasets.Dataset, "__getitem__", spied)
     monkeypatch.setattr(datasets.Dataset, "__iter__", lambda self: pytest.fail("a loop over all rows"))
     rows = [{"text": f"word {i} of {i % 3}", "label": ["a", "b", "c"][i % 3] if i % 9 else None} for i in range(200)]
@@ -165,7 +165,7 @@ def test_no_column_is_read_whole(tmp_path: Path, own_cache: Path, monkeypatch: p
     source = {"source": str(tmp_path / "train.jsonl"), "max_length": 32}
     prepared(tiny("data.drop_missing=true", data=source))
     data = datasets.Dataset.from_list(rows)
-    assert missing.lacking(data, "label").sum() == 23
+    assert missing_values.lacking(data, "label").sum() == 23
     whole = data.filter(lambda row: row["label"] is not None)
     assert labels.codes_of({"train": whole}, "label", None, "x").of_all(whole)[:4].tolist() == [1, 2, 0, 1]
     assert max(asked) <= 1000  # what a tokenizer is trained on at once
@@ -250,14 +250,14 @@ def test_a_folder_made_by_another_machine_meanwhile_is_used(own_cache: Path) -> 
         (path / "file").write_text("the same")
         cache.seal(path)
 
-    assert cache.kept(path, make_late) == path
+    assert cache.cached(path, make_late) == path
     assert cache.damage(path) is None
     assert [p.name for p in path.parent.iterdir() if "tmp" in p.name] == []
 
 
 def test_each_machine_reads_the_whole_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "BLOCK", 1000)
-    path = cache.kept(own_cache / "tokens" / "a", lambda aside: aside.write_bytes(bytes(10_500)) and None)
+    path = cache.cached(own_cache / "tokens" / "a", lambda aside: aside.write_bytes(bytes(10_500)) and None)
     read: list[int] = []
     hashes = cache._hashes
     monkeypatch.setattr(cache, "_hashes", lambda file, blocks: read.append(len(blocks)) or hashes(file, blocks))

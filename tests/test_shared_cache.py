@@ -17,7 +17,7 @@ import pytest
 from harness import tiny
 from test_cache import held, prepared
 
-from lockstep.data import cache_lock, shards
+from lockstep.data import arrow_cache, cache_lock
 from lockstep.data.cache import damage
 
 pytestmark = pytest.mark.processes
@@ -48,7 +48,7 @@ class Machines:
         return pid
 
     def _prepare(self, name: str, before: Made) -> dict[str, Any]:
-        whole = shards.placed
+        whole = arrow_cache.placed
 
         def placed(path: Path, do: Callable[[Path], None]) -> None:
             with open(self.folder / f"{name}.made", "a") as log:
@@ -62,7 +62,7 @@ class Machines:
 
         with pytest.MonkeyPatch.context() as patch:
             for key, value in {"ROWS": 10, "AT_ONCE": 5, "available_cores": lambda: 2, "placed": placed}.items():
-                patch.setattr(shards, key, value)
+                patch.setattr(arrow_cache, key, value)
             flock = SimpleNamespace(flock=no_lock, LOCK_EX=0)
             for key, value in {"machine": lambda: name, "fcntl": flock, "BEAT_S": 0.1, "SILENCE_S": STILL_S}.items():
                 patch.setattr(cache_lock, key, value)

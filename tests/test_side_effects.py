@@ -16,7 +16,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects, writes
 from lockstep.strategies.engines.side_effects import SideEffects
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 NONE = ["Plain", "FrozenRows", "SwitchedLate", "Queue", "Functional"]
 SEEN = {  # module -> what is seen of its forward, by field
@@ -90,7 +90,7 @@ def builds(world: World, run: Run) -> bool:
 def after_steps(run: Run, tried: bool) -> str:
     """The state after three steps."""
     task, strategy = build(run, World(run))
-    feed = Feed(run, task, strategy.own_micro_batches(), torch.device("cpu"))
+    feed = StepLoader(run, task, strategy.own_micro_batches(), torch.device("cpu"))
     if tried:
         strategy.dry_run(feed.longest())
     for step in range(3):

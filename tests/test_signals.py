@@ -26,7 +26,7 @@ from harness import tiny
 from marks import slow
 from signalled import Terminal, state_of, variables
 
-from lockstep.distributed.stops import AGAIN_S, Interrupts, Stopped
+from lockstep.distributed.signals import AGAIN_S, Interrupts, Stopped
 from lockstep.distributed.world import World
 
 pytestmark = [
@@ -177,7 +177,7 @@ def test_a_signal_that_comes_before_anything_listens_ends_with_a_word(
 
 def test_of_a_ctrl_c_that_is_heard_twice_only_the_next_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("lockstep.distributed.stops.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lockstep.distributed.signals.time.monotonic", lambda: clock[0])
     interrupts = Interrupts()
     assert not interrupts.again(signal.SIGTERM)
     assert not interrupts.again(signal.SIGINT)

@@ -16,8 +16,8 @@ from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import roomy
 from lockstep.strategies.engines.simulated import Ledger, Storages, on_meta, without_numbers
-from lockstep.tools.planner.rank import Simulated, middle, simulate
-from lockstep.training.feed import Feed
+from lockstep.tools.planner.fake_world import Simulated, middle, simulate
+from lockstep.training.data_loader import StepLoader
 
 NEAR = 0.05
 MODEL = {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 32}}
@@ -49,7 +49,7 @@ def taken(world: World, run: Run) -> Taken:
     """The same steps as a simulation makes, with numbers."""
     with Storages() as seen:
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         usual, longest = feed.make(middle(feed)), feed.longest()
         for _ in range(2):
             strategy.train_step(usual, 1e-3)

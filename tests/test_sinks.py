@@ -21,7 +21,7 @@ from lockstep.distributed.failure import tell_failure
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.tools.sweep import sweep_file
-from lockstep.tools.sweep.sweep import Board
+from lockstep.tools.sweep.sweep import Leaderboard
 from lockstep.track import console
 from lockstep.track.report.report import write_report
 from lockstep.track.tracker import Tracker
@@ -225,7 +225,7 @@ def test_no_way_into_run_yaml_by_a_sweep(part: str, tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"run": "run.yaml"} | asked))
     options = dict.fromkeys(("metric", "split", "parallel", "search", "out")) | {"over": []}
     with pytest.raises(RunError, match="looks like a secret") as caught:
-        Board(sweep_file.read(str(path), {}, [], options), console.Console(False))
+        Leaderboard(sweep_file.read(str(path), {}, [], options), console.Console(False))
     assert "hunter2" not in str(caught.value)
     assert not list(tmp_path.glob("out*"))
 

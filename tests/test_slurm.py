@@ -14,7 +14,7 @@ from harness import tiny
 from lockstep import __version__
 from lockstep.cli import main
 from lockstep.config.run import RunError
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.launchers.cloud import sbatch
 from lockstep.launchers.processes import srun
 from lockstep.launchers.slurm import Slurm, array_plan, state_of
@@ -198,7 +198,7 @@ def test_a_job_is_submitted_followed_and_stopped(
     (here / "state").write_text("PENDING")
     assert main(["train", "run.yaml", "--detach"]) == 0
     assert "job 7 is queued" in capsys.readouterr().out
-    record = launched.read(here / "out")
+    record = job_record.read(here / "out")
     assert record is not None
     assert (record.launcher, record.job, record.processes) == ("slurm", "7", 2)
     assert main(["train", "run.yaml", "--detach"]) == 2
@@ -239,7 +239,7 @@ def test_a_job_is_submitted_followed_and_stopped(
 def test_states(shown: str, word: str, status: int | None, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(here / "bin", "scontrol", f"#!/bin/sh\necho JobId=7 {shown}\n")
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
-    found = state_of(launched.here("slurm", 2, "7"))
+    found = state_of(job_record.here("slurm", 2, "7"))
     assert (found.word, found.status) == (word, status)
 
 
@@ -248,9 +248,9 @@ def test_a_job_that_slurm_has_forgotten(here: Path, monkeypatch: pytest.MonkeyPa
     program(here / "bin", "scontrol", "#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2\nexit 1\n")
     program(here / "bin", "sacct", "#!/bin/sh\nexit 1\n")
     monkeypatch.setenv("PATH", f"{here}/bin:{os.environ['PATH']}")
-    assert state_of(launched.here("slurm", 2, "7")).word == "gone"
+    assert state_of(job_record.here("slurm", 2, "7")).word == "gone"
     program(here / "bin", "sacct", "#!/bin/sh\necho 'CANCELLED by 0|0:15'\n")
-    assert state_of(launched.here("slurm", 2, "7")).word == "stopped"
+    assert state_of(job_record.here("slurm", 2, "7")).word == "stopped"
 
 
 # -- tasks of srun ---------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_tasks_of_srun_meet_without_a_wrapper(tmp_path: Path, cache: Path, untou
     for status, _, err in [ended(rank) for rank in ranks]:
         assert status == 0, err
     assert bits(tmp_path) == bits(untouched)
-    record = launched.read(tmp_path / "out")
+    record = job_record.read(tmp_path / "out")
     assert record is not None
     assert (record.launcher, record.job, record.status) == ("slurm", str(os.getpid()), 0)
     assert record.facts == {"step": f"{os.getpid()}.0"}

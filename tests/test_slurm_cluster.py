@@ -13,7 +13,7 @@ from harness import LEAN
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.launchers.slurm import array_plan, submit
 
 reason = slurm_cluster.missing()
@@ -53,7 +53,7 @@ def job(
         if not (tmp_path / "run.yaml").exists():
             write(tmp_path, launch=PLAIN | launch, strategy={"name": "held.Held"})
         assert main(["train", "run.yaml", "--detach", *options]) == 0
-        record = launched.read(tmp_path / "out")
+        record = job_record.read(tmp_path / "out")
         assert record is not None
         cluster.until(lambda: step_of(tmp_path) >= at, f"step {at}", 600)
         return str(record.job), tmp_path
@@ -142,7 +142,7 @@ def test_a_rank_is_killed_and_the_job_stopped_and_gone_on_with_by_hand(
     number, folder = job(max_restarts=1)
 
     def rank_0() -> int:
-        record = launched.read(folder / "out")
+        record = job_record.read(folder / "out")
         return 0 if record is None or record.main is None else record.main.pid
 
     os.kill(first := rank_0(), signal.SIGKILL)
@@ -156,7 +156,7 @@ def test_a_rank_is_killed_and_the_job_stopped_and_gone_on_with_by_hand(
     again = cluster.ask("sbatch", "--parsable", "--nodes=1", "out/job.sbatch").strip()
     done(cluster, again)
     assert bits(folder) == bits(untouched)
-    record = launched.read(folder / "out")
+    record = job_record.read(folder / "out")
     assert record is not None
     assert (record.job, record.processes, record.status) == (again, 1, 0)
 
@@ -206,7 +206,7 @@ def test_an_array_of_runs(
     for index, trial in enumerate(("a", "b")):
         done(cluster, f"{number}_{index}")
         assert bits(tmp_path / trial) == bits(untouched)
-        record = launched.read(tmp_path / trial / "out")
+        record = job_record.read(tmp_path / trial / "out")
         assert record is not None
         assert record.facts == {"log": str(tmp_path / f"trials/slurm-{number}_{index}.out")}
 

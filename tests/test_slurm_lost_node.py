@@ -13,7 +13,7 @@ from command import bits, each_step_once, saved, step_of, write
 from harness import LEAN
 
 from lockstep.cli import main
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 
 reason = slurm_cluster.missing()
 pytestmark = [
@@ -46,7 +46,7 @@ def submitted(folder: Path, cluster: slurm_cluster.Cluster, monkeypatch: pytest.
     write(folder, launch=LAUNCH | CONTINUE, strategy={"name": "held_steps.HeldTogether"})
     (folder / "hold").write_text(str(hold))
     assert main(["train", "run.yaml", "--detach"]) == 0
-    record = launched.read(folder / "out")
+    record = job_record.read(folder / "out")
     assert record is not None
     return str(record.job)
 
@@ -56,7 +56,7 @@ def test_a_rank_and_then_a_node_are_lost(
 ) -> None:
     number = submitted(tmp_path, cluster, monkeypatch, hold=8)
     cluster.until(lambda: step_of(tmp_path) >= 8, "step 8", 600)
-    started = launched.read(tmp_path / "out")
+    started = job_record.read(tmp_path / "out")
     assert started is not None
     assert started.main is not None
     os.kill(started.main.pid, signal.SIGKILL)  # rank 0

@@ -21,7 +21,7 @@ from lockstep.data.batch import IGNORED, TARGETS, MicroBatch, StepBatch, StepRes
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.track.console import _of_sources
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import Meter
 from lockstep.training.source_losses import SourceLosses
 
@@ -75,7 +75,7 @@ def test_each_has_the_loss_of_its_examples_and_changes_no_bit(
     weights = []
     for told in (True, False):
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         for step in range(3):
             batch = feed.make(step)
             assert batch.targets_of is not None
@@ -113,7 +113,7 @@ def test_a_class_that_changes_the_loss_alone_is_not_passed_over(tmp_path: Path) 
     task, strategy = build(run, World(run))
     for kind, told in ((Classification, True), (Weighted, False), (Both, True)):
         strategy.task = kind(run, task.prepared)  # type: ignore[attr-defined]
-        feed = Feed(run, strategy.task, range(8), torch.device("cpu"))  # type: ignore[attr-defined]
+        feed = StepLoader(run, strategy.task, range(8), torch.device("cpu"))  # type: ignore[attr-defined]
         result = strategy.train_step(feed.make(0), 0.0)
         assert (result.loss_sums_of is not None) is told
         assert float(result.loss) == pytest.approx((1 if kind is Classification else 2) * 0.6931, rel=0.05)
@@ -129,7 +129,7 @@ def trained(world: World, runs: list[Run]) -> list[list[list[float]]]:
     found = []
     for run in runs:
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         sums = [strategy.train_step(feed.make(step), 5e-3).loss_sums_of for step in range(3)]
         found.append([each.tolist() for each in sums if each is not None])
         strategy.close()

@@ -17,8 +17,8 @@ from harness import tiny
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.distributed import launched
-from lockstep.distributed.launched import TRAIN, Launched, Process, State
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import TRAIN, JobRecord, Process, State
 from lockstep.distributed.world import World
 from lockstep.tools.commands.status import advice, run_of
 from lockstep.training.rank import note_end
@@ -120,11 +120,11 @@ def test_what_a_failed_run_leaves(tmp_path: Path, cache: Path, capsys: pytest.Ca
 
 @pytest.mark.processes
 def test_a_record_survives_writing(tmp_path: Path) -> None:
-    record = launched.here("slurm", 4, "12", {"step": "12.0"})
-    launched.write(tmp_path, record)
-    assert launched.read(tmp_path) == record
-    launched.note(tmp_path, status=75, main=Process("n1", 7, "then"), steps=60)
-    found = launched.read(tmp_path)
+    record = job_record.here("slurm", 4, "12", {"step": "12.0"})
+    job_record.write(tmp_path, record)
+    assert job_record.read(tmp_path) == record
+    job_record.note(tmp_path, status=75, main=Process("n1", 7, "then"), steps=60)
+    found = job_record.read(tmp_path)
     assert found is not None
     assert (found.status, found.main, found.steps, found.job) == (75, Process("n1", 7, "then"), 60, "12")
     assert [path.name for path in tmp_path.iterdir()] == ["launch.json"]
@@ -133,8 +133,8 @@ def test_a_record_survives_writing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"launcher": 3}', '{"process": 7}'])
 def test_what_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text(text)
-    assert launched.read(tmp_path) is None
-    launched.note(tmp_path, status=0)
+    assert job_record.read(tmp_path) is None
+    job_record.note(tmp_path, status=0)
     assert (tmp_path / "launch.json").read_text() == text
 
 
@@ -149,7 +149,7 @@ def test_a_number_that_was_given_to_another_process() -> None:
 @pytest.mark.processes
 def test_a_dead_process_that_nobody_has_looked_at_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    born = launched.born(child.pid)
+    born = job_record.born(child.pid)
     process = Process(Process.this().host, child.pid, born or "")
     assert process.alive() is True
     os.kill(child.pid, signal.SIGKILL)
@@ -162,25 +162,25 @@ def test_a_dead_process_that_nobody_has_looked_at_is_dead() -> None:
 @pytest.mark.parametrize(
     ("record", "word"),
     [
-        (Launched("local", 1, 0.0, Process("elsewhere", 1, "")), "unknown"),
-        (Launched("local", 1, 0.0, Process.this()), "running"),
-        (Launched("local", 1, 0.0, Process.this(), status=0), "done"),
-        (Launched("local", 1, 0.0, Process.this(), status=75), "stopped"),
-        (Launched("local", 1, 0.0, Process.this(), status=1), "failed"),
-        (Launched("local", 1, 0.0, Process(Process.this().host, 1, "then")), "gone"),
+        (JobRecord("local", 1, 0.0, Process("elsewhere", 1, "")), "unknown"),
+        (JobRecord("local", 1, 0.0, Process.this()), "running"),
+        (JobRecord("local", 1, 0.0, Process.this(), status=0), "done"),
+        (JobRecord("local", 1, 0.0, Process.this(), status=75), "stopped"),
+        (JobRecord("local", 1, 0.0, Process.this(), status=1), "failed"),
+        (JobRecord("local", 1, 0.0, Process(Process.this().host, 1, "then")), "gone"),
     ],
 )
-def test_states(record: Launched, word: str) -> None:
-    state = launched.state_of_process(record)
+def test_states(record: JobRecord, word: str) -> None:
+    state = job_record.state_of_process(record)
     assert state.word == word
     assert state.live == (word == "running")
 
 
 def test_lines_that_come_while_one_reads(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
-    assert list(launched.lines_of(path, False)) == []
+    assert list(job_record.lines_of(path, False)) == []
     path.write_text("one\ntwo\nhal")
-    assert list(launched.lines_of(path, False)) == ["one", "two", "hal"]
+    assert list(job_record.lines_of(path, False)) == ["one", "two", "hal"]
     left = ["f\nthree\n", "four\n"]
 
     def live() -> bool:
@@ -189,13 +189,13 @@ def test_lines_that_come_while_one_reads(tmp_path: Path) -> None:
                 file.write(left.pop(0))
         return bool(left)
 
-    assert list(launched.lines_of(path, True, live, every_s=0)) == ["one", "two", "half", "three", "four"]
+    assert list(job_record.lines_of(path, True, live, every_s=0)) == ["one", "two", "half", "three", "four"]
 
 
 def test_outcomes() -> None:
-    assert launched.outcome(None) == State("gone")
-    assert launched.outcome(2) == State("failed", "", 2)
-    assert not launched.outcome(75).live
+    assert job_record.outcome(None) == State("gone")
+    assert job_record.outcome(2) == State("failed", "", 2)
+    assert not job_record.outcome(75).live
 
 
 @pytest.mark.processes
@@ -207,20 +207,20 @@ def test_what_killed_writers_left_is_swept_up_and_what_others_write_is_not(tmp_p
     others = [f".run.yaml.{here}-{os.getpid()}.partial", ".run.yaml.elsewhere-1.partial", ".metrics.jsonl.partial"]
     for name in left + others:
         (tmp_path / name).touch()
-    launched.write(tmp_path, launched.here("local", 1))
-    assert {path.name for path in tmp_path.iterdir()} == {*others, launched.FILE}
+    job_record.write(tmp_path, job_record.here("local", 1))
+    assert {path.name for path in tmp_path.iterdir()} == {*others, job_record.FILE}
 
 
 def test_a_rank_that_will_be_started_again_does_not_say_that_the_run_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tiny(f"output={tmp_path}")
-    launched.write(tmp_path, launched.here("local", 2))
+    job_record.write(tmp_path, job_record.here("local", 2))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     for count, expected in (("0", None), ("1", 1)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         note_end(run, World(run), TRAIN, 1)
-        record = launched.read(tmp_path)
+        record = job_record.read(tmp_path)
         assert record is not None
         assert record.status == expected
 
@@ -242,7 +242,7 @@ def test_advice_is_a_command_that_trains_into_this_folder(tmp_path: Path, monkey
 def test_logs_may_be_cut_off_by_head(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(tiny("output=out").dump())
     (tmp_path / "log.txt").write_text("a line of the log\n" * 100_000)
-    launched.write(tmp_path, replace(launched.here("local", 1), status=0))
+    job_record.write(tmp_path, replace(job_record.here("local", 1), status=0))
     command = f"{shlex.join(LOCKSTEP)} logs . | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "a line of the log\n", "")
@@ -265,7 +265,7 @@ def test_numbers_that_make_no_sense(words: list[str], tmp_path: Path, capsys: py
     write(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "run.yaml").rename(tmp_path / "out" / "run.yaml")
-    launched.write(tmp_path / "out", launched.here("local", 1))
+    job_record.write(tmp_path / "out", job_record.here("local", 1))
     assert main([word.replace("OUT", str(tmp_path / "out")) for word in words]) == 2
     assert "-1 is not a number of" in capsys.readouterr().err
 
@@ -274,7 +274,7 @@ def test_the_last_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     write(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "run.yaml").rename(tmp_path / "out" / "run.yaml")
-    launched.write(tmp_path / "out", launched.here("local", 1))
+    job_record.write(tmp_path / "out", job_record.here("local", 1))
     (tmp_path / "out" / "log.txt").write_text("1\n2\n3\n")
     for tail, expected in (("2", "2\n3\n"), ("9", "1\n2\n3\n"), ("0", "")):
         assert main(["logs", str(tmp_path / "out"), "--tail", tail]) == 0
@@ -286,16 +286,16 @@ def test_launch_json_on_a_full_disk_is_written_in_its_place(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes no room there; another disk's refusal is what `write` returns."""
-    before = launched.here("local", 2)
-    assert launched.write(tmp_path, before)
+    before = job_record.here("local", 2)
+    assert job_record.write(tmp_path, before)
 
     def refused(path: Path, text: str) -> None:
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(launched, "replace_text", refused)
-    assert launched.note(tmp_path, status=75) is (number == errno.ENOSPC)
-    assert launched.read(tmp_path) == replace(before, status=75 if number == errno.ENOSPC else None)
-    assert not launched.write(tmp_path / "new", before)
+    monkeypatch.setattr(job_record, "replace_text", refused)
+    assert job_record.note(tmp_path, status=75) is (number == errno.ENOSPC)
+    assert job_record.read(tmp_path) == replace(before, status=75 if number == errno.ENOSPC else None)
+    assert not job_record.write(tmp_path / "new", before)
 
 
 def test_advice_on_a_run_that_is_done_without_its_last_checkpoint(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from command import LOCKSTEP, bits, ended, finish, start, step_of, until, write
 from harness import tiny
 
 from lockstep.config.run import RunError
-from lockstep.distributed.stops import AGAIN_S
+from lockstep.distributed.signals import AGAIN_S
 from lockstep.strategies.allreduce import AllReduce
 
 pytestmark = [

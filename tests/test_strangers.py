@@ -16,7 +16,7 @@ from saving import run_in, trained
 from lockstep.checkpoint.export import push
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.launchers.cloud import sbatch
 from lockstep.launchers.slurm import log_of
 from lockstep.training.exported_model import finished
@@ -37,7 +37,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
     (folder / "log.txt").write_text("a line \x1b]0;owned\x07\n")
-    launched.write(folder, launched.here("local", 1))
+    job_record.write(folder, job_record.here("local", 1))
     return folder
 
 
@@ -46,9 +46,9 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_nothing_of_the_folder_is_imported(command: str, section: str, theirs: Path, tmp_path: Path) -> None:
     name = "evil_module.Thing"
     if section == "launch.json":
-        launched.write(theirs, replace(launched.here(name, 1), status=0))
+        job_record.write(theirs, replace(job_record.here(name, 1), status=0))
     else:
-        launched.write(theirs, replace(launched.here("local", 1), status=0))
+        job_record.write(theirs, replace(job_record.here("local", 1), status=0))
         own = {"to": [name], name: {"a": 1}} if section == "track" else {"name": name, "a": 1}
         (theirs / "run.yaml").write_text(yaml.safe_dump(RUN | {section: own}))
     main([command, str(theirs)])
@@ -56,7 +56,7 @@ def test_nothing_of_the_folder_is_imported(command: str, section: str, theirs: P
 
 
 def test_a_launcher_of_one_s_own_is_imported_when_asked_for(theirs: Path, tmp_path: Path) -> None:
-    launched.write(theirs, replace(launched.here("evil_module.Thing", 1), status=0))
+    job_record.write(theirs, replace(job_record.here("evil_module.Thing", 1), status=0))
     assert main(["status", str(theirs)]) == 2
     assert main(["status", str(theirs), "--trust"]) == 0
     assert (tmp_path / "ran").exists()
@@ -77,12 +77,12 @@ def test_no_file_outside_is_shown(theirs: Path, tmp_path: Path, capsys: pytest.C
         if path.name.startswith("slurm"):
             path.symlink_to("/etc/passwd")
         with pytest.raises(RunError, match="it is not read"):
-            log_of(run, launched.here("slurm", 1, "1", {"log": str(path)}))
+            log_of(run, job_record.here("slurm", 1, "1", {"log": str(path)}))
     (theirs / "slurm-2.out").symlink_to("/etc/passwd")
     with pytest.raises(RunError, match="it is not read"):
-        log_of(run, launched.here("slurm", 1, "2"))
+        log_of(run, job_record.here("slurm", 1, "2"))
     beside = tmp_path / "slurm-12_3.out"  # a sweep's own
-    assert log_of(run, launched.here("slurm", 1, "15", {"log": str(beside)})) == beside
+    assert log_of(run, job_record.here("slurm", 1, "15", {"log": str(beside)})) == beside
     assert "private key" not in "".join(capsys.readouterr())
 
 
@@ -91,11 +91,11 @@ def test_an_id_that_is_none_is_not_handed_to_a_scheduler(job: object, theirs: Pa
     for changed in ({"job": job}, {"facts": {"step": job}}, {"facts": {"namespace": job}}):
         values = json.loads((theirs / "launch.json").read_text()) | changed
         (theirs / "launch.json").write_text(json.dumps(values))
-        assert launched.read(theirs) is None
+        assert job_record.read(theirs) is None
     for good in ("12", "12_3", "12.0", "lockstep-run-0a1b2c", "ns/name", "arn:aws:eks:eu-1:1:cluster/x", "1_[0-3%2]"):
         values = json.loads((theirs / "launch.json").read_text()) | {"job": good, "facts": {}}
         (theirs / "launch.json").write_text(json.dumps(values))
-        assert launched.read(theirs) is not None, good
+        assert job_record.read(theirs) is not None, good
 
 
 def test_a_process_that_another_user_names_is_not_stopped(
@@ -186,7 +186,7 @@ def test_an_output_that_a_link_replaces_is_not_written_through(what: str, tmp_pa
     (theirs / "checkpoints").mkdir()
     if what == "another run":
         (theirs / "run.yaml").write_text(yaml.safe_dump(RUN))
-        launched.write(theirs, replace(launched.here("local", 1), main=launched.Process("elsewhere", 1, "")))
+        job_record.write(theirs, replace(job_record.here("local", 1), main=job_record.Process("elsewhere", 1, "")))
     before = files_in(theirs)
     run = run_in(tmp_path / "out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.every=2")
 

@@ -14,7 +14,7 @@ from lockstep.data.batch import StepBatch
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.native import Native
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -28,7 +28,7 @@ EXACT = [name for name in NAMES if plugins.find("strategies", name).exact]
 def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     """Train a few steps; what must be equal everywhere."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     rates = [learning_rate(run.optim, t, steps) for t in range(steps)]
     results = [strategy.train_step(feed.make(t).to(world.device), rate) for t, rate in enumerate(rates)]
     parameters, state = list(strategy.model.parameters()), strategy.state_dict()
@@ -176,7 +176,7 @@ def mean_of_means(world: World, run: Run) -> list[float]:
     task, _ = build(run, world)
     strategy = MeanOfMeans(run, world)
     strategy.build(task)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     return [float(strategy.train_step(feed.make(t), 1e-3).grad_norm) for t in range(2)]
 
 
@@ -190,7 +190,7 @@ def test_the_control_a_mean_of_means_is_seen_in_the_norm(of: Answers) -> None:
 def whole_gradient(world: World, run: Run) -> tuple[float, float]:
     """The gradient of the whole batch in one backward, in the plainest way, against the strategy's norm and loss."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     batch: StepBatch = feed.make(0)
     strategy.model.zero_grad()
     everything = task.collate(feed.columns, batch.ids, 0)
@@ -232,7 +232,7 @@ def test_more_pieces_than_examples_leave_blank_ones(of: Answers, single: dict) -
 
 def restored(world: World, run: Run) -> tuple[str, str]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
     kept = world.broadcast({k: v.clone() for k, v in strategy.state_dict().items()})
@@ -256,7 +256,7 @@ def test_state_holds_all_that_matters(name: str, of: Answers) -> None:
 def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
     """Scores and the export after two steps."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for t in range(2):
         strategy.train_step(feed.make(t), 1e-3)
     scores = evaluate(run, world, task, strategy, task.splits["validation"])

@@ -15,8 +15,8 @@ from task_runs import rows_of as rows_of_kind
 from test_feed import rows_in, wanted_rows
 
 from lockstep.config.run import Run
-from lockstep.data import apart, shard_files
-from lockstep.data import shards as shard_index
+from lockstep.data import arrow_cache as shard_index
+from lockstep.data import shard_files, splitting
 from lockstep.data.columns import Columns
 from lockstep.data.streamed import Streamed
 
@@ -152,13 +152,13 @@ def test_a_resume_makes_the_same_batches_and_reads_a_window_and_a_shard(
     run = streamed(shards(tmp_path, ".jsonl.gz", [60] * 10), "epochs=2", "steps=null", "data.stream_window=40")
     untouched = [batch.ids.tolist() for batch in feed_of(run).steps(0)]
     read: list[int] = []
-    parsed = shard_files.Lines._parsed
+    parsed = shard_files.LineShard._parsed
 
-    def counted(self: shard_files.Lines, block: bytes, row: int) -> Any:
+    def counted(self: shard_files.LineShard, block: bytes, row: int) -> Any:
         read.append(block.count(b"\n"))
         return parsed(self, block, row)
 
-    monkeypatch.setattr(shard_files.Lines, "_parsed", counted)
+    monkeypatch.setattr(shard_files.LineShard, "_parsed", counted)
     assert len(untouched) == 56
     for after in (0, 1, 18, 27, 44):
         feed = feed_of(run)
@@ -228,13 +228,13 @@ def test_rows_that_stand_in_validation_are_told_or_left_out(lm: bool, tmp_path: 
     assert told.keys() == {"validation"}
     assert (told["validation"]["examples"], told["validation"]["of"], told["validation"]["row"]) == (3, 10, 2)
     assert len(task.splits["train"]) == 40
-    (line,) = apart.warnings(task.prepared.facts)
+    (line,) = splitting.warnings(task.prepared.facts)
     assert f"row 2 of validation, rows 0 to 5 of {tmp_path}/train-0.jsonl.gz: '{held[2]['text']}'" in line
     dropping = run.model_copy(update={"data": run.data.model_copy(update={"overlap": "drop"})})
     task = task_of(dropping)
     assert task.prepared.facts["dropped"] == {"train": 3}
     assert "left_out" not in task.prepared.facts
-    assert len(apart.warnings(task.prepared.facts)) == 0
+    assert len(splitting.warnings(task.prepared.facts)) == 0
     found, texts = task.splits["train"], [row["text"] for i, row in enumerate(rows) if i not in (5, 6, 31)]
     assert examples_of(found) == cached(dropping)
     if not lm:

@@ -17,14 +17,14 @@ from test_stream_faults import trained
 from web_server import Served
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import copies, object_store
-from lockstep.data import shards as shard_index
+from lockstep.data import arrow_cache as shard_index
+from lockstep.data import object_store, shard_cache
 from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from lockstep.data.stream import ABOUT
 from lockstep.data.streamed import Unreadable
 from lockstep.tasks.classification import Classification
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 SIZES = [40] * 7
 SMALL: dict[str, Any] = {"stream_window": 16}
@@ -62,7 +62,7 @@ def on_web(web: Served, folder: Path, *overrides: str) -> Run:
     return streamed(folder, *RUN, f"data.stream_cache_gb={room}", *overrides, data=data)
 
 
-def batches(feed: Feed, after: int = 0) -> list[Any]:
+def batches(feed: StepLoader, after: int = 0) -> list[Any]:
     return [
         (b.ids.tolist(), [(m.inputs["input_ids"].tolist(), m.targets.tolist()) for m in b.micro_batches])
         for b in feed.steps(after)
@@ -108,7 +108,7 @@ def test_the_same_batches_as_from_local_shards_in_a_bounded_cache(
     web.asked.clear()
     after = feed.total - 20
     assert batches(feed_of(run), after) == wanted[after:]  # a resume fetches what it reads, and little ahead
-    assert len(web.asked) <= 20 * 8 // 40 + 2 + copies.AHEAD
+    assert len(web.asked) <= 20 * 8 // 40 + 2 + shard_cache.AHEAD
     assert batches(feed_of(run, 1, 2), after)[0][0] == wanted[after][0]
 
 
@@ -116,7 +116,7 @@ def test_what_was_read_makes_room_before_what_waits_to_be(web: Served, folder: P
     run = on_web(web, folder)
     feed_of(run)
     told = next((cache_folder() / "tokens").rglob(ABOUT))
-    made = copies.Copies(json.loads(told.read_text())["files"], run.data.stream_cache_gb)
+    made = shard_cache.ShardCache(json.loads(told.read_text())["files"], run.data.stream_cache_gb)
     waits, read, *others = made.paths
     for path in (waits, read):
         made.fetch(path)

@@ -14,11 +14,11 @@ from harness import build, digest, run_on, tiny
 from stream_runs import LM, PACKERS, archive_of, feed_of, rows_of, shards, streamed, task_of, write
 
 from lockstep.config.run import Run, RunError
+from lockstep.data import arrow_cache as shard_index
 from lockstep.data import shard_files
-from lockstep.data import shards as shard_index
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.distributed.world import World
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +246,7 @@ def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, t
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Steps of two epochs, and the weights of the model."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     losses = [float(strategy.train_step(batch, 5e-3).loss) for batch in feed.steps(0)]
     weights = strategy.export()
     return {"losses": losses, "weights": digest(weights) if weights is not None else None}

@@ -20,8 +20,8 @@ from test_stream_faults import changed, trained
 from web_server import Served
 
 from lockstep.config.run import Run, RunError, load
+from lockstep.data import arrow_cache as shard_index
 from lockstep.data import mixture, object_store, shard_files
-from lockstep.data import shards as shard_index
 from lockstep.data.mixture import MixedShards
 from lockstep.data.prepare import prepare
 from lockstep.data.streamed import Streamed, Unreadable

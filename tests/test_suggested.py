@@ -9,8 +9,8 @@ from harness import run_on, tiny
 from test_simulated_memory import DEEP, NEAR, planned, taken
 
 from lockstep.tools.planner.devices import load as device_of
+from lockstep.tools.planner.fake_world import Simulated
 from lockstep.tools.planner.planner import candidates
-from lockstep.tools.planner.rank import Simulated
 
 PROCESSES, BATCH = 2, 5
 CHOSEN = re.compile(r"^choose +(strategy\.name=.*)$", re.MULTILINE)

@@ -15,7 +15,7 @@ from harness import TINY
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.tools.sweep import search
-from lockstep.tools.sweep.grid import parse, product, told
+from lockstep.tools.sweep.grid import format_value, parse, product
 from lockstep.tools.sweep.slots import Slots
 from lockstep.tools.sweep.sweep_file import Range, read
 from lockstep.tools.sweep.trial_names import name_of
@@ -158,7 +158,7 @@ def test_values_of_the_command_line() -> None:
     }
     assert product({"a": [1, 2], "b": [3]}) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
     assert product({}) == [{}]
-    assert told({"replicate": 2}) == "{replicate: 2}"
+    assert format_value({"replicate": 2}) == "{replicate: 2}"
 
 
 def test_names_are_short_distinct_and_the_same_every_time() -> None:

@@ -23,7 +23,7 @@ VALUES |= {"launch": {"device": "cpu", "threads": 1, "processes": 1}}
 
 
 def tree_of(*each: dict[str, Any], **values: Any) -> prefixes.Tree:
-    return prefixes.found({f"t{i}": load(None, keys, VALUES | values) for i, keys in enumerate(each)})
+    return prefixes.shared_steps({f"t{i}": load(None, keys, VALUES | values) for i, keys in enumerate(each)})
 
 
 def steps(count: int, decay: int, **keys: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import scored
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -82,7 +82,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     found = {}
     for kind, run in runs.items():
         task, strategy = build(run, world)
-        feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+        feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
         results = [strategy.train_step(feed.make(step), 5e-3) for step in range(2)]
         scores, _ = scored(run, world, task, strategy, task.splits["validation"])
         state = strategy.state_dict()

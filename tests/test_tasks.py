@@ -16,7 +16,7 @@ from lockstep.config.run import Run
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.native import Native
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 pytestmark = pytest.mark.processes
@@ -34,7 +34,7 @@ def make(folder: Path, kind: str, *overrides: str) -> Run:
 def trained(world: World, run: Run) -> dict[str, Any]:
     """A few steps, scores and samples."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     batches = [feed.make(t) for t in range(STEPS)]
     results = [strategy.train_step(batch, 5e-3) for batch in batches]
     counts = [[int(task.counted(m.targets)) for m in b.micro_batches] for b in batches]
@@ -90,7 +90,7 @@ def test_targets_are_counted_without_looking_at_the_micro_batches(kind: str, alo
 def test_padding_is_reported_as_it_is(kind: str, folder: Path) -> None:
     run = make(folder, kind, "data.padding=batch")
     task: Any = plugins.find("tasks", run.task.name)
-    feed = Feed(run, task(run, prepare(run, task)), range(run.micro_batches), torch.device("cpu"))
+    feed = StepLoader(run, task(run, prepare(run, task)), range(run.micro_batches), torch.device("cpu"))
     for batch in map(feed.make, range(2)):  # the epoch's last step has blank micro-batches, which are not reported
         read = [v for m in batch.micro_batches for name, v in m.inputs.items() if name.endswith("input_ids")]
         assert batch.padded == sum(map(torch.numel, read))
@@ -133,7 +133,7 @@ def mean_of_means(world: World, run: Run) -> float:
     task, _ = build(run, world)
     strategy = MeanOfMeans(run, world)
     strategy.build(task)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     return float(strategy.train_step(feed.make(0), 5e-3).grad_norm)
 
 

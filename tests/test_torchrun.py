@@ -21,7 +21,7 @@ from torch.distributed.elastic.events import EventSource
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
-from lockstep.distributed.agreement import agree, disagreement, facts, fingerprint
+from lockstep.distributed.consistency_check import agree, disagreement, facts, fingerprint
 from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
 from lockstep.launchers.processes.elastic import Agent

@@ -18,7 +18,7 @@ from wandb_file import records
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.config import plugins
 from lockstep.config.run import RunError
-from lockstep.distributed.usage import Usage
+from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
 from lockstep.track.trackers import Trackers
@@ -295,7 +295,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch:
 
 
 def measured(world: World) -> list[tuple[int, dict[str, float]] | None]:
-    usage = Usage(world)
+    usage = SystemMetrics(world)
     found = [usage.found()]
     until_s = time.process_time() + 0.05
     while time.process_time() < until_s:

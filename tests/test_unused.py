@@ -13,7 +13,7 @@ from marks import slow
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked_strategy
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 ODD = "task.name=odd_models.Task"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def steps_of(world: World, run: Run) -> dict[str, Any]:
     """Five steps: their norms, the names of what would be saved after each, and all weights and moments."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     found: dict[str, Any] = {"norms": [], "names": set(), "weights": []}
     for step in range(5):
         odd_models.step = step

@@ -17,7 +17,7 @@ from lockstep.strategies.exact.reduction import clip_
 from lockstep.strategies.exact.sparse_rows import DenseRows
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 
 
 def parameters() -> list[nn.Parameter]:
@@ -92,7 +92,7 @@ def stepped(run: Run, steps: int = 2) -> tuple[Single, list[float], dict[str, Te
     assert isinstance(strategy, Single)
     seen: dict[str, Tensor] = {}
     strategy.observe = lambda gradient: seen.update({name: each.clone() for name, each in gradient.items()})
-    feed = Feed(run, task, strategy.own_micro_batches(), strategy.world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
     norms = [float(strategy.train_step(feed.make(step), 1e-3).grad_norm) for step in range(steps)]
     return strategy, norms, seen
 
@@ -131,7 +131,7 @@ def test_bfloat16_weights_are_their_masters_rounded_and_gradients_are_added_up_i
 def test_dropout_is_another_one_in_each_step_and_micro_batch_and_the_same_when_asked_again() -> None:
     run = tiny("strategy.name=single")
     task, strategy = build(run, World(run))
-    batch = Feed(run, task, strategy.own_micro_batches(), strategy.world.device).make(0)
+    batch = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device).make(0)
     losses: list[float] = []
     plain = task.loss_sum
     task.loss_sum = lambda outputs, targets: (

@@ -19,8 +19,8 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Columns
-from lockstep.distributed.agreement import disagreement, facts
-from lockstep.launchers.cloud.parcel import modules_of
+from lockstep.distributed.consistency_check import disagreement, facts
+from lockstep.launchers.cloud.code_bundle import modules_of
 
 FILES = {
     "mine/__init__.py": "",

@@ -15,7 +15,7 @@ from command import LOCKSTEP, STEPS, bits, ended, ranks_of, saved, start, step_o
 from harness import tiny
 from marks import slow
 
-from lockstep.distributed.watch import Watch, verdict
+from lockstep.distributed.watchdog import Watchdog, verdict
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 
@@ -49,7 +49,7 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, c
         lambda: saved(tmp_path) >= 20 and len(list(tmp_path.glob("held-*"))) == 2, "both in a step that waits", process
     )
     time.sleep(
-        3 * Watch(World(tiny()), HANG_S).interval_s
+        3 * Watchdog(World(tiny()), HANG_S).interval_s
     )  # each beats, the other one reads it, and one more for a busy machine
     main = json.loads((tmp_path / "out" / "launch.json").read_text())["main"]["pid"]
     (frozen,) = (pid for pid in ranks_of(process, tmp_path) if (pid == main) is (rank == 0))
@@ -95,10 +95,10 @@ def test_a_rank_alone_ends_when_it_is_asked_to(
     asked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends: list[int] = []
-    monkeypatch.setattr("lockstep.distributed.watch.os._exit", ends.append)
-    monkeypatch.setattr("lockstep.distributed.watch.LEFT_S", 0.1)
+    monkeypatch.setattr("lockstep.distributed.watchdog.os._exit", ends.append)
+    monkeypatch.setattr("lockstep.distributed.watchdog.LEFT_S", 0.1)
     world = World(tiny())
-    watch = Watch(world, 0.5)
+    watch = Watchdog(world, 0.5)
     watch._store, watch._main = Gone(), threading.get_ident()
     world.stop.came = asked  # as its signal handler notes it
     threading.Timer(1.0, watch._over.set).start()  # or it comes to its end by itself

@@ -26,7 +26,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.tasks.models import models, padding, unpadded
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 WINDOW = 5  # tokens; below most of LENGTHS
@@ -184,10 +184,10 @@ def forgets(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text", "modernbert-decoder"])
 def test_the_trial_finds_a_mask_that_is_forgotten(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, config = run_of(family, 4096), config_of(family, 4096)
-    assert padding.tried(run, "causal", config) is None
+    assert padding.trial(run, "causal", config) is None
     transformers.AttentionMaskInterface.register(unpadded.NAME, forgets)
     try:
-        why = padding.tried(run, "causal", config)
+        why = padding.trial(run, "causal", config)
     finally:
         transformers.AttentionMaskInterface.register(unpadded.NAME, unpadded.masked)
     assert why == "laid end to end, its examples would see each other (texts of 9, 9, 9 tokens)"
@@ -260,10 +260,10 @@ def test_an_evaluation_is_that_of_plain_transformers(
     model = {"type": "mistral", "config": GROUPED | {"sliding_window": window}}
     run = make(tmp_path, "packed", "task.samples=0", f"data.padding={way}", "task.packing=true", *more)
     run = run.model_copy(update={"model": run.model.model_copy(update=model)})
-    assert padding.refused(run, "causal") == (None if way == "none" else "data.padding is batch")
+    assert padding.unsupported_reason(run, "causal") == (None if way == "none" else "data.padding is batch")
     world = World(run)
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for step in range(8):
         strategy.train_step(feed.make(step), 1e-2)
     columns = task.splits["validation"]

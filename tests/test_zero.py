@@ -16,7 +16,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines.zero import Zero
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import strategy_class as class_of
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 
 pytestmark = [
@@ -32,7 +32,7 @@ BF16_WEIGHTS = ("precision=bf16", "strategy.options={bf16: {enabled: true}}")
 def trained(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     """Train a few steps, evaluating in between; everything that must be equal."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     gradients: list[dict[str, torch.Tensor]] = []
     strategy.observe = lambda found: gradients.append({k: v.clone() for k, v in found.items()})
     results, scores = [], []
@@ -172,7 +172,7 @@ def averaged(world: World, run: Run) -> float:
     task, _ = build(run, world)
     strategy = Averaged(run, world)
     strategy.build(task)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     norm = float(strategy.train_step(feed.make(0), 1e-3).grad_norm)
     strategy.close()
     return norm
@@ -186,7 +186,7 @@ def test_the_control_an_average_over_ranks_is_seen_in_the_norm(single: dict[str,
 def stopped(world: World, run: Run) -> tuple[str, dict[str, torch.Tensor], list[float]]:
     """Three steps, the state, and two more."""
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
     kept = {k: v.clone() for k, v in strategy.state_dict().items()}
@@ -198,7 +198,7 @@ def stopped(world: World, run: Run) -> tuple[str, dict[str, torch.Tensor], list[
 
 def resumed(world: World, run: Run, kept: dict[str, torch.Tensor]) -> tuple[str, str, list[float]]:
     task, strategy = build(run, world)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     strategy.load_state_dict(kept)
     taken_over = digest(strategy.state_dict())
     losses = [float(strategy.train_step(feed.make(t), 1e-3).loss) for t in (3, 4)]

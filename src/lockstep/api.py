@@ -20,10 +20,10 @@ from lockstep.config.exit_status import STOPPED
 from lockstep.config.overrides import overrides_of
 from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
-from lockstep.launchers.further import further
-from lockstep.tools import notebook, script
-from lockstep.tools.child import Child
-from lockstep.tools.following import Event, Following
+from lockstep.launchers.extend_run import further
+from lockstep.tools import import_path, notebook
+from lockstep.tools.event_stream import Event, Following
+from lockstep.tools.subprocess_job import Child
 from lockstep.track.report import history
 
 
@@ -123,7 +123,7 @@ def fit(
     _begins()
     own = {"model": model, "data": data, "loss": loss, "metrics": metrics, "collate": collate}
     own |= {"length": length, "targets": targets, "generate": generate}
-    task = {key: script.name_of(thing, key) for key, thing in own.items() if thing is not None}
+    task = {key: import_path.name_of(thing, key) for key, thing in own.items() if thing is not None}
     values: dict[str, Any] = {
         "name": name or task["model"].split(".")[-2],
         "output": None if output is None else str(output),
@@ -228,7 +228,7 @@ def _folder(output: Result | Path | str) -> Path:
 def _begins() -> None:
     """Errors: `Reached` where a job imports the script that this call stands in."""
     plugins.starts_a_job()
-    script.begins()
+    import_path.begins()
 
 
 def _importable(run: Run) -> None:

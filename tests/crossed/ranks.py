@@ -151,12 +151,12 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, s
 @contextlib.contextmanager
 def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
     """Listen to what this rank does. Nothing of what it computes is changed."""
-    from lockstep.training import dry_run, ending, loop
+    from lockstep.training import dry_run, finalize, loop
     from lockstep.training import rank as worker
-    from lockstep.training.feed import Feed
+    from lockstep.training.data_loader import StepLoader
 
-    advance, summed, make = worker.Outlets.advance, loop._summed, Feed.make
-    del dry_run, ending  # they call `loop.scored`, and that `_summed`
+    advance, summed, make = worker.RankZeroSinks.advance, loop._summed, StepLoader.make
+    del dry_run, finalize  # they call `loop.scored`, and that `_summed`
 
     def advanced(self: Any, step: int) -> None:
         advance(self, step)
@@ -189,7 +189,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
         return batch
 
     worker.write_report = lambda folder: None  # type: ignore[assignment]  # a fifth of what a rank takes
-    worker.Outlets.advance, loop._summed, Feed.make = advanced, watched, made  # type: ignore[method-assign]
+    worker.RankZeroSinks.advance, loop._summed, StepLoader.make = advanced, watched, made  # type: ignore[method-assign]
     if keep:
         _keeping(Path("plain"))
     yield
@@ -197,15 +197,15 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
 
 def _keeping(folder: Path) -> None:
     """Write down what a job on one process trains, as `lockstep.tools.against_plain` reads it."""
-    from lockstep.training import going_on
+    from lockstep.training import recovery
 
-    train = going_on.train
+    train = recovery.train
 
     def kept(session: Any, step: int, *more: Any) -> Any:
         _keep_steps(session, folder)
         return train(session, step, *more)
 
-    going_on.train = kept  # type: ignore[assignment]
+    recovery.train = kept  # type: ignore[assignment]
 
 
 def _keep_steps(session: Any, folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
-from lockstep.config.disclosure import said, struck_all
+from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError
 from lockstep.tasks.task import Task
 
@@ -60,8 +60,8 @@ def model_card(run: Run, task: Task, scores: dict[str, dict[str, float]], steps:
     averaged = f" The weights are {run.average.told}." if run.average.told else ""
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
     # struck before they are YAML, to which a bare *** means something else
-    head = yaml_dump(struck_all(metadata(run, task, scores).to_dict(), said), sort_keys=False).strip()
-    file = without_home(run.dump(said))
+    head = yaml_dump(redact_all(metadata(run, task, scores).to_dict(), printable), sort_keys=False).strip()
+    file = without_home(run.dump(printable))
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any in the file
     return (
         f"---\n{head}\n---\n\n# {run.name}\n\n"
@@ -137,13 +137,13 @@ def languages(run: Run) -> list[str]:
 
 def words(text: str) -> str:
     """A person's text as words of Markdown: on one line, and none of it a link, markup or HTML."""
-    plain = html.escape(" ".join(said(text).split()), quote=False)
+    plain = html.escape(" ".join(printable(text).split()), quote=False)
     return re.sub(r"([\\`*_{}\[\]()#|!~])", r"\\\1", plain)
 
 
 def code(text: str) -> str:
     """A person's text as code of Markdown, on one line."""
-    return f"`{' '.join(said(text).split()).replace('`', chr(39))}`"
+    return f"`{' '.join(printable(text).split()).replace('`', chr(39))}`"
 
 
 def without_home(text: str) -> str:

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.catalog import CheckpointCatalog, reason_of
 from lockstep.checkpoint.corrections import revisions_of
+from lockstep.checkpoint.disk_space import DiskSpace
 from lockstep.checkpoint.folder import clear_away
-from lockstep.checkpoint.kept import Kept, reason_of
 from lockstep.checkpoint.manifest import Manifest, check_resumable, finished, folder_of, name_of, newest_first
 from lockstep.checkpoint.progress import Progress, best_first, score_of
-from lockstep.checkpoint.room import Room
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
-from lockstep.distributed.journal import launched_by
+from lockstep.distributed.event_log import launched_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,9 +76,9 @@ class Checkpoints:
         self._shard: Shard | None = None
         self._saving: _Saving | None = None
         self._sees: bool | None = None  # whether this rank's OUTPUT is that of rank 0
-        self.kept = Kept(run, world, prepared, say)
+        self.kept = CheckpointCatalog(run, world, prepared, say)
         self.mirror = self.kept.mirror  # on rank 0, of a run that has one
-        self.room = Room(run)
+        self.room = DiskSpace(run)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class Checkpoints:
     def take_mean(self, strategy: ShardedState, step: int) -> list[int]:
         """Load the mean of the weights of the last checkpoints, as `average.last` says, that of `step` among them.
         Returns their steps. Collective. Errors: `CheckpointError`, on every rank, where one of them cannot be read."""
-        from lockstep.checkpoint.mean import Mean
+        from lockstep.checkpoint.averaging import Mean
 
         steps, saved = manifests.averaged(self.run, step, self.every), []
         every, _ = self.kept.found()

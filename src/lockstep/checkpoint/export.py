@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import card, exported
-from lockstep.checkpoint.room import size_of
+from lockstep.checkpoint.disk_space import size_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.hub_errors import explained, one_line, status_of, transient
 from lockstep.tasks.task import Task
@@ -41,7 +41,7 @@ class PushFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Patience:
+class PushPatience:
     """How long a push is tried. huggingface_hub tries each upload of a file a few times by itself, within this."""
 
     tries: int = 4
@@ -188,14 +188,14 @@ def push(
     repository: str,
     private: bool,
     say: Callable[[str], None],
-    patience: Patience | None = None,
+    patience: PushPatience | None = None,
 ) -> Pushed:
     """Upload the export of an output folder; what is there already is not sent again. Not collective: rank 0 only.
 
     `say` hears of tries that failed. Errors: `RunError` for what the user can mend (no export, no token, no permission,
     a public repository where a private one was asked for), `PushFailed` when the Hub could not be reached in the end.
     """
-    folder, patience = output / "export", patience or Patience()
+    folder, patience = output / "export", patience or PushPatience()
     if not (folder / "README.md").is_file():
         raise RunError(f"{output} has no export to push: its run is not finished; lockstep train goes on with it")
     if link := next((path for path in (folder, *sorted(folder.rglob("*"))) if path.is_symlink()), None):

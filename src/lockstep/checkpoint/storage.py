@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from lockstep.distributed.pieces import Place
 from lockstep.distributed.sharded import Given, Saved, local
+from lockstep.distributed.tensor_slices import TensorSlice
 from lockstep.distributed.world import World
 
 BLOCK_BYTES = 8 * 2**20  # hashed and written at a time
@@ -73,7 +73,7 @@ def share_out(parts: Mapping[str, Tensor], world: World, writes: bool) -> list[W
     return [item for item in items if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel()]
 
 
-def held_here(parts: Mapping[str, Tensor]) -> dict[Place, Tensor]:
+def held_here(parts: Mapping[str, Tensor]) -> dict[TensorSlice, Tensor]:
     """Every piece of the state that this rank has. Not collective, and nothing is copied."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(parts), is_coordinator=True)
@@ -82,11 +82,11 @@ def held_here(parts: Mapping[str, Tensor]) -> dict[Place, Tensor]:
     return {place: tensor for place, tensor in found.items() if tensor.numel()}
 
 
-def place_of(item: WriteItem, parts: Mapping[str, Tensor]) -> Place:
+def place_of(item: WriteItem, parts: Mapping[str, Tensor]) -> TensorSlice:
     """Where a piece that this rank has belongs."""
     assert item.tensor_data is not None
     chunk, tensor = item.tensor_data.chunk, parts[item.index.fqn]
-    return Place(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(tensor.shape), tensor.dtype)
+    return TensorSlice(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(tensor.shape), tensor.dtype)
 
 
 class Shard:

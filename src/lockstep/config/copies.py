@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def refused(launch: Any, strategy: Any) -> str | None:
+def unsupported_reason(launch: Any, strategy: Any) -> str | None:
     """Why a run of this strategy cannot; None: as far as its keys say, it can."""
     if not launch.copy_every:
         return None

@@ -26,7 +26,7 @@ class GuardSection(Section):
 TAKEN = "single, allreduce, ddp, hf_accelerate, hf_trainer, or fsdp2 with gather: step"
 
 
-def refused(guard: GuardSection, strategy: Any, launch: Any) -> str | None:
+def unsupported_reason(guard: GuardSection, strategy: Any, launch: Any) -> str | None:
     """Why a run of this strategy and launcher cannot be guarded so; None: as far as its keys say, it can."""
     if not guard.every:
         return None

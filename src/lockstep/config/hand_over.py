@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.config.guard import TAKEN, holds_parts
 
 
-def refused(every: int, strategy: Any) -> str | None:
+def unsupported_reason(every: int, strategy: Any) -> str | None:
     """Why a run of this strategy cannot; None: as far as its keys say, it can."""
     if not every:
         return None

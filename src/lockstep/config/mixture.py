@@ -16,8 +16,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lockstep.config.addresses import PathText
-from lockstep.config.conditions import Filter
 from lockstep.config.file_keys import Layout, Quote, Separator
+from lockstep.config.row_filters import Filter
 
 Weight = float | list[tuple[int, float]]
 # Keys that each source has for itself; of `data` they are given where there is one source only.

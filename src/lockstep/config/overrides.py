@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from lockstep.config import errors as messages
-from lockstep.config.bad_usage import RunError
+from lockstep.config import error_messages as messages
+from lockstep.config.errors import RunError
 from lockstep.config.sections import SHORT, at_length
 
 KEY = re.compile(r"\w+(\.\w+)*")  # of a run file, dotted

@@ -16,13 +16,23 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import choosing, copies, disclosure, foreign_names, hand_over, origins, places, plugins, schedules
-from lockstep.config import errors as messages
+from lockstep.config import (
+    copies,
+    hand_over,
+    key_aliases,
+    model_selection,
+    origins,
+    path_resolution,
+    plugins,
+    redaction,
+    schedules,
+)
+from lockstep.config import error_messages as messages
 from lockstep.config.addresses import Mirror, PathText, is_address
-from lockstep.config.bad_usage import RunError as RunError
-from lockstep.config.choosing import AverageSection, EvaluateSection, choose_best
+from lockstep.config.errors import RunError as RunError
 from lockstep.config.fingerprint import FingerprintSection
-from lockstep.config.guard import GuardSection, refused
+from lockstep.config.guard import GuardSection, unsupported_reason
+from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
 from lockstep.config.optim import OptimSection
 from lockstep.config.overrides import copied, overrides_of, set_key
 from lockstep.config.sections import (
@@ -128,13 +138,15 @@ class Run(Section):
             raise ValueError(
                 f"output is a folder of this machine; to keep its results elsewhere, too: mirror={self.output}"
             )
-        choosing.check(
+        model_selection.check(
             self.checkpoint.best, bool(self.evaluate.every), self.checkpoint.every, self.average, self.export
         )
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
-        why = refused(self.guard, self.strategy, self.launch) or hand_over.refused(self.launch.hand_over, self.strategy)
-        why = why or copies.refused(self.launch, self.strategy)
+        why = unsupported_reason(self.guard, self.strategy, self.launch) or hand_over.unsupported_reason(
+            self.launch.hand_over, self.strategy
+        )
+        why = why or copies.unsupported_reason(self.launch, self.strategy)
         if why is not None:
             raise ValueError(why)
         if self.micro_batches > self.batch_size:
@@ -172,7 +184,7 @@ class Run(Section):
         values = self.model_dump(mode="json")
         if (hidden := messages.secret(values)) is not None:
             raise RunError(secret_in(hidden))
-        return yaml.safe_dump(disclosure.struck_all(values, filtered), sort_keys=False, allow_unicode=True, width=110)
+        return yaml.safe_dump(redaction.redact_all(values, filtered), sort_keys=False, allow_unicode=True, width=110)
 
     def arithmetic(self) -> dict[str, Any]:
         """The keys that decide the weights, flat: a resume must not change any of them. With `strategy.exact` neither
@@ -250,7 +262,7 @@ def load(
             raise RunError(
                 f"{path} must hold a mapping of keys (see `lockstep schema`), it holds {messages.kind(values)}"
             )
-        values = places.beside({key: at_length(key, value) for key, value in values.items()}, Path(path))
+        values = path_resolution.beside({key: at_length(key, value) for key, value in values.items()}, Path(path))
         values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem))
     overridden = overrides_of(overrides)
     alone = values
@@ -337,7 +349,7 @@ class _Source:
             key, given = f"track.{name}", section.options.get(name, {})
             if name not in section.to and "." not in name and name not in (there := plugins.names("track")):
                 beside = [*type(section).model_fields, *there]
-                hint = foreign_names.near(key, given, beside, messages.keys_of(Run))
+                hint = key_aliases.near(key, given, beside, messages.keys_of(Run))
                 raise RunError(f"unknown key {key!r}: {hint} ({self.where(key)})")
             if not isinstance(given, dict):
                 raise RunError(f"{key}: wanted is a mapping of the tracker's keys, not {given!r} ({self.where(key)})")

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from lockstep.config.addresses import PathText
-from lockstep.config.conditions import Filter
 from lockstep.config.file_keys import LAYOUT, QUOTE, SEPARATOR, Layout, Quote, Separator
 from lockstep.config.mixture import OWN, Mixture
+from lockstep.config.row_filters import Filter
 from lockstep.config.streaming import Streaming
 
 Steps = Annotated[int, Field(ge=0)]

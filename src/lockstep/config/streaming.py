@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from lockstep.config.conditions import Condition
+from lockstep.config.row_filters import Condition
 
 if TYPE_CHECKING:
     from lockstep.config.run import Run

@@ -98,7 +98,7 @@ def locked(name: str) -> Iterator[None]:
         lock.__exit__(None, None, None)
 
 
-def kept(path: Path, make: Callable[[Path], None], aside: Path | None = None) -> Path:
+def cached(path: Path, make: Callable[[Path], None], aside: Path | None = None) -> Path:
     """`path`, a file or folder of the cache, as `make(aside)` makes it: once, and again when it is damaged. `aside`: a
     folder that is filled bit by bit, and is there again for whoever goes on after a kill.
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import missing, scan, shards
-from lockstep.data.documents import Found, closed, flat, shares
+from lockstep.data import arrow_cache, column_scan, missing_values
+from lockstep.data.lm_documents import Found, closed, flat, shares
 from lockstep.data.packing import Documents, measured
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
 def whole(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> Dataset:
     """The rows in which the assistant says something, and every message has a content, or calls. Errors:
     `RunError`."""
-    missing.present(dataset, {"task.messages": column}, split, name)
+    missing_values.present(dataset, {"task.messages": column}, split, name)
     dataset = with_roles(dataset, column, "task.messages", split)
     lacks = []
-    for first, part in scan.lists(dataset, column):
+    for first, part in column_scan.lists(dataset, column):
         for row, messages in enumerate(part, first):
             good = isinstance(messages, list) and all(
                 isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
@@ -114,7 +114,7 @@ def whole(dataset: Dataset, column: str, split: str, name: str, drop: bool) -> D
                     f"{row} holds {str(messages)[:80]}"
                 )
         lacks.append(np.array([not messages or _lacks(messages) for messages in part]))
-    return missing.without(dataset, {"task.messages": (column, np.concatenate(lacks))}, split, name, drop)
+    return missing_values.without(dataset, {"task.messages": (column, np.concatenate(lacks))}, split, name, drop)
 
 
 def _lacks(messages: list[dict]) -> bool:
@@ -130,14 +130,14 @@ def documents_in(dataset: Dataset, how: Writing) -> int:
     """How many documents come of a split."""
     if not how.each:
         return len(dataset)
-    return sum(turns(messages) for _, part in scan.lists(dataset, how.column) for messages in part)
+    return sum(turns(messages) for _, part in column_scan.lists(dataset, how.column) for messages in part)
 
 
 def further_keys(dataset: Dataset, column: str) -> list[str]:
     """What messages have besides role and content."""
     inner = getattr(dataset.features[column], "feature", None)
     if not isinstance(inner, Mapping):  # values of any kind, told by none of the features
-        inner = {key for _, part in scan.lists(dataset, column) for row in part for each in row for key in each}
+        inner = {key for _, part in column_scan.lists(dataset, column) for row in part for each in row for key in each}
     return sorted(set(inner) - {"role", "content"})
 
 
@@ -152,7 +152,7 @@ def without_nulls(value: Any) -> Any:
 def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) -> Found:
     """The documents of some rows; tokens that reach over into what is learned are learned, too. Errors: `RunError`."""
     columns = [how.column] if how.tools is None else [how.column, how.tools]
-    for start, batch in shards.batches(dataset.select_columns(columns), rows):
+    for start, batch in arrow_cache.batches(dataset.select_columns(columns), rows):
         offered = batch[how.tools] if how.tools is not None else [None] * len(batch[how.column])
         held = zip(batch[how.column], offered, strict=True)
         told = [written(tokenizer, messages, tools, how, row) for row, (messages, tools) in enumerate(held, start)]

@@ -1,7 +1,7 @@
 """How much has come of what the Hub is asked for, for whoever shows where the program is.
 
-In: a Hub id, and `with` around the call that loads it. Out: `PLACE`, twice a second. What comes is seen from outside,
-as files that grow in the Hub's cache: the libraries' own bars draw over one another and over ours.
+In: a Hub id, and `with` around the call that loads it. Out: `ACTIVITY`, twice a second. What comes is seen from
+outside, as files that grow in the Hub's cache: the libraries' own bars draw over one another and over ours.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.config.run import RunError
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 
 
 @contextmanager
 def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None]:
     """While the Hub is asked for `source`; nothing is said of a local folder."""
-    place = PLACE.name
+    place = ACTIVITY.name
     if Path(source).is_dir():
-        PLACE.at(f"reading {source}")
+        ACTIVITY.at(f"reading {source}")
         yield
-        PLACE.at(place)
+        ACTIVITY.at(place)
         return
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(HF_HUB_CACHE) / f"{kind}s--{source.replace('/', '--')}" / "blobs"
     before, over = _bytes_in(folder), threading.Event()
-    PLACE.at(f"loading {source}")
+    ACTIVITY.at(f"loading {source}")
 
     def watch() -> None:
         while not over.wait(0.5):
             if (come := _bytes_in(folder) - before) > 0:
-                PLACE.at(f"downloading {source}, {come / 1e6:,.1f} MB so far")
+                ACTIVITY.at(f"downloading {source}, {come / 1e6:,.1f} MB so far")
 
     watcher = threading.Thread(target=watch, name="lockstep-download", daemon=True)
     watcher.start()
@@ -44,7 +44,7 @@ def downloading(source: str, kind: Literal["model", "dataset"]) -> Iterator[None
     finally:
         over.set()
         watcher.join()
-        PLACE.at(place)
+        ACTIVITY.at(place)
 
 
 def _bytes_in(folder: Path) -> int:

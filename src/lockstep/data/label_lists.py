@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import scan
+from lockstep.data import column_scan
 from lockstep.data.labels import called
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class LabelLists:
     def counts(self, dataset: Dataset) -> list[int]:
         """Examples that have each label, in a split."""
         found = np.zeros(len(self.names), np.int64)
-        for _, part in scan.lists(dataset, *self.columns):
+        for _, part in column_scan.lists(dataset, *self.columns):
             rows = {self.columns[0]: part}
             if len(self.columns) > 1:
                 rows = {column: [row[place] for row in part] for place, column in enumerate(self.columns)}
@@ -75,7 +75,7 @@ def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any,
     """The labels of a split -> the first row that has it. Errors: `RunError` for what is no list of labels."""
     held: dict[Any, int] = {}
     kind: type | None = None
-    for first, part in scan.lists(dataset, column):
+    for first, part in column_scan.lists(dataset, column):
         for row, labels in enumerate(part, first):
             if not isinstance(labels, list):
                 raise RunError(
@@ -96,7 +96,7 @@ def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any,
 
 def _check_marks(dataset: Dataset, column: str, split: str, name: str) -> None:
     """Errors: `RunError` for a column that holds anything but 0 and 1."""
-    for first, part in scan.lists(dataset, column):
+    for first, part in column_scan.lists(dataset, column):
         for row, value in enumerate(part, first):
             if value not in (0, 1):  # true and false, and 1.0, are these, too
                 raise RunError(

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import RunError
-from lockstep.data import scan
+from lockstep.data import column_scan
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -59,7 +59,7 @@ def _checked(dataset: Dataset, column: str, length: int | None, split: str, name
     """Whether rows differ in a column of numbers, or of lists of `length` of them. Errors: `RunError`."""
     one: Any = None
     spread = False
-    for first, part in scan.lists(dataset, column):
+    for first, part in column_scan.lists(dataset, column):
         for row, value in enumerate(part, first):
             held = value if length is not None else [value]
             if not isinstance(held, list) or len(held) != (length or 1) or not all(map(_is_number, held)):

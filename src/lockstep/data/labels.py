@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import missing, scan
+from lockstep.data import column_scan, missing_values
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -23,10 +23,10 @@ def hidden(dataset: Dataset, column: str) -> bool:
     """Whether the labels of a test split are hidden, or not there at all."""
     if column not in dataset.column_names:
         return True
-    if missing.lacking(dataset, column).all():
+    if missing_values.lacking(dataset, column).all():
         return True
     lists = any(isinstance(value, list) for value in dataset[:1][column])
-    return not lists and set(map(str, scan.distinct(dataset, column))) in ({"-1"}, {"-1.0"})
+    return not lists and set(map(str, column_scan.distinct(dataset, column))) in ({"-1"}, {"-1.0"})
 
 
 def readable(dataset: Dataset, column: str) -> Dataset:
@@ -37,7 +37,7 @@ def readable(dataset: Dataset, column: str) -> Dataset:
     kind = str(getattr(dataset.features[column], "dtype", None))
     if kind == "bool":
         return dataset.cast_column(column, datasets.Value("string"))
-    if kind.startswith("float") and all(v.is_integer() for _, part in scan.lists(dataset, column) for v in part):
+    if kind.startswith("float") and all(v.is_integer() for _, part in column_scan.lists(dataset, column) for v in part):
         return dataset.cast_column(column, datasets.Value("int64"))
     return dataset
 
@@ -56,7 +56,9 @@ class Codes:
 
     def of_all(self, dataset: Dataset) -> np.ndarray:
         """Of every row of a split: int32 [examples]."""
-        parts = (self.of({self.column: labels}).astype(np.int32) for _, labels in scan.lists(dataset, self.column))
+        parts = (
+            self.of({self.column: labels}).astype(np.int32) for _, labels in column_scan.lists(dataset, self.column)
+        )
         return np.concatenate([np.empty(0, np.int32), *parts])
 
     def counts(self, dataset: Dataset) -> list[int]:
@@ -112,14 +114,14 @@ def alike(counts: Mapping[str, int]) -> dict[str, list[list[tuple[str, int]]]]:
     return {"alike_labels": found} if found else {}
 
 
-def told(rows: Dataset, column: str) -> dict[str, list]:
+def count_labels(rows: Dataset, column: str) -> dict[str, list]:
     """The labels that some rows hold and how often, as JSON has it, for `together`. Errors: `RunError`."""
     distinct(rows, column, "train")  # refuses what is no label
     held = Counter(rows[column])
     return {"labels": sorted(held.items()), "names": getattr(rows.features[column], "names", None) or []}
 
 
-def together(found: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
+def merge_counts(found: list[dict[str, list]], column: str) -> tuple[Dataset, Counter[Any]]:
     """A data set of one row a label, of what `told` says of parts, and how often each is there. Errors: `RunError`."""
     import datasets
 
@@ -135,17 +137,17 @@ def together(found: list[dict[str, list]], column: str) -> tuple[Dataset, Counte
 
 def _first(dataset: Dataset, column: str, wanted: Callable[[Any], bool]) -> tuple[int, Any]:
     """The first row with such a label, and the label."""
-    parts = scan.lists(dataset, column)
+    parts = column_scan.lists(dataset, column)
     return next((first + i, label) for first, part in parts for i, label in enumerate(part) if wanted(label))
 
 
 def distinct(dataset: Dataset, column: str, split: str) -> list:
     """The labels of a split, each once, in order. Errors: `RunError`."""
-    if scan.plain(dataset, column) and (found := scan.distinct(dataset, column)) and None not in found:
+    if column_scan.plain(dataset, column) and (found := column_scan.distinct(dataset, column)) and None not in found:
         return sorted(found)
     held: set[Any] = set()
     kind: type | None = None
-    for first, labels in scan.lists(dataset, column):
+    for first, labels in column_scan.lists(dataset, column):
         kind = kind or type(labels[0])
         for row, label in enumerate(labels, first) if {*map(type, labels)} != {kind} or kind not in (int, str) else ():
             _check(label, row, kind, column, split, dataset)
@@ -176,7 +178,7 @@ def _named_by_column(dataset: Dataset, column: str, values: list) -> list[str] |
     for suffix in ("_name", "_text"):
         if (other := column + suffix) in dataset.column_names:
             pairs: set[tuple[Any, Any]] = set()
-            for _, part in scan.lists(dataset, column, other):
+            for _, part in column_scan.lists(dataset, column, other):
                 pairs.update(part)
                 if len(pairs) > len(values):
                     break

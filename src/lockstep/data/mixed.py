@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.config.mixture import OneSource
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import nested, row_files, scan, shards, source
+from lockstep.data import arrow_cache, column_scan, nested_columns, row_files, source
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import digest, examples_in
 
@@ -61,13 +61,13 @@ def each_alone(dataset: Dataset, key: str, encode: Callable[[Dataset, str], str]
     no block of tokens holds texts of two, in one file, and how many examples each has. Errors: `RunError`."""
     if source.SOURCE not in dataset.column_names:
         return encode(dataset, key), []
-    of = scan.numbers(dataset, source.SOURCE)
+    of = column_scan.numbers(dataset, source.SOURCE)
     files = []
     for number in range(int(of.max()) + 1):
         rows = np.flatnonzero(of == number)
         files.append(encode(dataset.select(rows), digest(key, number)) if len(rows) else None)
     counts = [examples_in(file) if file else 0 for file in files]
-    return shards.together([file for file in files if file], digest(key, counts)), counts
+    return arrow_cache.concat([file for file in files if file], digest(key, counts)), counts
 
 
 def theirs(entry: OneSource | None, columns: Mapping[str, str]) -> dict[str, str]:
@@ -88,7 +88,7 @@ def called(rows: Dataset, entry: OneSource, columns: Mapping[str, str], split: s
     for key, column in found.items():  # languages of a column of translations
         if column not in rows.column_names and isinstance(inner := rows.features.get(_PAIR), Mapping):
             found[key] = f"{_PAIR}.{column}" if column in inner else column
-    rows = nested.added(rows, found, split, name)
+    rows = nested_columns.added(rows, found, split, name)
     for key, column in found.items():
         if column not in rows.column_names:
             raise RunError(

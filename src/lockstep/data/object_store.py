@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.config.addresses import Address
-from lockstep.config.disclosure import one_line
+from lockstep.config.redaction import one_line
 from lockstep.config.run import RunError
 
 PART = 16 * 2**20  # bytes that are asked for, or sent, together

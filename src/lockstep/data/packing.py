@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from lockstep.data import shards
+from lockstep.data import arrow_cache
 from lockstep.data.cache import damage, discard, folder_of, locked
 
 _WINDOW = 2**20  # characters that are measured at once
@@ -227,17 +227,19 @@ def write(
     schema = WITH_STARTS if starts else WITH_LEFT if cut and not packed else SCHEMA
     schema = _with_openings(schema) if openings else schema
     if not packed:
-        return shards.written(key, schema, parts, lambda rows: _examples(make(rows), size, openings), "tokenising")
+        return arrow_cache.write_split(
+            key, schema, parts, lambda rows: _examples(make(rows), size, openings), "tokenising"
+        )
     path = folder_of("tokens") / f"{key}.arrow"
     if damage(path) is None:
         return str(path)
     folder = path.with_name(f"{key}.stream.{parts[0].stop}-{parts[-1].stop}.parts")
     with locked(folder.name):
-        files = shards.fill(folder, parts, ".tokens", lambda rows, *to: _keep(make(rows), *to), "tokenising")
-        stream = Stream(files, starts)
+        files = arrow_cache.fill(folder, parts, ".tokens", lambda rows, *to: _keep(make(rows), *to), "tokenising")
+        stream = TokenStream(files, starts)
         count = max(0, -(-(len(stream) - 1) // size))
-        blocks = shards.spans(count, max(1, _SHARD // size))
-        written = shards.written(
+        blocks = arrow_cache.spans(count, max(1, _SHARD // size))
+        written = arrow_cache.write_split(
             key, schema, blocks, lambda rows: _blocks(stream, rows, size, openings), "packing", "blocks"
         )
         discard(folder)
@@ -250,7 +252,7 @@ def _examples(
     return ((examples(documents, size, True if openings else None), rows) for documents, rows in found)
 
 
-def _blocks(stream: Stream, numbers: range, size: int, openings: bool) -> Iterator[tuple[pa.RecordBatch, int]]:
+def _blocks(stream: TokenStream, numbers: range, size: int, openings: bool) -> Iterator[tuple[pa.RecordBatch, int]]:
     """The examples of these numbers, of the texts as one."""
     each = max(1, _TOKENS // size)
     for start in range(numbers.start, numbers.stop, each):
@@ -276,7 +278,7 @@ def _keep(found: Iterable[tuple[Documents, int]], path: Path, done: Callable[[in
             out.write_table(pa.Table.from_batches(waiting).combine_chunks())
 
 
-class Stream:
+class TokenStream:
     """The tokens of all texts in the files that `_keep` wrote, one after the other."""
 
     def __init__(self, files: list[Path], starts: bool) -> None:

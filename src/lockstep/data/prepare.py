@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from lockstep import __version__
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
-from lockstep.data import copies, raw_rows, remote, row_files, source, tables
+from lockstep.data import raw_rows, remote, row_files, shard_cache, source, tables
 from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.origin import model_folder
 from lockstep.data.tokenizer import TARGET
 from lockstep.data.tokens import VERSION, Prepared, content, digest
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 
 if TYPE_CHECKING:
-    from lockstep.data.stream_rows import Make
+    from lockstep.data.streaming_source import Make
 
 _YOUNGER = ("separator", "quote")  # keys of `data`
 _TEMPLATES = "additional_chat_templates"  # of a tokenizer's folder
@@ -70,9 +70,9 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         raw_rows.VERSION,
     )
     path = cache_folder() / "prepared" / f"{key}.json"
-    PLACE.at("waiting for another process that prepares the same data")
+    ACTIVITY.at("waiting for another process that prepares the same data")
     with locked(key):
-        PLACE.at("looking for the data in the cache")
+        ACTIVITY.at("looking for the data in the cache")
         local = source.is_local(run.data)
         began, found, damaged = time.monotonic(), Prepared.read(path) if local or not fresh else None, {}
         if found is not None and (damaged := found.damages()):
@@ -82,12 +82,12 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         if tell is not None and found is not None:
             tell(f"from the cache in {cache_folder()}")
         if found is None:
-            PLACE.at("reading the data")
+            ACTIVITY.at("reading the data")
             try:
                 with made_by(digest(code)), remote.as_found(elsewhere):
                     found = task.prepare(run)
             except RunError as error:
-                raise RunError(copies.named(str(error))) from error
+                raise RunError(shard_cache.named(str(error))) from error
             if user_code.is_own(run.task.name):  # the key that such a task gives may follow its code, or its paths
                 found = replace(found, key=_content_of(found))
             if (

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.data import compressed
 

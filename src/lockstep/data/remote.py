@@ -21,11 +21,11 @@ from typing import Any
 from lockstep.config.addresses import Address, address_of, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data.cache import cache_folder, kept
-from lockstep.data.copies import Copies, Fact, fetch, path_of, reader
+from lockstep.data.cache import cache_folder, cached
 from lockstep.data.object_store import Object, Readable, StoreError
+from lockstep.data.shard_cache import Fact, ShardCache, fetch, path_of, reader
 from lockstep.data.tokens import digest
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 
 KEYS = ("source", "train", "validation", "test")
 MOST = 200_000  # names of a folder that are looked at
@@ -84,11 +84,11 @@ def facts(data: DataSection, splits: Splits) -> list[Fact]:
     return _find(data, splits).facts if given(data) else []
 
 
-def shards(data: DataSection, splits: Splits, among: int = 1) -> Copies | list[Path]:
-    """The files of train, of which nothing is fetched yet, or those on this machine. `among`: as `Copies` has it.
+def shards(data: DataSection, splits: Splits, among: int = 1) -> ShardCache | list[Path]:
+    """The files of train, of which nothing is fetched yet, or those on this machine. `among`: as `ShardCache` has it.
     Errors: `RunError`."""
     found = _found_again(data, splits)
-    return Copies(map(found.fact, found.shards), data.stream_cache_gb, among) if found.shards else found.local
+    return ShardCache(map(found.fact, found.shards), data.stream_cache_gb, among) if found.shards else found.local
 
 
 @contextmanager
@@ -99,13 +99,13 @@ def here(data: DataSection, splits: Splits) -> Iterator[DataSection]:
     found = _found_again(data, splits)
     told = (path if path in found.names else found.fact(path) for path in found.objects)
     folder = cache_folder() / "remote" / digest(*told)
-    place = PLACE.name
+    place = ACTIVITY.name
     try:
-        kept(folder, lambda aside: _fetch(found, aside, data), folder.with_name(f"{folder.name}.parts"))
+        cached(folder, lambda aside: _fetch(found, aside, data), folder.with_name(f"{folder.name}.parts"))
     except StoreError as error:
         raise RunError(f"{_key_of(data)}: {error}") from error
     finally:
-        PLACE.at(place)
+        ACTIVITY.at(place)
     try:
         yield _local(data, found.given, folder)
     except RunError as error:
@@ -143,7 +143,7 @@ def _find(data: DataSection, splits: Splits) -> _Found:
     objects: dict[str, tuple[Object, Readable]] = {}
     paths: dict[str, str] = {}
     for key, text in _addresses(data):
-        PLACE.at(f"looking at {text}")
+        ACTIVITY.at(f"looking at {text}")
         try:
             address = address_of(text)
         except ValueError as error:
@@ -243,7 +243,7 @@ def _fetch(found: _Found, folder: Path, data: DataSection) -> None:
 
     def tell(count: int) -> None:
         come[0] += count
-        PLACE.at(f"downloading {what}, {come[0] / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+        ACTIVITY.at(f"downloading {what}, {come[0] / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
     def one(path: str) -> None:
         each, store = found.objects[path]

@@ -64,7 +64,7 @@ def opened(path: Path) -> BinaryIO:
 def shard(path: Path, plain: str | None = None, wanted: Sequence[str] = (), how: Opened = opened) -> Shard:
     """A shard by its name. `plain`: a .txt file has texts and no labels, and each `line` is one. `wanted`: the columns,
     or the paths into them, that are asked for; none: all. `how` opens it. Errors: `RunError`."""
-    kinds: dict[str, type[Shard]] = {".jsonl": Lines, ".txt": Lines, ".tar": Archive, ".parquet": Parquet}
+    kinds: dict[str, type[Shard]] = {".jsonl": LineShard, ".txt": LineShard, ".tar": Archive, ".parquet": Parquet}
     kind = kinds.get(compressed.plain(path).suffix)
     if kind is None or (kind is Parquet and compressed.is_compressed(path)):
         raise RunError(
@@ -172,7 +172,7 @@ class _Bytes(Shard):
         self._stream, self._at = None, 0
 
 
-class Lines(_Bytes):
+class LineShard(_Bytes):
     """A row a line; blank lines are none."""
 
     def _walk(self) -> Iterator[tuple[Chunk, Columns]]:

@@ -18,7 +18,7 @@ from lockstep.config.addresses import is_address
 from lockstep.config.mixture import OWN
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import annotated, compressed, links, nested, remote, row_files, selected, text_files
+from lockstep.data import annotated, compressed, filtering, links, nested_columns, remote, row_files, text_files
 from lockstep.data import pinned as pinning
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
@@ -149,10 +149,10 @@ def load(
         source = _from_hub(data)
     if "train" not in source.splits and not data.stream:
         raise RunError(f"data.train: no training split in {source.name}; name it or its files in data.train")
-    splits, left_out = selected.filtered(source.splits, data, source.name, tokens)
+    splits, left_out = filtering.filtered(source.splits, data, source.name, tokens)
     if data.split_column is not None:
-        splits = selected.told_apart(splits, data, source.name, USUAL)
-    splits = {split: nested.added(rows, columns or {}, split, source.name) for split, rows in splits.items()}
+        splits = filtering.told_apart(splits, data, source.name, USUAL)
+    splits = {split: nested_columns.added(rows, columns or {}, split, source.name) for split, rows in splits.items()}
     if data.limit is not None:
         splits = {name: split.select(range(min(data.limit, len(split)))) for name, split in splits.items()}
     for name, split in splits.items():

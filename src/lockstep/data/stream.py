@@ -24,11 +24,11 @@ import pyarrow as pa
 from lockstep.config.mixture import OneSource
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import shards, source, tokenizer
-from lockstep.data.cache import discard, folder_of, kept
+from lockstep.data import arrow_cache, source, tokenizer
+from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.columns import table_of
-from lockstep.data.held_out import HeldOut
-from lockstep.data.stream_rows import Make, Rows, Whole
+from lockstep.data.eval_hashes import EvalHashes
+from lockstep.data.streaming_source import Make, StreamingSource, Whole
 from lockstep.data.tokens import digest, encoded
 
 if TYPE_CHECKING:
@@ -51,29 +51,31 @@ class Stream:
     whole: Whole
     plain: str | None = None  # as `shard_files.shard` has it
     within: str | None = None  # the column that those may be in which are not there
-    parts: tuple[Rows, ...] = ()  # a source each
-    held_out: HeldOut | None = None
+    parts: tuple[StreamingSource, ...] = ()  # a source each
+    held_out: EvalHashes | None = None
     splits: Mapping[str, Dataset] = field(default_factory=dict)  # of which that is made
 
-    def _sources(self) -> list[Rows]:
+    def _sources(self) -> list[StreamingSource]:
         """Without their files."""
         sections: list[DataSection] = source.sections(self.data)
         entries: Sequence[OneSource | None] = self.data.sources or [None]
         how = self.columns, self.whole, self.plain, self.within
-        return [Rows(each, *how, entry, len(sections)) for each, entry in zip(sections, entries, strict=True)]
+        return [
+            StreamingSource(each, *how, entry, len(sections)) for each, entry in zip(sections, entries, strict=True)
+        ]
 
     def found(self, splits: Mapping[str, Dataset], texts: Sequence[str]) -> Stream:
         """With its files. `splits`: the others, whose rows are looked for in it by what they have in the columns
         `texts`. Errors: `RunError` where there are none, or one that cannot be streamed."""
         parts = [each.found() for each in self._sources()]
-        held_out = HeldOut.of(splits, texts, self.data.overlap == "drop")
+        held_out = EvalHashes.of(splits, texts, self.data.overlap == "drop")
         known = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
         return replace(self, parts=known, held_out=held_out, splits=splits)
 
     def known(self, folder: Path) -> Stream:
         """With the files of an index."""
         told = about(folder)
-        held_out = HeldOut.read(folder, told["texts"])
+        held_out = EvalHashes.read(folder, told["texts"])
         ends = np.cumsum(told["sources"]).tolist()
         files = [told["files"][start:stop] for start, stop in itertools.pairwise([0, *ends])]
         parts = [each.known([tuple(f) for f in some]) for each, some in zip(self._sources(), files, strict=True)]
@@ -148,12 +150,12 @@ class Stream:
             raise self._nothing(self.parts[0], "hold no row that is used")
         return told
 
-    def _at(self, numbers: range) -> tuple[Rows, Path]:
+    def _at(self, numbers: range) -> tuple[StreamingSource, Path]:
         """The one file of these numbers, and its source."""
         return self.parts[self.part(numbers[0])], self.files[numbers[0]]
 
     @staticmethod
-    def _nothing(part: Rows, what: str) -> RunError:
+    def _nothing(part: StreamingSource, what: str) -> RunError:
         with part.named():
             raise RunError(
                 f"data.train: nothing to train on: {len(part.files)} shard(s), {part.files[0]} first, {what}"
@@ -207,11 +209,11 @@ class Stream:
             parts = [range(number, number + 1) for number in range(len(self.files))]
             rooms = [each.copies.room for each in self.parts if each.copies is not None]
             first = (self._fetched, max(1, min(rooms) - 1)) if rooms else None
-            shards.fill(folder, parts, ending, each, doing, "shards", first=first)
+            arrow_cache.fill(folder, parts, ending, each, doing, "shards", first=first)
             together(folder)
 
         path = folder_of("tokens") / f"{key}{ENDING}"
-        return kept(path, fill, path.with_name(f"{path.name}.parts"))
+        return cached(path, fill, path.with_name(f"{path.name}.parts"))
 
     def _fetched(self, number: int) -> None:
         """Errors: `RunError`."""

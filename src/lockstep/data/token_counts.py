@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import nested, tokenizer
+from lockstep.data import nested_columns, tokenizer
 from lockstep.data.tokens import VERSION, Columns, content, digest, encode
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TokenCounts:
                 f"data.filter: {path}: the tokenizer (tokenizer.train) is trained on the texts that the filter leaves, "
                 "so it cannot count their tokens before; give tokenizer.source, or min_words, max_words instead"
             )
-        column = nested.added(dataset, {"data.filter": path}, split, name).select_columns([path])
+        column = nested_columns.added(dataset, {"data.filter": path}, split, name).select_columns([path])
         dtype = getattr(column.features[path], "dtype", None)
         if dtype not in ("string", "large_string"):
             told = f"{dtype} values" if dtype else "lists or mappings"

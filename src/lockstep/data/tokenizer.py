@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.cache import folder_of, kept, made_with
+from lockstep.data.cache import cached, folder_of, made_with
 from lockstep.data.downloads import downloading
 from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
 from lockstep.data.tokens import digest
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,9 +64,9 @@ def prepare(run: Run, texts: Iterator[list[str]], content: str, generative: bool
         kind = "generative" if generative else _causal(run)
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
         if run.tokenizer.train not in _DRAWN:
-            return kept(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
+            return cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
         key = digest("tokenizer", 2, key)
-        folder = kept(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
+        folder = cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
         return _kept(load(str(folder)), "tokenizer.train")  # named by what it came to
     source = run.tokenizer.source or run.model.source
     if source is None:
@@ -116,7 +116,7 @@ def _kept(tokenizer: Any, source: str) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         save(tokenizer, Path(folder) / "whole")
         made_with(_content(Path(folder)))
-    return kept(folder_of("tokenizers") / key, lambda aside: save(tokenizer, aside))
+    return cached(folder_of("tokenizers") / key, lambda aside: save(tokenizer, aside))
 
 
 # What changes tokens, and is no part of a fast tokenizer's own state.
@@ -153,7 +153,7 @@ def pair(source: Path, target: Path) -> Path:
         shutil.copytree(source, aside)
         shutil.copytree(target, aside / TARGET)
 
-    return kept(folder_of("tokenizers") / digest("pair", source.name, target.name), make)
+    return cached(folder_of("tokenizers") / digest("pair", source.name, target.name), make)
 
 
 def _load_source(run: Run, source: str, **place: str) -> Any:
@@ -238,7 +238,7 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
             [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
         )
         trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=special, show_progress=False)
-    PLACE.at(f"training a tokenizer ({kind}, at most {size:,} entries)")
+    ACTIVITY.at(f"training a tokenizer ({kind}, at most {size:,} entries)")
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "wordpiece":
         tokenizer = _with_model(tokenizer, models.WordPiece(tokenizer.get_vocab(), unk_token=unknown))

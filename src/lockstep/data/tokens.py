@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from lockstep.config.run import RunError
-from lockstep.data import shards
+from lockstep.data import arrow_cache
 from lockstep.data.cache import damage, inside
 from lockstep.data.columns import Columns as Columns
 from lockstep.data.columns import examples_in as examples_in
@@ -129,8 +129,8 @@ def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, Any]
     schema = pa.schema(list(features.arrow_schema))
 
     def make(rows: range) -> Iterator[tuple[pa.RecordBatch, int]]:
-        for _, batch in shards.batches(dataset, rows):
+        for _, batch in arrow_cache.batches(dataset, rows):
             found = encoded(batch, encoder, schema)
             yield found, len(found)
 
-    return shards.written(key, schema, shards.cuts(dataset), make, "tokenising")
+    return arrow_cache.write_split(key, schema, arrow_cache.cuts(dataset), make, "tokenising")

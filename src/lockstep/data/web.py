@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.config.addresses import Address
-from lockstep.config.disclosure import one_line
+from lockstep.config.redaction import one_line
 from lockstep.data.hub_errors import explained, transient
 from lockstep.data.object_store import Object, Patience, StoreError
 

@@ -12,8 +12,8 @@ import time
 import traceback
 from pathlib import Path
 
-from lockstep.config.disclosure import one_line
-from lockstep.distributed import launched
+from lockstep.config.redaction import one_line
+from lockstep.distributed import job_record
 from lockstep.distributed.world import World
 from lockstep.track.console import error
 
@@ -28,7 +28,7 @@ def tell_failure(caught: Exception, world: World | None, log: Path | None = None
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # a run id may be "none", a parent 1, and membership may change without a restart being counted
-        parent = launched.born(os.getppid()) or ""
+        parent = job_record.born(os.getppid()) or ""
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
         formation = [os.environ.get(name, "") for name in names] + [os.getppid(), parent]
         name = (

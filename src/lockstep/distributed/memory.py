@@ -57,7 +57,7 @@ def _count(tensor: Tensor | None, storages: dict[int, int]) -> None:
 
 
 @dataclass
-class Held:
+class HeldMemory:
     """Bytes of tensors on this rank."""
 
     at_rest: int = 0  # between steps: weights, buffers and optimizer state
@@ -65,9 +65,9 @@ class Held:
 
 
 @contextmanager
-def measured(before: int) -> Iterator[Held]:
+def measured(before: int) -> Iterator[HeldMemory]:
     """Measure one step that runs inside; `before` is what was alive before the strategy was built."""
-    held = Held()
+    held = HeldMemory()
 
     def at_update(*_: Any) -> None:
         held.at_update = max(held.at_update, tensor_bytes() - before)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.config.disclosure import one_line
+from lockstep.config.redaction import one_line
 from lockstep.distributed import network, secret, stores, torch_internals
 
 CONTROL = "control"  # the group on which decisions travel

@@ -98,7 +98,7 @@ def gloo_threads(count: int) -> None:
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, torchs)
 
-    class Group(torchs, metaclass=Kind):
+    class ThreadGroup(torchs, metaclass=Kind):
         def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options: Any = torchs._Options()
@@ -107,4 +107,4 @@ def gloo_threads(count: int) -> None:
             options._threads, options._timeout = count, timeout
             return torchs(store, rank, size, options)
 
-    module.ProcessGroupGloo = Group
+    module.ProcessGroupGloo = ThreadGroup

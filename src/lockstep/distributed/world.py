@@ -22,10 +22,10 @@ from torch import Tensor
 from lockstep.config.run import Run, RunError
 from lockstep.distributed import torch_internals
 from lockstep.distributed.gpus import share_gpus
-from lockstep.distributed.members import SOON_S, Generation, Members
+from lockstep.distributed.membership import SOON_S, Generation, Membership
 from lockstep.distributed.processor import available_cores
 from lockstep.distributed.rendezvous import Rendezvous
-from lockstep.distributed.stops import StopRequest
+from lockstep.distributed.signals import StopRequest
 from lockstep.track.console import LOG
 
 # Kernels that oneDNN keeps in a process, made for the sizes of a product: every micro-batch without padding has its
@@ -62,7 +62,7 @@ class World:
         self._deterministic = self.device.type == "cuda" and run.strategy.exact
         self._gloo_threads = 2 if run.strategy.exact and run.strategy.name in PLAIN else 1
         self._asking: Callable[[], int] | None = None
-        self.members = Members.given()  # where the launcher keeps a roll of ranks
+        self.members = Membership.given()  # where the launcher keeps a roll of ranks
         self.grows = False  # whether ranks are to meet again with more of them: the same on every rank, as a stop is
         self.apart = self.members is not None and self.members.place.apart  # until it has joined the others
         if self.apart:

@@ -1,3 +1,3 @@
 """How processes are started, on this machine and elsewhere."""
 
-SHARED = {"further", "launcher", "start"}  # the files here that are no plug-ins
+SHARED = {"extend_run", "launcher", "start"}  # the files here that are no plug-ins

@@ -26,11 +26,11 @@ from lockstep.checkpoint.manifest import newest_whole
 from lockstep.config.exit_status import STOPPED
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
-from lockstep.distributed import launched, network
+from lockstep.distributed import job_record, network
 from lockstep.distributed.gpus import gpus_of
-from lockstep.distributed.launched import JOB_WORDS, STATUS, TRAIN, WANTED
-from lockstep.distributed.stops import Interrupts, heard
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.distributed.job_record import JOB_WORDS, STATUS, TRAIN, WANTED
+from lockstep.distributed.signals import Interrupts, heard
+from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, memory_here, processes_of
 from lockstep.launchers.processes import accelerate_config
 from lockstep.track.console import error
@@ -49,7 +49,7 @@ class Accelerate(Launcher):
         rendezvous: str | None = Field(None, description="accelerate: host:port of machine 0, the same on all")
         config_file: str | None = Field(None, description="accelerate: a file that `accelerate config` wrote")
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> LaunchPlan:
         options, each = self.options(run), processes_of(run)
         accelerate_config.check_file(run, options.config_file)
         total = options.machines * each
@@ -72,13 +72,13 @@ class Accelerate(Launcher):
         command += ["--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1"]
         path = str(run.folder / "launch" / f"machine-{options.machine_rank}.yaml")
         command += ["--module", "lockstep", "train", path]
-        variables = {WANTED: str(total), launched.VARIABLE: "accelerate", "TOKENIZERS_PARALLELISM": "false"}
+        variables = {WANTED: str(total), job_record.VARIABLE: "accelerate", "TOKENIZERS_PARALLELISM": "false"}
         if not gpus_of(run):
             variables["ACCELERATE_USE_CPU"] = "1"
         notes = ["lockstep sets precision and threads itself; --mixed_precision and --num_cpu_threads do nothing here"]
         if options.machines > 1:
             notes.append(f"start the same command on {options.machines} machines, with launch.machine_rank=0, 1, ...")
-        return Plan(total, command, variables, {path: run.dump()}, notes)
+        return LaunchPlan(total, command, variables, {path: run.dump()}, notes)
 
     def rendezvous(self, run: Run) -> tuple[str, int]:
         """Host and port of machine 0. Errors: `RunError`."""
@@ -90,13 +90,13 @@ class Accelerate(Launcher):
         except network.NetworkError as caught:
             raise RunError(f"launch.rendezvous: {caught}") from None
 
-    def leads(self, run: Run, plan: Plan) -> bool:
+    def leads(self, run: Run, plan: LaunchPlan) -> bool:
         return bool(self.options(run).machine_rank == 0)
 
-    def memory(self, run: Run, plan: Plan) -> float | None:
+    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         return memory_here(run, processes_of(run))  # the other machines are like this one
 
-    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         if importlib.util.find_spec("accelerate") is None:
             raise RunError("launch.name: accelerate is not installed; pip install 'lockstep-train[accelerate]'")
         check_gpus(run, processes_of(run))
@@ -134,7 +134,7 @@ class Accelerate(Launcher):
             raise RunError(f"launch.rendezvous: {caught}") from None
 
 
-def once(run: Run, plan: Plan, job: Sequence[str]) -> tuple[int, bool]:
+def once(run: Run, plan: LaunchPlan, job: Sequence[str]) -> tuple[int, bool]:
     """Run the command to its end, passing on what this process is asked. Returns what its ranks returned, 1 where they
     could not say it, and whether it was asked to stop."""
     with tempfile.TemporaryDirectory(prefix="lockstep-status-") as folder:

@@ -20,14 +20,14 @@ from typing import Any
 
 from pydantic import Field
 
-from lockstep.config.disclosure import one_line
 from lockstep.config.exit_status import STOPPED
+from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
-from lockstep.distributed import launched
-from lockstep.distributed.launched import TRAIN, Launched, State
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import TRAIN, JobRecord, State
 from lockstep.launchers.cloud.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.track.console import Console, error
 
 
@@ -65,7 +65,7 @@ class Kubernetes(Launcher):
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run)
         each = processes_of(run, options)
         processes = options.machines * each
@@ -83,17 +83,17 @@ class Kubernetes(Launcher):
         spec = command["spec"]["template"]["spec"]
         if options.kubeflow:
             spec = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-        return Plan(processes, spec["containers"][0]["command"], files={file: dump(found)}, notes=notes)
+        return LaunchPlan(processes, spec["containers"][0]["command"], files={file: dump(found)}, notes=notes)
 
     # -- doing it ----------------------------------------------------------------------------------------------------
 
-    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         if tuple(job) != TRAIN:
             raise RunError("launch.name: kubernetes only trains; use launch.name=local to verify a few steps here")
         options = self.options(run)
         kind, name = kind_of(options.kubeflow), name_of(run)
         facts = {"kind": kind, "namespace": options.namespace, "context": options.context or ""}
-        record = launched.here("kubernetes", plan.processes, job=name, facts=facts)
+        record = job_record.here("kubernetes", plan.processes, job=name, facts=facts)
         allowed(facts)
         state = self.state(run, record)
         if state.word == "done":
@@ -105,7 +105,7 @@ class Kubernetes(Launcher):
         if state.word != "gone":  # of an earlier try: it cannot be changed, and what it wrote is on the volume
             kubectl(facts, "delete", kind, name, "--wait=true", "--ignore-not-found")
         kubectl(facts, "apply", "-f", path)
-        launched.write(run.folder, record)
+        job_record.write(run.folder, record)
         Console(True).say(f"{kind} {name} submitted to the namespace {options.namespace}")
         if not options.wait:
             Console(True).say(f"lockstep status {run.folder}, logs and stop look after it")
@@ -113,7 +113,7 @@ class Kubernetes(Launcher):
         self.follow(run, record)
         return self._ended(run, record, options)
 
-    def _ended(self, run: Run, record: Launched, options: Any) -> int:
+    def _ended(self, run: Run, record: JobRecord, options: Any) -> int:
         while (state := self.state(run, record)).live:
             time.sleep(self.every_s)
         if state.word == "done":
@@ -122,12 +122,12 @@ class Kubernetes(Launcher):
             Console(True).say("stopped; the same command goes on from the last checkpoint")
         else:
             error(f"{record.facts['kind']} {record.job} failed: {state.text or state.word}")
-        launched.note(run.folder, status=state.status, ended=time.time())
+        job_record.note(run.folder, status=state.status, ended=time.time())
         return int(1 if state.status is None else state.status)
 
     # -- a job that was launched -------------------------------------------------------------------------------------
 
-    def state(self, run: Run, record: Launched) -> State:
+    def state(self, run: Run, record: JobRecord) -> State:
         found = kubectl(
             record.facts, "get", record.facts["kind"], str(record.job), "-o", "json", "--ignore-not-found"
         ).strip()
@@ -135,7 +135,7 @@ class Kubernetes(Launcher):
             return State("gone", f"there is no {record.facts['kind']} {record.job} in {record.facts['namespace']}")
         return state_from(json.loads(found))
 
-    def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
+    def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
         """All pods' lines, each with its pod's name in front, as far as the cluster still has them."""
         while follow and (state := self.state(run, record)).word == "waiting":
             if state.text:
@@ -159,7 +159,7 @@ class Kubernetes(Launcher):
             process.terminate()
             process.wait()
 
-    def stop(self, run: Run, record: Launched) -> str:
+    def stop(self, run: Run, record: JobRecord) -> str:
         kubectl(record.facts, "patch", record.facts["kind"], str(record.job), "--type=merge", "-p", SUSPEND)
         return f"{record.facts['kind']} {record.job} suspended: its pods write a checkpoint and end"
 
@@ -212,7 +212,7 @@ def state_from(found: dict[str, Any]) -> State:
     true = {c["type"]: c for c in status.get("conditions", []) if c.get("status") == "True"}
     for word, code in (("Complete", 0), ("Failed", 1)):
         if word in true:
-            return launched.outcome(code, " ".join(str(true[word].get("message", "")).split()))
+            return job_record.outcome(code, " ".join(str(true[word].get("message", "")).split()))
     if "Suspended" in true or found.get("spec", {}).get("suspend"):
         return State(
             "stopped" if not status.get("active") else "running", "suspended", None if status.get("active") else STOPPED

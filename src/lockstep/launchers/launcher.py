@@ -1,6 +1,6 @@
 """The interface of a launcher: what would be started, starting it, and looking after it from another terminal.
 
-In: a run. Out: a `Plan`, which is data (`lockstep plan` prints it, tests compare it), and an exit status. Never
+In: a run. Out: a `LaunchPlan`, which is data (`lockstep plan` prints it, tests compare it), and an exit status. Never
 imports torch at the top.
 """
 
@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
-from lockstep.distributed import launched
-from lockstep.distributed.launched import TRAIN, Launched, State
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import TRAIN, JobRecord, State
 from lockstep.track.console import LOG, Console
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What a launcher starts, completely."""
 
     processes: int  # in all, over all machines
@@ -49,42 +49,42 @@ class Launcher(ABC):
         return cls.Options.model_validate(run.launch.options)
 
     @abstractmethod
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> LaunchPlan:
         """Pure: the same run gives the same plan on the same machine. Errors: `RunError`."""
 
-    def check(self, run: Run, plan: Plan) -> None:  # noqa: B027 - most have nothing to check
+    def check(self, run: Run, plan: LaunchPlan) -> None:  # noqa: B027 - most have nothing to check
         """What can be found wrong before data is prepared or anything is started: a program or package that is missing,
         a job that its scheduler refuses. Errors: `RunError`."""
 
-    def memory(self, run: Run, plan: Plan) -> float | None:
+    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         """Bytes that each process has on the machines it runs on, as far as is known here; None: it is not."""
         return None
 
-    def leads(self, run: Run, plan: Plan) -> bool:
+    def leads(self, run: Run, plan: LaunchPlan) -> bool:
         """Whether this process speaks for the job: it keeps OUTPUT/run.yaml and says in OUTPUT/launch.json that the run
         is on. One process of a job does, where several are started by hand."""
         return plan.variables.get("RANK", "0") == "0"
 
     @abstractmethod
-    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         """Do exactly what the plan says; every process does `job`. Returns the exit status of the command."""
 
     # -- a run that was launched, maybe by another process -----------------------------------------------------------
     # These three suit a launcher whose `start` lasts as long as the job. One that submits has its own.
 
-    def state(self, run: Run, record: Launched) -> State:
+    def state(self, run: Run, record: JobRecord) -> State:
         """What the run is doing now; asks whoever runs it. Errors: `RunError`, if nobody can be asked."""
-        state = launched.state_of_process(record)
+        state = job_record.state_of_process(record)
         if state.word == "gone":  # it may have left its status since the record was read
-            state = launched.state_of_process(launched.read(run.folder) or record)
+            state = job_record.state_of_process(job_record.read(run.folder) or record)
         return state
 
-    def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
+    def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
         """Lines of its log, oldest first; with `follow` on until it has ended. Errors: `RunError`."""
-        path = launched.inside(run.folder / LOG, run.folder)
-        return launched.lines_of(path, follow, lambda: self.state(run, record).live)
+        path = job_record.inside(run.folder / LOG, run.folder)
+        return job_record.lines_of(path, follow, lambda: self.state(run, record).live)
 
-    def follow(self, run: Run, record: Launched) -> None:
+    def follow(self, run: Run, record: JobRecord) -> None:
         """Show the log until the job has ended. An interrupt ends the showing, and not the job."""
         try:
             for line in self.logs(run, record, follow=True):
@@ -95,8 +95,8 @@ class Launcher(ABC):
             )
             raise
 
-    def stop(self, run: Run, record: Launched) -> str:
+    def stop(self, run: Run, record: JobRecord) -> str:
         """Ask it to save a checkpoint and end with status 75, and not to be started again by its scheduler. Returns at
         once, with what was done ("SIGTERM sent to process 12"); whoever called asks for the `state`. Errors:
         `RunError`."""
-        return launched.stop_process(record)
+        return job_record.stop_process(record)

@@ -17,10 +17,10 @@ from lockstep.config.plugins import importing
 from lockstep.config.run import Run, RunError
 from lockstep.distributed import secret
 from lockstep.distributed.gpus import gpus_of
-from lockstep.distributed.launched import TRAIN
+from lockstep.distributed.job_record import TRAIN
 from lockstep.distributed.processor import available_cores
-from lockstep.distributed.stops import STOP_SIGNALS
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.distributed.signals import STOP_SIGNALS
+from lockstep.launchers.launcher import Launcher, LaunchPlan
 
 LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
 
@@ -28,13 +28,13 @@ LOOPBACK = "127.0.0.1"  # whoever is on this machine; nobody else
 class Local(Launcher):
     """The launcher of a laptop or of one machine with GPUs."""
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> LaunchPlan:
         processes = processes_of(run)
         run.check_shared(processes, f"launch.processes: {processes} processes")
         check_gpus(run, processes)
         command = [sys.executable, "-m", "lockstep", "train", str(run.folder / "run.yaml")]
         if processes == 1:
-            return Plan(1, command, notes=["one process: runs in the terminal's own process"])
+            return LaunchPlan(1, command, notes=["one process: runs in the terminal's own process"])
         variables = {
             # torch elastic re-forms on a stale address otherwise (pytorch/pytorch#135712)
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -42,12 +42,12 @@ class Local(Launcher):
         }
         if sys.platform == "linux":
             variables["GLOO_SOCKET_IFNAME"] = "lo"  # needs no host name that resolves
-        return Plan(processes, command, variables, notes=["started by torch elastic in this terminal"])
+        return LaunchPlan(processes, command, variables, notes=["started by torch elastic in this terminal"])
 
-    def memory(self, run: Run, plan: Plan) -> float | None:
+    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         return memory_here(run, plan.processes)
 
-    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         if plan.processes == 1:
             with importing():
                 from lockstep.training import rank as worker

@@ -23,13 +23,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lockstep.config.disclosure import one_line
 from lockstep.config.exit_status import BAD, DONE, FAILED, STOPPED
+from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section
 from lockstep.distributed import network, secret
-from lockstep.distributed.launched import TRAIN
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.distributed.job_record import TRAIN
+from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import processes_of
 from lockstep.track.console import Console, error
 
@@ -55,7 +55,7 @@ class Ray(Launcher):
             "PACK", description="fill nodes one after another, or spread the workers over them"
         )
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run)
         workers = options.workers or processes_of(run)
         run.check_shared(workers, f"launch.workers: {workers} workers")
@@ -66,9 +66,9 @@ class Ray(Launcher):
             for name, given in asked(run, options).items()
         ]
         notes.append(f"cluster: {options.address or 'one that Ray starts on this machine'}; every node must see OUTPUT")
-        return Plan(workers, [sys.executable, "-c", RANK, str(run.folder / "run.yaml")], notes=notes)
+        return LaunchPlan(workers, [sys.executable, "-c", RANK, str(run.folder / "run.yaml")], notes=notes)
 
-    def check(self, run: Run, plan: Plan) -> None:
+    def check(self, run: Run, plan: LaunchPlan) -> None:
         """Something listens at the address: Ray itself would ask it for minutes."""
         address = self.options(run).address
         if address in (None, "auto", "local"):
@@ -78,7 +78,7 @@ class Ray(Launcher):
         except network.NetworkError as caught:
             raise unanswered(address, str(caught)) from None
 
-    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths of the run file are relative to this folder
         os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
         try:
@@ -89,7 +89,7 @@ class Ray(Launcher):
             ) from None
         options = self.options(run)
         mine = connect(options.address)
-        board: Any = ray.remote(num_cpus=0)(Board).remote()
+        board: Any = ray.remote(num_cpus=0)(RayBoard).remote()
         config = {
             "path": str((run.folder / "run.yaml").resolve()),
             "folder": os.getcwd(),
@@ -200,7 +200,7 @@ def _asking(board: Any) -> Any:
     return ask
 
 
-class Board:
+class RayBoard:
     """An actor of Ray that all workers and this process see: what they are asked to do, and how each rank ended."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ def work(config: dict[str, Any]) -> None:
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
-    from lockstep.distributed import launched, network, secret
+    from lockstep.distributed import job_record, network, secret
 
     context, board = ray.train.get_context(), config["board"]
     rank = context.get_world_rank()
@@ -244,7 +244,7 @@ def work(config: dict[str, Any]) -> None:
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
     }
-    environment = os.environ | {name: str(value) for name, value in variables.items()} | {launched.VARIABLE: "ray"}
+    environment = os.environ | {name: str(value) for name, value in variables.items()} | {job_record.VARIABLE: "ray"}
     environment[secret.VARIABLE] = config["secret"]
     interface = network.interface_to(host, several=context.get_world_size() > context.get_local_world_size())
     if interface is not None:

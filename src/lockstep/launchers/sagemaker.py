@@ -22,13 +22,13 @@ from pydantic import Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section
-from lockstep.distributed import launched
-from lockstep.distributed.launched import TRAIN, Launched, State
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import TRAIN, JobRecord, State
 from lockstep.launchers.cloud import aws
-from lockstep.launchers.cloud.parcel import Parcel, archive, inside, packed, requirements, world_size_of
+from lockstep.launchers.cloud.code_bundle import Parcel, archive, inside, packed, requirements, world_size_of
 from lockstep.launchers.cloud.sagemaker_job import describe, fetch, new_lines, state_from
 from lockstep.launchers.cloud.sagemaker_request import CHECKPOINTS, COMMAND, DATA, check_request, prefix_of, request_of
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.track.console import Console, error
 
 FIRST, PORT = "algo-1", 29400  # SageMaker names its instances algo-1, algo-2, ...; they meet at the first
@@ -70,7 +70,7 @@ class Sagemaker(Launcher):
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run)
         processes = world_size_of(run, options.machines)
         parcel = self._parcel(run, options)
@@ -94,7 +94,7 @@ class Sagemaker(Launcher):
             str(run.folder / "launch/run.yaml"): parcel.run.dump(),
             str(run.folder / "launch/requirements.txt"): requirements(options.requirements),
         }
-        return Plan(processes, ["/bin/sh", "-c", COMMAND], request["Environment"], files, notes)
+        return LaunchPlan(processes, ["/bin/sh", "-c", COMMAND], request["Environment"], files, notes)
 
     def _parcel(self, run: Run, options: Any) -> Parcel:
         parcel = packed(run, CHECKPOINTS, DATA)
@@ -103,7 +103,7 @@ class Sagemaker(Launcher):
 
     # -- doing it ----------------------------------------------------------------------------------------------------
 
-    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         if tuple(job) != TRAIN:
             raise RunError("launch.name: sagemaker only trains; use launch.name=local to verify a few steps here")
         options = self.options(run)
@@ -118,8 +118,8 @@ class Sagemaker(Launcher):
         self._upload(run, plan, session, options)
         self._create(client, request)
         name = request["TrainingJobName"]
-        record = launched.here("sagemaker", plan.processes, job=name, facts={"region": session.region_name})
-        launched.write(run.folder, record)
+        record = job_record.here("sagemaker", plan.processes, job=name, facts={"region": session.region_name})
+        job_record.write(run.folder, record)
         Console(True).say(f"training job {name} submitted in {session.region_name}")
         if not options.wait:
             Console(True).say(f"lockstep status {run.folder}, logs, stop; the same command again fetches the model")
@@ -139,7 +139,7 @@ class Sagemaker(Launcher):
             request["TrainingJobName"] = f"{base}-{tries}"
         return None
 
-    def _upload(self, run: Run, plan: Plan, session: Any, options: Any) -> None:
+    def _upload(self, run: Run, plan: LaunchPlan, session: Any, options: Any) -> None:
         parcel = self._parcel(run, options)
         texts = {Path(p).name: text for p, text in plan.files.items() if not p.endswith(".json")}
         prefix, s3 = prefix_of(run, options), session.client("s3")
@@ -171,7 +171,7 @@ class Sagemaker(Launcher):
             Console(True).say(f"training job {name} was stopped; the same command goes on from its last checkpoint")
         else:
             error(f"training job {name} failed: {state.text}")
-        launched.note(run.folder, status=state.status, ended=time.time())
+        job_record.note(run.folder, status=state.status, ended=time.time())
         return int(state.status or 1)
 
     def _fetched(self, run: Run, session: Any, name: str) -> int:
@@ -180,20 +180,20 @@ class Sagemaker(Launcher):
             return 0
         found = describe(session.client("sagemaker"), name) or {}
         fetch(session.client("s3"), found["ModelArtifacts"]["S3ModelArtifacts"], run.folder)
-        launched.note(run.folder, status=0, ended=time.time())
+        job_record.note(run.folder, status=0, ended=time.time())
         Console(True).say(f"training job {name} is complete; the model is in {run.folder}/export")
         return 0
 
     # -- a job that was launched ---------------------------------------------------------------------------------------
 
-    def state(self, run: Run, record: Launched) -> State:
+    def state(self, run: Run, record: JobRecord) -> State:
         client = aws.session(record.facts["region"]).client("sagemaker")
         found = describe(client, str(record.job))
         if found is None:
             return State("gone", f"AWS knows no training job {record.job} in {record.facts['region']}")
         return state_from(found)
 
-    def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
+    def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
         session = aws.session(record.facts["region"])
         client = session.client("logs")
         seen: dict[str, str] = {}
@@ -204,7 +204,7 @@ class Sagemaker(Launcher):
                 return
             time.sleep(self.every_s)
 
-    def stop(self, run: Run, record: Launched) -> str:
+    def stop(self, run: Run, record: JobRecord) -> str:
         from botocore.exceptions import BotoCoreError, ClientError
 
         client = aws.session(record.facts["region"]).client("sagemaker")

@@ -23,12 +23,12 @@ from pydantic import Field, field_validator
 from lockstep.config.exit_status import FAILED, STOPPED
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, Positive, Section
-from lockstep.distributed import launched, secret
-from lockstep.distributed.launched import TRAIN, Launched, State
+from lockstep.distributed import job_record, secret
+from lockstep.distributed.job_record import TRAIN, JobRecord, State
 from lockstep.launchers.cloud import sbatch
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.processes import srun
-from lockstep.launchers.processes.srun import Task
+from lockstep.launchers.processes.srun import SlurmTask
 from lockstep.track.console import Console
 
 _POLL_S = 3.0  # between questions to SLURM
@@ -90,7 +90,7 @@ class Slurm(Launcher):
                     raise ValueError(f"{line!r} is not {'an option such as --mail-type=END' if '-' else 'a line'}")
             return value
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> LaunchPlan:
         file = _absolute(run.folder) / sbatch.FILE
         job = self._job(run, [str(_absolute(run.folder) / "run.yaml")])
         ranks = job.nodes * job.tasks * job.processes
@@ -99,23 +99,25 @@ class Slurm(Launcher):
             notes.append("no launch.time: the ranks are not warned before the partition's own limit ends the job")
         if run.launch.threads == "auto":
             notes.append("launch.threads: auto follows the cores of a task; set it to compare bits with other machines")
-        return Plan(ranks, ["sbatch", "--parsable", str(file)], files={str(file): sbatch.text_of(job)}, notes=notes)
+        return LaunchPlan(
+            ranks, ["sbatch", "--parsable", str(file)], files={str(file): sbatch.text_of(job)}, notes=notes
+        )
 
-    def check(self, run: Run, plan: Plan) -> None:
+    def check(self, run: Run, plan: LaunchPlan) -> None:
         check(plan)
 
-    def memory(self, run: Run, plan: Plan) -> float | None:
+    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         options = self.options(run)
         if options.memory is None or options.gpus:  # what the nodes' GPUs have is not known here
             return None
         number, unit = re.fullmatch(r"(\d+)([KMGT]?)", options.memory).groups()  # type: ignore[union-attr]
         return int(number) * 1024.0 ** ("KMGT".index(unit or "M") + 1) * options.machines / plan.processes
 
-    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         if tuple(job) != TRAIN:
             raise RunError("launch.name: slurm submits training only; verify under srun, or with launch.name=local")
-        record = launched.here("slurm", plan.processes, submit(plan))
-        launched.write(run.folder, record)
+        record = job_record.here("slurm", plan.processes, submit(plan))
+        job_record.write(run.folder, record)
         console = Console(True)
         console.say(f"job {record.job} is queued; its file is {run.folder / sbatch.FILE}")
         if self.options(run).detach:
@@ -125,13 +127,13 @@ class Slurm(Launcher):
 
     # -- looking after a job -----------------------------------------------------------------------------------------
 
-    def state(self, run: Run, record: Launched) -> State:
+    def state(self, run: Run, record: JobRecord) -> State:
         return state_of(record)
 
-    def logs(self, run: Run, record: Launched, follow: bool) -> Iterator[str]:
-        return launched.lines_of(log_of(run, record), follow, _slowly(lambda: self.state(run, record).live))
+    def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
+        return job_record.lines_of(log_of(run, record), follow, _slowly(lambda: self.state(run, record).live))
 
-    def stop(self, run: Run, record: Launched) -> str:
+    def stop(self, run: Run, record: JobRecord) -> str:
         job = str(record.job)
         if self.state(run, record).word == "waiting":
             _ask("scancel", job)
@@ -143,7 +145,7 @@ class Slurm(Launcher):
         _ask("scancel", "--signal=TERM", job)
         return f"SIGTERM sent to the ranks of job {job}, which is not to be queued again"
 
-    def _follow(self, run: Run, record: Launched, console: Console) -> int:
+    def _follow(self, run: Run, record: JobRecord, console: Console) -> int:
         """Say what the job says, and when its state changes, until it has ended."""
         last = [State("unknown")]
 
@@ -155,7 +157,7 @@ class Slurm(Launcher):
             return now.live
 
         try:
-            for line in launched.lines_of(log_of(run, record), True, _slowly(live)):
+            for line in job_record.lines_of(log_of(run, record), True, _slowly(live)):
                 console.say(line)
         except KeyboardInterrupt:
             where = shlex.quote(str(run.folder))
@@ -203,7 +205,7 @@ class Slurm(Launcher):
         )
 
 
-def array_plan(run: Run, runs: Sequence[Path], folder: Path, at_most: int | None = None) -> Plan:
+def array_plan(run: Run, runs: Sequence[Path], folder: Path, at_most: int | None = None) -> LaunchPlan:
     """An array job over resolved run files, such as the trials of a sweep: every array task trains one of them with
     what `run.launch` (of the slurm launcher) asks for, and is requeued and resumed by itself. `folder`: of the file and
     the logs; `at_most`: array tasks that run at a time. `submit` submits it; task i is job `ID_i`. Errors: `RunError`.
@@ -217,10 +219,12 @@ def array_plan(run: Run, runs: Sequence[Path], folder: Path, at_most: int | None
     )
     file = str(_absolute(folder) / sbatch.FILE)
     ranks = job.nodes * job.tasks * job.processes
-    return Plan(ranks, ["sbatch", "--parsable", file], files={file: sbatch.text_of(job)}, notes=[f"{len(runs)} runs"])
+    return LaunchPlan(
+        ranks, ["sbatch", "--parsable", file], files={file: sbatch.text_of(job)}, notes=[f"{len(runs)} runs"]
+    )
 
 
-def check(plan: Plan) -> None:
+def check(plan: LaunchPlan) -> None:
     """Let SLURM look at the plan's file; nothing is queued. Errors: `RunError` with SLURM's own words."""
     if shutil.which("sbatch") is None:
         raise RunError(
@@ -233,7 +237,7 @@ def check(plan: Plan) -> None:
         raise RunError(f"launch: SLURM refuses the job, nothing was queued: {_words(tested.stderr)}")
 
 
-def submit(plan: Plan) -> str:
+def submit(plan: LaunchPlan) -> str:
     """Write the plan's files and queue the job, once SLURM has checked it. Returns its id. Errors: `RunError`; nothing
     is queued then."""
     check(plan)
@@ -267,7 +271,7 @@ def processes_of(run: Run, asked: Any) -> int:
     return int(places)
 
 
-def agent_of(run: Run, task: Task) -> int:
+def agent_of(run: Run, task: SlurmTask) -> int:
     """This process as the torch elastic agent of one node of a job; the nodes meet as those of `torchrun` do. Returns
     the exit status, the same on every node."""
     from lockstep.distributed import network
@@ -298,21 +302,21 @@ def _outlives_nodes(run: Run) -> bool:
     return elastic and run.launch.on_loss == "continue" and run.launch.max_restarts > 0
 
 
-def log_of(run: Run, record: Launched) -> Path:
+def log_of(run: Run, record: JobRecord) -> Path:
     """What the ranks of a job said."""
     if "log" in record.facts:
         path = Path(record.facts["log"])  # of a task of an array: beside the folders of its runs
         if not re.fullmatch(r"slurm-\d+_\d+\.out", path.name):
-            raise RunError(f"{launched.FILE}: {path} is no log of an array's task; it is not read")
-        return launched.inside(path, run.folder.absolute().parent)
+            raise RunError(f"{job_record.FILE}: {path} is no log of an array's task; it is not read")
+        return job_record.inside(path, run.folder.absolute().parent)
     found = run.folder / f"slurm-{record.job}.out"
-    return launched.inside(found if "step" not in record.facts else run.folder / "log.txt", run.folder)
+    return job_record.inside(found if "step" not in record.facts else run.folder / "log.txt", run.folder)
 
 
-def state_of(record: Launched) -> State:
+def state_of(record: JobRecord) -> State:
     """What SLURM says of a job, else what rank 0 left in writing."""
     if record.facts.get("step") and record.status is not None:
-        return launched.outcome(record.status)
+        return job_record.outcome(record.status)
     if shutil.which("scontrol") is None:
         return State("unknown", "this machine has no scontrol to ask SLURM with")
     facts = _facts(str(record.job))
@@ -327,13 +331,13 @@ def state_of(record: Launched) -> State:
     return _ended(word, facts.get("ExitCode", ""), restarts, record)
 
 
-def _ended(word: str, code: str, more: str, record: Launched) -> State:
+def _ended(word: str, code: str, more: str, record: JobRecord) -> State:
     status, _, number = code.partition(":")
     if word == "CANCELLED":
         return State("stopped", f"cancelled{more}", record.status)
     if word in ("COMPLETED", "FAILED") and status.isdecimal():
         killed = f"ended by signal {number}{more}" if number not in ("", "0") else more.removeprefix(", ")
-        return launched.outcome(int(status) or (0 if word == "COMPLETED" else 1), killed)
+        return job_record.outcome(int(status) or (0 if word == "COMPLETED" else 1), killed)
     return State("failed", f"{word.lower().replace('_', ' ')}{more}")
 
 
@@ -347,7 +351,7 @@ def _facts(job: str) -> Mapping[str, str] | None:
     raise RunError(f"SLURM does not answer about job {job}: {_words(shown.stderr)}")
 
 
-def _remembered(record: Launched) -> State:
+def _remembered(record: JobRecord) -> State:
     """Of a job that the controller has forgotten: from accounting where there is some, else from launch.json."""
     if shutil.which("sacct"):
         words = ["sacct", "-X", "-n", "-P", "-j", str(record.job), "-o", "State,ExitCode"]
@@ -356,7 +360,7 @@ def _remembered(record: Launched) -> State:
             word, _, code = shown.stdout.splitlines()[-1].partition("|")
             return _ended(word.split()[0], code, "", record)
     if record.status is not None:
-        return launched.outcome(record.status, f"SLURM has forgotten job {record.job}")
+        return job_record.outcome(record.status, f"SLURM has forgotten job {record.job}")
     return State("gone", f"SLURM has forgotten job {record.job}, and its ranks left no exit status")
 
 

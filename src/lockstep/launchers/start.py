@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import __version__
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.exit_status import EXCLUDED
 from lockstep.config.output import check_output, keep
 from lockstep.config.run import Run, RunError
-from lockstep.distributed import excluded, launched
-from lockstep.distributed.place import PLACE
-from lockstep.distributed.stops import listen_no_more
-from lockstep.launchers.further import further
-from lockstep.launchers.processes import accelerate_config, ownership, srun
+from lockstep.distributed import evicted_hosts, job_record
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.signals import listen_no_more
+from lockstep.launchers.extend_run import further
+from lockstep.launchers.processes import accelerate_config, output_lock, srun
 from lockstep.strategies.engines import zero_agreement
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 
 if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
-    from lockstep.launchers.launcher import Launcher, Plan
+    from lockstep.launchers.launcher import Launcher, LaunchPlan
 
 FILL_IN = "FILL-IN"  # in a run file that another system's became: what that did not say
 
@@ -47,13 +47,13 @@ def train(run: Run) -> int:
     console = Console(True, voice=run.track.console)
     console.facts({"lockstep": f"{__version__}, preparing {run.name}"})  # before anything is imported that takes long
     run = further(run, console.say)
-    excluded.check(run.folder)
-    PLACE.at("importing torch")
+    evicted_hosts.check(run.folder)
+    ACTIVITY.at("importing torch")
     with ExitStack() as stack:
-        with console.busy(lambda: PLACE.name):
+        with console.busy(lambda: ACTIVITY.name):
             launcher, plan = planned(run)
             leads = launcher.leads(run, plan)  # else another process of the job speaks for it
-            lock = stack.enter_context(ownership.owned(run, console.note)) if leads else None
+            lock = stack.enter_context(output_lock.owned(run, console.note)) if leads else None
             if lock is not None:
                 only_one(run, launcher)
             steps = ready(run, launcher, plan, console)
@@ -68,32 +68,32 @@ def train(run: Run) -> int:
         return lock.verdict(started(run, launcher, plan))
 
 
-def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | None:
+def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> int | None:
     """Everything that can be checked, and the data, before a process starts. Returns the steps of a run that is
     finished already, else None. Errors: `RunError`."""
     filled_in(run)
     launcher.check(run, plan)
     if looked_at_there(launcher):
         return None
-    PLACE.at("importing torch and transformers")
+    ACTIVITY.at("importing torch and transformers")
     from lockstep.checkpoint import export as hub
-    from lockstep.checkpoint import exported, mirror
+    from lockstep.checkpoint import exported, remote_sync
     from lockstep.checkpoint.manifest import check_resumable, ended, export_of, finished, other_export
 
-    for note in (*hub.check(run), *mirror.check(run)):
+    for note in (*hub.check(run), *remote_sync.check(run)):
         console.note(note)
     check_output(run)
     task: Any = plugins.find("tasks", run.task.name)
     prepared = checked(run, plan, lambda text: console.facts({"checks" if task.own_model else "tokens": text}))
     manifest = check_resumable(run, prepared)
-    mirror.check(run, prepared)
+    remote_sync.check(run, prepared)
     if manifest is not None and finished(run, manifest) and not launcher.joins:
         if not history.told_whole(run.folder):  # the start before was killed after its export
-            from lockstep.training.rank import conclude
+            from lockstep.training.rank import finish_interrupted
 
             if not (run.folder / "run.yaml").is_file():  # of a folder that was moved away while it was trained into
                 keep(run)
-            conclude(run, prepared, manifest.step)
+            finish_interrupted(run, prepared, manifest.step)
         return manifest.step
     if manifest is not None and ended(run, manifest) and (run.folder / "export").exists():
         if (other := other_export(run)) is not None:
@@ -106,61 +106,65 @@ def ready(run: Run, launcher: Launcher, plan: Plan, console: Console) -> int | N
 
 def concluded(run: Run, processes: int, steps: int) -> int:
     """A run that is finished: say so, and push what is to be pushed. Returns the exit status."""
-    from lockstep.training.delivery import owed
+    from lockstep.training.publish import publish
 
     console = Console(True, voice=run.track.console)
     console.say(f"{run.folder} is finished ({steps} steps); the model is in {run.folder}/export")
-    status = owed(run, console.say)
-    record = launched.read(run.folder)
+    status = publish(run, console.say)
+    record = job_record.read(run.folder)
     if record is None:  # it was torn, or deleted
-        launched.write(run.folder, launched.here(run.launch.name, processes))
+        job_record.write(run.folder, job_record.here(run.launch.name, processes))
     if record is None or record.status != status:  # the start before may not have come to it
-        launched.note(run.folder, steps=steps, status=status, ended=time.time())
+        job_record.note(run.folder, steps=steps, status=status, ended=time.time())
     return status
 
 
-def started(run: Run, launcher: Launcher, plan: Plan) -> int:
+def started(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
     """Start the ranks and wait for their end, which OUTPUT/launch.json tells of. Returns the exit status."""
-    launched.write(run.folder, mine := launched.here(run.launch.name, plan.processes))
+    job_record.write(run.folder, mine := job_record.here(run.launch.name, plan.processes))
     try:
         status = launcher.start(run, plan)
     except KeyboardInterrupt:
-        launched.note(run.folder, status=130, ended=time.time())
+        job_record.note(run.folder, status=130, ended=time.time())
         raise
     listen_no_more()
-    record = launched.read(run.folder)
+    record = job_record.read(run.folder)
     if status == EXCLUDED and record is not None and record.status is not None:
         return status  # the others have written how they ended
     if record is not None and (record.began, record.status) == (mine.began, 0):
         status = 0  # rank 0 came to the end of all there was to do, whatever became of others that waited for it
-    if not launched.note(run.folder, status=status, ended=time.time()):
-        error(f"{run.folder / launched.FILE} could not be written: `lockstep status` cannot know that this was the end")
+    if not job_record.note(run.folder, status=status, ended=time.time()):
+        error(
+            f"{run.folder / job_record.FILE} could not be written: `lockstep status` cannot know that this was the end"
+        )
     return status
 
 
-def agent(run: Run, task: srun.Task) -> int:
+def agent(run: Run, task: srun.SlurmTask) -> int:
     """This process as the agent of its node, which starts the ranks there. Returns the exit status."""
     from lockstep.launchers.slurm import agent_of
 
     if task.rank:
         return agent_of(run, task)
-    with ownership.owned(run, Console(True).note) as lock:
+    with output_lock.owned(run, Console(True).note) as lock:
         return lock.verdict(agent_of(run, task))
 
 
-def task_of_srun(run: Run) -> srun.Task | None:
+def task_of_srun(run: Run) -> srun.SlurmTask | None:
     """The task of a job that the slurm launcher has written, if this process is one. A task of srun becomes a rank: it
     gets the six variables, unless torch elastic is to start the ranks of its node."""
     task = srun.task_of(os.environ)
     if task is None or "RANK" in os.environ:
         return None
-    ours = os.environ.get(launched.VARIABLE) == "slurm"
+    ours = os.environ.get(job_record.VARIABLE) == "slurm"
     if ours and run.launch.options.get("ranks") == "elastic":
         return task
     if ours or (task.size > 1 and run.launch.name in ("local", "slurm")):
         os.environ.update(task.variables())
         if not ours:  # srun by hand
-            os.environ.update({launched.VARIABLE: "slurm", launched.JOB: task.job, launched.FACT: f"step={task.step}"})
+            os.environ.update(
+                {job_record.VARIABLE: "slurm", job_record.JOB: task.job, job_record.FACT: f"step={task.step}"}
+            )
     return task if ours else None
 
 
@@ -169,7 +173,7 @@ def joined(run: Run) -> int:
     number of ranks than a launcher of ours wanted."""
     with plugins.importing():
         from lockstep.training import rank as worker
-    from lockstep.distributed.launched import JOB_WORDS, TRAIN, WANTED
+    from lockstep.distributed.job_record import JOB_WORDS, TRAIN, WANTED
 
     accelerate_config.check_variables(run, os.environ)
     came, wanted = os.environ["WORLD_SIZE"], os.environ.get(WANTED)
@@ -179,11 +183,11 @@ def joined(run: Run) -> int:
     job = tuple(os.environ.get(JOB_WORDS, "").split()) or TRAIN
     with ExitStack() as stack:
         lock, refusal = None, None
-        if os.environ["RANK"] == "0" and job == TRAIN and not ownership.held_by_launcher(run.folder):
+        if os.environ["RANK"] == "0" and job == TRAIN and not output_lock.held_by_launcher(run.folder):
             try:
-                lock = stack.enter_context(ownership.owned(run, Console(True).note))
-                if launched.VARIABLE not in os.environ:
-                    launched.write(run.folder, launched.here("", int(os.environ["WORLD_SIZE"])))
+                lock = stack.enter_context(output_lock.owned(run, Console(True).note))
+                if job_record.VARIABLE not in os.environ:
+                    job_record.write(run.folder, job_record.here("", int(os.environ["WORLD_SIZE"])))
             except RunError as caught:
                 refusal = str(caught)  # told once all ranks are there: alone, this one would leave them waiting
         status = worker.main(run, job=job, refusal=refusal)
@@ -196,7 +200,7 @@ def joined(run: Run) -> int:
 
 def leave_status(status: int) -> None:
     """Tell the launcher of ours that is behind whoever started this rank, if there is one."""
-    from lockstep.distributed.launched import STATUS
+    from lockstep.distributed.job_record import STATUS
 
     if (path := os.environ.get(STATUS)) and os.environ.get("LOCAL_RANK", "0") == "0":
         Path(path).write_text(str(status), encoding="utf-8")
@@ -204,8 +208,8 @@ def leave_status(status: int) -> None:
 
 def only_one(run: Run, launcher: Launcher) -> None:
     """Nobody else is training into OUTPUT. Errors: `RunError`."""
-    record = launched.read(run.folder)
-    if record is None or (record.job is None and record.process == launched.Process.this()):
+    record = job_record.read(run.folder)
+    if record is None or (record.job is None and record.process == job_record.Process.this()):
         return
     try:
         known = launcher if record.launcher == run.launch.name else launcher_named(record.launcher)
@@ -243,12 +247,12 @@ def launcher_named(name: str) -> Launcher:
     return _find("launcher", "launchers", name or "local")()
 
 
-def planned(run: Run) -> tuple[Launcher, Plan]:
+def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
     """The launcher and its plan; what workers import is being imported while this process goes on, unless OUTPUT says
     that nothing is left to do."""
     launcher = launcher_of(run)
     plan = launcher.plan(run)
-    record = launched.read(run.folder)
+    record = job_record.read(run.folder)
     done = record is not None and record.status == 0
     if plan.processes > 1 and run.launch.name in ("local", "torchrun") and not done:
         from lockstep.launchers.local import prestart
@@ -269,7 +273,7 @@ def filled_in(run: Run) -> None:
         raise RunError(f"{left[0]}: {FILL_IN} stands for what is not known; fill in {', '.join(left)}")
 
 
-def examined(run: Run, launcher: Launcher, plan: Plan) -> Prepared | str:
+def examined(run: Run, launcher: Launcher, plan: LaunchPlan) -> Prepared | str:
     """What `lockstep plan` finds wrong: all that `train` refuses before it starts a process. Returns the data, or why
     nothing can be told of them here. OUTPUT is not written to; the cache is. Errors: `RunError`."""
     filled_in(run)
@@ -278,12 +282,12 @@ def examined(run: Run, launcher: Launcher, plan: Plan) -> Prepared | str:
         return "data and model are looked at where the job runs"
     if not launcher.submits:
         launcher.check(run, plan)
-    from lockstep.checkpoint import mirror
+    from lockstep.checkpoint import remote_sync
     from lockstep.checkpoint.manifest import check_resumable
     from lockstep.data.hub_errors import unreached
 
     check_output(run)
-    mirror.check(run)
+    remote_sync.check(run)
     try:
         prepared = checked(run, plan)
     except RunError as error:
@@ -291,16 +295,16 @@ def examined(run: Run, launcher: Launcher, plan: Plan) -> Prepared | str:
             return str(error)
         raise
     check_resumable(run, prepared)
-    mirror.check(run, prepared)
+    remote_sync.check(run, prepared)
     return prepared
 
 
-def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> Prepared:
+def checked(run: Run, plan: LaunchPlan, tell: Callable[[str], None] | None = None) -> Prepared:
     """Data, tokens, and every check that needs no process group; `tell` hears where the tokens came from. Errors:
     `RunError`."""
     from lockstep.data.prepare import prepare
     from lockstep.training.checkpoint_model import fetch
-    from lockstep.training.sizes import check_names
+    from lockstep.training.model_stats import check_names
 
     check(run, plan)
     fetch(run)
@@ -313,7 +317,7 @@ def checked(run: Run, plan: Plan, tell: Callable[[str], None] | None = None) -> 
     return prepared
 
 
-def check(run: Run, plan: Plan) -> None:
+def check(run: Run, plan: LaunchPlan) -> None:
     """Every check that needs neither data nor a process group. Errors: `RunError`."""
     _find("strategy.name", "strategies", run.strategy.name)
     for name in run.track.to:

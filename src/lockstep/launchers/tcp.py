@@ -15,8 +15,8 @@ from pydantic import Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
-from lockstep.distributed.launched import TRAIN
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.distributed.job_record import TRAIN
+from lockstep.launchers.launcher import Launcher, LaunchPlan
 
 
 class Tcp(Launcher):
@@ -31,7 +31,7 @@ class Tcp(Launcher):
         rank: Steps | None = Field(None, description="this process's rank")
         world_size: Positive | None = Field(None, description="number of processes in all")
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> LaunchPlan:
         launch = self.options(run)
         if launch.master is None or not re.fullmatch(r"tcp://[^:/]+:\d+", launch.master):
             raise RunError(f"launch.master: wanted is tcp://host:port of rank 0, not {launch.master!r}")
@@ -53,9 +53,11 @@ class Tcp(Launcher):
             "LOCAL_WORLD_SIZE": "1",
         }
         notes = [f"this process is rank {launch.rank} of {launch.world_size}, meeting at {launch.master}"]
-        return Plan(launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes)
+        return LaunchPlan(
+            launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes
+        )
 
-    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         from lockstep.training import rank as worker
 
         os.environ.update(plan.variables)

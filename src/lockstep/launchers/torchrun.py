@@ -19,8 +19,8 @@ from pydantic import Field
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import network, secret
-from lockstep.distributed.launched import TRAIN
-from lockstep.launchers.launcher import Launcher, Plan
+from lockstep.distributed.job_record import TRAIN
+from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, entry, memory_here, prestart, processes_of
 from lockstep.track.console import Console
 
@@ -52,7 +52,7 @@ class Torchrun(Launcher):
         more_s: Seconds = Field(30.0, description="torchrun: seconds to wait for more once the fewest are there")
         lost_s: Seconds = Field(15.0, description="torchrun: seconds without a sign of life after which one is lost")
 
-    def plan(self, run: Run) -> Plan:
+    def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run)
         fewest, most = node_range(options.machines)
         processes = processes_of(run)
@@ -89,9 +89,9 @@ class Torchrun(Launcher):
                 "a lost machine costs a restart; one that comes is let in after a checkpoint. Let OUTPUT be on a disk "
                 "that all share: else the checkpoints are lost with the machine of rank 0"
             )
-        return Plan(most * processes, same, variables, notes=notes)
+        return LaunchPlan(most * processes, same, variables, notes=notes)
 
-    def leads(self, run: Run, plan: Plan) -> bool:
+    def leads(self, run: Run, plan: LaunchPlan) -> bool:
         """The machine with `node_rank` 0 where ranks are given, else the one that has the rendezvous's address."""
         if (rank := self.options(run).node_rank) is not None:
             return bool(rank == 0)
@@ -101,10 +101,10 @@ class Torchrun(Launcher):
         except network.NetworkError as caught:
             raise RunError(f"launch.rendezvous: {caught}") from None
 
-    def memory(self, run: Run, plan: Plan) -> float | None:
+    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
         return memory_here(run, processes_of(run))  # the other machines are like this one
 
-    def start(self, run: Run, plan: Plan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         check_gpus(run, processes_of(run))
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
@@ -127,7 +127,7 @@ def _start(run: Run, options: Torchrun.Options, variables: dict[str, str], job: 
     from lockstep.checkpoint.manifest import newest_first
     from lockstep.config import plugins
     from lockstep.data.prepare import prepare
-    from lockstep.distributed.agreement import facts
+    from lockstep.distributed.consistency_check import facts
     from lockstep.launchers.processes.elastic import run_agent
     from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 

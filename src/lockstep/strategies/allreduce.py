@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.run import Run, RunError
+from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, buckets, layout_of
-from lockstep.strategies.exact.routes import links
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
 
@@ -39,7 +39,7 @@ class AllReduce(Native):
 
     def reduce(self) -> list[Tensor]:
         if not self.run.strategy.exact:
-            return self.sum_as_it_comes(self.take_gradients())
+            return self.sum_as_it_comes(self.pop_gradients())
         return self.tree.root if self.world.size == 1 else self.sum_in_tree_order()
 
     def sum_in_tree_order(self) -> list[Tensor]:
@@ -49,7 +49,7 @@ class AllReduce(Native):
         exchange = Exchange(self.tree.leaves, self.world.rank, self.world.size, links=how, layout=layout)
         for positions in self.buckets:
             exchange.submit({node: [tensors[i] for i in positions] for node, tensors in self.tree.nodes.items()})
-            self.let_go(positions)
+            self.release(positions)
         gradients = self.sum_rows({node: [t[i] for i in self.rows] for node, t in self.tree.nodes.items()})
         for positions, tensors in zip(self.buckets, exchange.finish(), strict=True):
             gradients |= dict(zip(positions, tensors, strict=True))

@@ -36,10 +36,10 @@ from lockstep.strategies.engines.side_effects import SideEffects, first_few, ref
 from lockstep.strategies.engines.tree_scatter import TreeScatter
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.param_groups import ParamGroupSpec, make_model
 from lockstep.strategies.exact.reduction import ReductionTree, most_held, share
-from lockstep.strategies.exact.shared_state import Shared
+from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.treatment import Treated, make_model
 from lockstep.strategies.fsdp2_step import FSDP2Step
 from lockstep.strategies.native import first_inputs
 from lockstep.strategies.strategy import DataParallel, Strategy, summing
@@ -48,7 +48,7 @@ from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
 
-class FSDP2(Shared):
+class FSDP2(ShardedRecovery):
     """`strategy.options`: `gather` (`step`: `fsdp2_step.py`; `micro_batch`: this class; default: what fits),
     `replicate` (copies of the sharded model, hybrid sharding), `tensor_parallel` (ranks that share each matrix product,
     where the model brings a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's
@@ -92,7 +92,7 @@ class FSDP2(Shared):
         return FSDP2Step if fsdp_config.gather(run) == fsdp_config.STEP else cls
 
     @classmethod
-    def undecided(cls, run: Run) -> bool:
+    def needs_memory_to_resolve(cls, run: Run) -> bool:
         return fsdp_config.gather(run) is None
 
     @classmethod
@@ -201,7 +201,7 @@ class FSDP2(Shared):
             )
         return mesh
 
-    def apply_shards(self, treated: Mapping[str, Treated]) -> None:
+    def apply_shards(self, treated: Mapping[str, ParamGroupSpec]) -> None:
         """`fully_shard` on every block, then on what is left; the blocks are those transformers keeps together. Then
         the optimizer."""
         options = self.run.strategy.options
@@ -226,7 +226,7 @@ class FSDP2(Shared):
         fully_shard(self.model, mp_policy=of_root, **arguments)
         self.optimizer = self.make_stepper(treated)
 
-    def make_stepper(self, treated: Mapping[str, Treated]) -> optim.Stepper:
+    def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> optim.Stepper:
         groups = optim.groups(self.run.optim, self.model.named_parameters(), treated)
         self.stepper = optim.of_groups(self.run.optim, groups)
         return self.stepper

@@ -22,21 +22,21 @@ from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import fsdp_config
 from lockstep.strategies.engines.fsdp import roomy
 from lockstep.strategies.engines.side_effects import SideEffects, first_few
+from lockstep.strategies.exact.async_comm import Gather, InFlight
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.messages import Gather, Travelling
+from lockstep.strategies.exact.param_groups import make_model
+from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import ReductionTree, Scatter, buckets, layout_of
-from lockstep.strategies.exact.routes import links
-from lockstep.strategies.exact.row_slots import RowSlots
-from lockstep.strategies.exact.shared_state import Shared
+from lockstep.strategies.exact.row_sharding import RowSlots
+from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.exact.sparse_rows import rows_between
-from lockstep.strategies.exact.treatment import make_model
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
 
 BUCKET_BYTES = 25 * 2**20
 
 
-class FSDP2Step(Shared, Native):
+class FSDP2Step(ShardedRecovery, Native):
     """`strategy.options`: `gather: step`, and none of FSDP's own."""
 
     waits_inside = ("reduction", "overlapped", "optimizer")
@@ -119,7 +119,7 @@ class FSDP2Step(Shared, Native):
         self.travelling = last and self.run.strategy.exact and not self.alone
         if not self.travelling:
             return super().backward(micro, targets, last)
-        self.open_leaf(micro.index)
+        self.begin_micro_batch(micro.index)
         return self.run_micro_batch(micro, targets)
 
     def on_gradient(self, position: int, parameter: Tensor) -> None:
@@ -133,13 +133,13 @@ class FSDP2Step(Shared, Native):
         positions = self.buckets[self.sent]
         nodes = self.with_last_leaf(positions, [self.take_gradient(i) for i in positions])
         self.scatter.submit({node: self.slots[self.sent].laid(tensors) for node, tensors in nodes.items()})
-        self.let_go(positions)
+        self.release(positions)
         self.sent += 1
 
     def reduce(self) -> list[Tensor]:
         """This rank's rows of the sums, in the order of `self.parameters`."""
         if self.alone:
-            return self.tree.root if self.run.strategy.exact else self.take_gradients()
+            return self.tree.root if self.run.strategy.exact else self.pop_gradients()
         if not self.run.strategy.exact:  # a leaf a rank: what autograd has added up
             self.tree, self.node = ReductionTree(self.world.size), (0, self.world.rank)
         self.travelling = False
@@ -186,7 +186,7 @@ class FSDP2Step(Shared, Native):
     @torch.no_grad()
     def gather(self) -> None:
         """Every rank's new rows, to every rank. Collective."""
-        arriving, gathering = Travelling(), Gather(self.world.rank, self.world.size, links=self.links)
+        arriving, gathering = InFlight(), Gather(self.world.rank, self.world.size, links=self.links)
         for parameters in self.gathered:
             slots = self.slots_of(parameters)
             own = parameters[0].new_zeros(slots.length)

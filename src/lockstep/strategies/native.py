@@ -22,11 +22,11 @@ from lockstep.distributed.sharded import Saved
 from lockstep.strategies.engines import blocks, layers, writes
 from lockstep.strategies.exact import held_state, masters, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.param_groups import make_model
 from lockstep.strategies.exact.reduction import Node, ReductionTree, Shares, most_held
 from lockstep.strategies.exact.source_sums import SourceSums
 from lockstep.strategies.exact.sparse_rows import DenseRows, by_row, exchange_rows, row_sparse
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.treatment import make_model
 from lockstep.strategies.strategy import DataParallel, Strategy
 from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
@@ -122,10 +122,10 @@ class Native(Strategy):
         sum."""
         if not self.run.strategy.exact:  # autograd adds the gradient to those of the micro-batches before
             return self.run_micro_batch(micro, targets)
-        self.open_leaf(micro.index)
+        self.begin_micro_batch(micro.index)
         loss = self.run_micro_batch(micro, targets)
         with self.phases("backward"):
-            self.tree.place(self.node, self.take_gradients())
+            self.tree.place(self.node, self.pop_gradients())
         return loss
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
@@ -143,7 +143,7 @@ class Native(Strategy):
 
     # -- leaves ------------------------------------------------------------------------------------------------------
 
-    def open_leaf(self, leaf: int) -> None:
+    def begin_micro_batch(self, leaf: int) -> None:
         """Before a micro-batch. The partial sum that its gradient is added to first waits in `.grad`, if there is one:
         autograd adds to it parameter by parameter, while backward goes on, and no second gradient is ever whole."""
         self.node, sibling = self.tree.take_sibling(leaf)
@@ -157,7 +157,7 @@ class Native(Strategy):
         self.uses[position] += 1
         self.given.add(position)
 
-    def take_gradients(self) -> list[Tensor]:
+    def pop_gradients(self) -> list[Tensor]:
         """After a micro-batch: its gradients and what waited for them, in the order of `self.parameters`, zero where it
         has none; the parameters hold none afterwards."""
         found = [self.take_gradient(i) for i in range(len(self.parameters))]
@@ -185,7 +185,7 @@ class Native(Strategy):
         part.place(self.node, gradients)
         return part.nodes
 
-    def let_go(self, positions: Sequence[int]) -> None:
+    def release(self, positions: Sequence[int]) -> None:
         """Of this rank's partial sums of parameters that have been sent."""
         gone = torch.empty(0)
         for tensors in self.tree.nodes.values():

@@ -40,10 +40,10 @@ from lockstep.strategies.engines.pipelining import (
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.exact import held_state, optim
 from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.param_groups import make_model
+from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, share
-from lockstep.strategies.exact.routes import links
-from lockstep.strategies.exact.shared_state import Shared
-from lockstep.strategies.exact.treatment import make_model
+from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.strategy import DataParallel, summing
 from lockstep.tasks.models import models
@@ -53,7 +53,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedu
 BUCKET_BYTES = 25 * 2**20  # how much travels at a time between pipelines
 
 
-class Pipeline(Shared):
+class Pipeline(ShardedRecovery):
     """`strategy.options`: `stages` (ranks of a pipeline; default all processes), `schedule` (gpipe, 1f1b, interleaved;
     default 1f1b), `stages_per_rank` (interleaved only; default 2). Rank = stage rank x pipelines + pipeline."""
 

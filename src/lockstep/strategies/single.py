@@ -26,4 +26,4 @@ class Single(Native):
             raise RunError(f"strategy.options: single has none, {', '.join(run.strategy.options)} cannot be used")
 
     def reduce(self) -> list[Tensor]:
-        return self.tree.root if self.run.strategy.exact else self.take_gradients()
+        return self.tree.root if self.run.strategy.exact else self.pop_gradients()

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.distributed.phases import Phases
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Given, Saved, gather
+from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.transfers import ToHost
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
@@ -80,7 +80,7 @@ class Strategy(ABC):
     def __init__(self, run: Run, world: World) -> None:
         """Topology only, nothing is built and nothing communicated."""
         self.run, self.world = run, world
-        self.phases = Phases(world.device)
+        self.phases = StepTimer(world.device)
         self.data_parallel = DataParallel(world.rank, world.size, world.sum)
         # whether a step was usable: while the next one is computed
         self.asks_late = world.device.type == "cuda" and optimizers.rule(run.optim).heeds_skipped
@@ -140,7 +140,7 @@ class Strategy(ABC):
         return 0.0
 
     @classmethod
-    def undecided(cls, run: Run) -> bool:
+    def needs_memory_to_resolve(cls, run: Run) -> bool:
         """Whether an option that is not given depends on the memory of the machines: `decided` gives it then."""
         return False
 
@@ -212,7 +212,7 @@ class Strategy(ABC):
         """The rest of `update`, once all that it needs of other ranks is here."""
         if self.scaling is not None:
             self.scaling.follow(losses, norm)
-        used = (self.doubted if self.asks_late else self.usable)(step, losses, norm, scale)
+        used = (self.check_finite_async if self.asks_late else self.usable)(step, losses, norm, scale)
         if used is not False:
             gradient.clip_(norm, self.run.optim.clip)
             gradient.give(uses)
@@ -257,7 +257,7 @@ class Strategy(ABC):
             raise NotFinite(step, bad, float(norm))
         return False
 
-    def doubted(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
+    def check_finite_async(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
         """The same without waiting for this step: a bool scalar on the device. What it says of it is raised by the next
         call, or by `settle`. Errors: `NotFinite` of the step before."""
         self.settle()
@@ -388,7 +388,7 @@ def checked_strategy(run: Run, processes: int) -> type[Strategy]:
     averaging.check(run, found.flat_parts)
     found.check(run, processes)
     task: type[Task] = plugins.find("tasks", run.task.name)
-    if found.generate is Strategy.generate and not task.writes_greedily(run):
+    if found.generate is Strategy.generate and not task.decodes_greedily(run):
         raise RunError(
             f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and task.temperature to 0, "
             "or let nothing be written (task.samples=0, task.bleu=false)"

@@ -1,3 +1,10 @@
 """What is learned: loss, scores and samples of a kind of task."""
 
-SHARED = {"answer_pairs", "drawn", "given", "own_metrics", "per_token", "task"}  # the files here that are no plug-ins
+SHARED = {
+    "answer_pairs",
+    "length_curves",
+    "metric_arrays",
+    "own_metrics",
+    "per_token",
+    "task",
+}  # the files here that are no plug-ins

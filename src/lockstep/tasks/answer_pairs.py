@@ -16,12 +16,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, conversations, documents, missing, scan, source, stream, tokenizer
+from lockstep.data import column_scan, conversations, lm_documents, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.stream_rows import Make
+from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
-from lockstep.tasks import drawn
+from lockstep.tasks import length_curves
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class AnswerPairs(Task):
         data = source.load(run.data, run.seed, columns=options.columns, tokens=TokenCounts.of(run))
         splits = {s: _whole(rows, options, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()}
         rows = cls.stream(run).found(splits, columns) if run.data.stream else None
-        splits, left_out = apart.kept(data, splits, run, columns, [], documents.cut)
+        splits, left_out = splitting.deduplicate_and_split(data, splits, run, columns, [], lm_documents.cut)
         hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
         if rows is not None:
             folder = rows.tokenizer(run, lambda some: _batches(some, columns), generative=True)
@@ -170,9 +170,9 @@ class AnswerPairs(Task):
     def tables(self, sums: Sums) -> dict[str, Any]:
         """How much more the chosen answers are rewarded than the rejected ones, from the least to the most."""
         rewards = sums["rewards"].double().numpy()
-        return drawn.in_order("margins of rewards", "margin", rewards[:, 0] - rewards[:, 1])
+        return length_curves.in_order("margins of rewards", "margin", rewards[:, 0] - rewards[:, 1])
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array([[0.5, -0.5], [-0.25, 0.75], [1.5, 0.0]]), np.zeros(3, dtype=np.int64)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -187,13 +187,13 @@ class AnswerPairs(Task):
 
 def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
     """The rows with something in every column, and two answers that differ. Errors: `RunError`."""
-    missing.present(dataset, options.columns, split, name)
+    missing_values.present(dataset, options.columns, split, name)
     if options.conversations:
         for key, column in options.columns.items():
             dataset = conversations.with_roles(dataset, column, key, split)
-        dataset = missing.complete(dataset, options.columns, split, name, drop)
+        dataset = missing_values.complete(dataset, options.columns, split, name, drop)
         for key, column in options.columns.items():
-            for first, part in scan.lists(dataset, column):
+            for first, part in column_scan.lists(dataset, column):
                 if (bad := next((i for i, told in enumerate(part) if not _said(told)), None)) is not None:
                     raise RunError(
                         f"{key}: column {column!r} of the {split} split must hold texts, or lists of role and content; "
@@ -206,8 +206,8 @@ def _whole(dataset: Dataset, options: AnswerPairOptions, split: str, name: str, 
                     f"{key}: column {column!r} of the {split} split holds lists; if they are of role and content, set "
                     "task.conversations=true"
                 )
-        dataset = missing.texts(dataset, options.columns, split, name, drop)
-    for first, part in scan.lists(dataset, options.chosen, options.rejected):
+        dataset = missing_values.texts(dataset, options.columns, split, name, drop)
+    for first, part in column_scan.lists(dataset, options.chosen, options.rejected):
         for row, (chosen, rejected) in enumerate(part, first):
             if chosen == rejected:
                 raise RunError(
@@ -301,7 +301,7 @@ def tokens_of(
     tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None = None
 ) -> tuple[list[int], int]:
     """Prompt, answer and end token; and where the answer begins. Errors: `RunError`, which names the row."""
-    end = documents.end_of(tok)
+    end = lm_documents.end_of(tok)
     if options.conversations:
         ids, first = _spoken(tok, options, prompt, answer, row)
     else:

@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, labels, missing, source, stream, tokenizer
+from lockstep.data import labels, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.stream_rows import Make
+from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode, encoded
-from lockstep.tasks.objectives.numbers import Numbers
-from lockstep.tasks.objectives.objective import Codes, Objective
+from lockstep.tasks.objectives.numbers import RegressionObjective
+from lockstep.tasks.objectives.objective import LabelCodes, Objective
 from lockstep.tasks.objectives.one_label import MOST_CLASSES, OneLabel, whole_numbers
 from lockstep.tasks.objectives.options import ClassificationOptions
 from lockstep.tasks.objectives.several_labels import SeveralLabels
@@ -40,7 +40,7 @@ THRESHOLD = "decision_threshold"  # what an export's config calls it
 
 def objective_of(options: ClassificationOptions) -> type[Objective]:
     """What is learned."""
-    return Numbers if options.regression else SeveralLabels if options.multi_label else OneLabel
+    return RegressionObjective if options.regression else SeveralLabels if options.multi_label else OneLabel
 
 
 class Classification(Task):
@@ -71,7 +71,7 @@ class Classification(Task):
             if hidden and run.data.test is None:
                 del splits["test"]  # benchmarks hide the labels of their test split, or leave them out
                 continue
-            missing.present(dataset, asked, split, data.name)
+            missing_values.present(dataset, asked, split, data.name)
         for split, dataset in splits.items():
             splits[split] = _whole(dataset, options, split, data.name, run.data.drop_missing)
         rows = cls.stream(run).found(splits, texts) if run.data.stream else None
@@ -80,7 +80,7 @@ class Classification(Task):
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
             return kind.cut(codes, train, share, seed, key)
 
-        splits, left_out = apart.kept(data, splits, run, texts, learned, cut)
+        splits, left_out = splitting.deduplicate_and_split(data, splits, run, texts, learned, cut)
         counts = codes.counts(splits["train"]) if rows is None else counts
         examples = len(splits["train"]) if rows is None else sum(counts)
         kind(options, codes.names, counts, examples)  # refuses weights and thresholds of none of them
@@ -134,9 +134,9 @@ class Classification(Task):
         asked = options.columns | options.labels
 
         def whole(rows: Dataset, name: str) -> Dataset:
-            missing.present(rows, asked, "train", name)
-            rows = missing.complete(rows, asked, "train", name, run.data.drop_missing)
-            rows = missing.texts(rows, options.columns, "train", name, run.data.drop_missing)
+            missing_values.present(rows, asked, "train", name)
+            rows = missing_values.complete(rows, asked, "train", name, run.data.drop_missing)
+            rows = missing_values.texts(rows, options.columns, "train", name, run.data.drop_missing)
             return OneLabel.readable(rows, options)
 
         return Stream(run.data, asked, whole)
@@ -225,15 +225,15 @@ class Classification(Task):
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.objective.given(sums)
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.objective.made_up()
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.objective.dummy_predictions()
 
     def settle(self, scores: Mapping[str, float]) -> None:
         if self.objective.chooses_threshold and np.isfinite(chosen := scores.get("threshold", np.nan)):
             self.threshold = float(chosen)
 
     @property
-    def unsettled(self) -> bool:
+    def needs_calibration(self) -> bool:
         return self.objective.chooses_threshold and self.threshold is None
 
     @classmethod
@@ -266,7 +266,7 @@ class Classification(Task):
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """`label`, its `score`, and the `scores` of all labels, which add up to 1; of several labels `labels` and
         `scores`; of numbers `value`, or `values` by name."""
-        from lockstep.tasks.models import asking, models
+        from lockstep.tasks.models import batched_inference, models
 
         model, tok = models.exported("classification", folder, run)
         options = ClassificationOptions.model_validate(run.task.options)
@@ -281,14 +281,14 @@ class Classification(Task):
             return {"input_ids": found["input_ids"] or [_instead_of_none(tok)]} | (types if len(row) == 2 else {})
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            logits = model(**asking.padded([encoded(row) for row in rows], pads)).logits  # [B, C]
+            logits = model(**batched_inference.padded([encoded(row) for row in rows], pads)).logits  # [B, C]
             return objective.answers(logits, threshold)
 
-        return asking.answers(rows, answer)
+        return batched_inference.answers(rows, answer)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        kind = SeveralLabels if "labels" in answer else OneLabel if "label" in answer else Numbers
+        kind = SeveralLabels if "labels" in answer else OneLabel if "label" in answer else RegressionObjective
         return kind.told(answer) + "  " + "\t".join(row)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -307,8 +307,8 @@ class Classification(Task):
 
 def _whole(dataset: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
     """The rows with texts and a label. Errors: `RunError`."""
-    found = missing.complete(dataset, options.columns | options.labels, split, name, drop)
-    found = objective_of(options).readable(missing.texts(found, options.columns, split, name, drop), options)
+    found = missing_values.complete(dataset, options.columns | options.labels, split, name, drop)
+    found = objective_of(options).readable(missing_values.texts(found, options.columns, split, name, drop), options)
     whole = len(found) == len(dataset) or options.multi_label or options.regression
     return found if whole else whole_numbers(found, options.labels["task.label"])
 
@@ -317,8 +317,8 @@ def _of(rows: Stream, options: ClassificationOptions, others: dict[str, Dataset]
     """The codes of the labels of a stream and of the other splits, and how many examples each has in the stream.
     Errors: `RunError`."""
     column = options.labels["task.label"]
-    found = rows.told(partial(labels.told, column=column), "labels", "looking for the labels of the shards")
-    train, held = labels.together(found, column)
+    found = rows.told(partial(labels.count_labels, column=column), "labels", "looking for the labels of the shards")
+    train, held = labels.merge_counts(found, column)
     codes = labels.codes_of({"train": train} | others, column, options.label_names, rows.files[0].name)
     return codes, [held[value] for value in codes.place]
 
@@ -337,14 +337,16 @@ def _instead_of_none(tok: Any) -> int:
     return int(tok.eos_token_id if tok.eos_token_id is not None else tok.pad_token_id)
 
 
-def _encode(run: Run, dataset: Dataset, options: ClassificationOptions, codes: Codes, folder: str, key: str) -> str:
+def _encode(
+    run: Run, dataset: Dataset, options: ClassificationOptions, codes: LabelCodes, folder: str, key: str
+) -> str:
     encoder, features = _encoder(run, options, codes, folder)
     read = [*options.columns.values(), *options.labels.values()]
     return encode(dataset.select_columns(list(dict.fromkeys(read))), encoder, features, key)
 
 
 def _encoder(
-    run: Run, options: ClassificationOptions, codes: Codes, folder: str
+    run: Run, options: ClassificationOptions, codes: LabelCodes, folder: str
 ) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
     """What makes tokens and labels of rows, and what these are."""
     import datasets

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, pairs, source, tokenizer
+from lockstep.data import lm_documents, source, splitting, text_pairs, tokenizer
 from lockstep.data.micro_batches import by_chance
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
@@ -87,7 +87,7 @@ class Embedding(Task):
     library, loader = "sentence-transformers", "SentenceTransformer"
     pipeline = "sentence-similarity"
     shown = ("corpus", "samples")
-    for_metrics = ("told",)
+    metric_inputs = ("told",)
     metric_names = ("triplet_accuracy", "spearman", "pearson", *retrieval.NAMES)
 
     @property
@@ -122,24 +122,26 @@ class Embedding(Task):
         score = {} if options.score is None else {"task.score": options.score}
         data = source.load(run.data, run.seed, columns=options.columns | score, tokens=TokenCounts.of(run))
         splits = {
-            split: pairs.whole(rows, options.columns, options.score, options.score_range, split, data.name, run)
+            split: text_pairs.whole(rows, options.columns, options.score, options.score_range, split, data.name, run)
             for split, rows in data.splits.items()
         }
         texts = list(options.columns.values())
-        splits, left_out = apart.kept(data, splits, run, texts, list(score.values()), documents.cut)
+        splits, left_out = splitting.deduplicate_and_split(
+            data, splits, run, texts, list(score.values()), lm_documents.cut
+        )
         hashes = {split: content(rows, [*texts, *score.values()]) for split, rows in splits.items()}
-        folder = tokenizer.prepare(run, pairs.batches(splits["train"], texts), hashes["train"])
+        folder = tokenizer.prepare(run, text_pairs.batches(splits["train"], texts), hashes["train"])
         if models.load_config(run).is_encoder_decoder:
             raise RunError("model: embeddings are made by an encoder or a decoder, and this is both; choose another")
         models.check(run, "embedding")
         known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
         files = {}
         for split, rows in splits.items():
-            numbers = retrieval.numbered([apart.hashes(rows, [column]) for column in texts])
-            pairs.told_apart(rows, options.columns, numbers, split, data.name)
+            numbers = retrieval.numbered([splitting.hashes(rows, [column]) for column in texts])
+            text_pairs.told_apart(rows, options.columns, numbers, split, data.name)
             asked = [texts, options.score, options.score_range]
             key = digest("embedding", VERSION, hashes[split], folder.name, run.data.max_length, asked)
-            files[split] = pairs.encoded(
+            files[split] = text_pairs.encoded(
                 rows, texts, np.stack(numbers, 1), options.score, options.score_range, known, run.data.max_length, key
             )
         tokens = sorted((split, Path(file).name) for split, file in files.items())
@@ -190,9 +192,9 @@ class Embedding(Task):
 
         blank = len(rows) == 0
         rows = np.zeros(1, dtype=np.int64) if blank else rows
-        told = pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
+        told = text_pairs.laid(columns, rows, int(self.tokenizer.pad_token_id))
         inputs = {"input_ids": torch.from_numpy(told.ids), "attention_mask": torch.from_numpy(told.mask)}
-        return MicroBatch(index, inputs, torch.from_numpy(pairs.blank(told.targets) if blank else told.targets))
+        return MicroBatch(index, inputs, torch.from_numpy(text_pairs.blank(told.targets) if blank else told.targets))
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
         return len(rows)
@@ -213,7 +215,7 @@ class Embedding(Task):
         asked, others = vectors[:count], vectors[count:]  # [B, H], [(texts - 1) B, H]
         real = (targets[:count] >= 0).float()
         if self.options.score is not None:
-            wanted = (targets[:count].double() / pairs.ONE).float()
+            wanted = (targets[:count].double() / text_pairs.ONE).float()
             return ((asked * others).sum(1) - wanted).square() * real
         with torch.autocast(vectors.device.type, enabled=False):
             scores = self.options.scale * asked @ others.T  # [B, (texts - 1) B]
@@ -226,7 +228,7 @@ class Embedding(Task):
         once more, those that go with the same anchor, and what is beyond `negatives`."""
         import torch
 
-        own, others = targets[:count], pairs.number(targets[count:])
+        own, others = targets[:count], text_pairs.number(targets[count:])
         at = torch.arange(len(others), device=targets.device)
         away = (at[None] - at[:count, None]) % count  # rows on from this one: [B, (texts - 1) B]
         same = (others[None] == others[:count, None]) | (others[None] == own[:, None])
@@ -270,13 +272,13 @@ class Embedding(Task):
             return out.index_copy_(0, slots, values[taken].double() * retrieval.SHARP)
 
         asked, others = vectors[:count], vectors[count : 2 * count]
-        known, theirs = batch.targets[:count], pairs.number(batch.targets[count : 2 * count])
+        known, theirs = batch.targets[:count], text_pairs.number(batch.targets[count : 2 * count])
         found = {"there": spread(torch.ones_like(known))}
         parts = vectors[: count * self.texts].view(self.texts, count, -1)
         told = (asked * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
         found |= {"told": told} if self.gathered else {}  # float32 [B], or [B, texts, H]
         if self.options.score is not None:
-            found |= {"cosines": spread((asked * others).sum(1)), "scores": spread(known.double() / pairs.ONE)}
+            found |= {"cosines": spread((asked * others).sum(1)), "scores": spread(known.double() / text_pairs.ONE)}
         else:
             found |= {"anchors": spread(asked), "positives": spread(others)}
             found |= {"queries": spread(known), "texts": spread(theirs)}
@@ -286,14 +288,14 @@ class Embedding(Task):
         """The cosine of each pair and its score, float64 [N], from 0 to 1; or all vectors, float64 [N, texts, H], with
         a number for each text, int64 [N, texts], the same for the same text."""
         found = sums["told"].double().numpy()
-        return found, pairs.true_of(columns, rows)
+        return found, text_pairs.true_of(columns, rows)
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         from lockstep.tasks.models import models
 
         if self.options.score is not None:
             return np.array([0.9, -0.1, 0.4, 0.3]), np.array([1.0, 0.0, 0.5, 0.25])
-        return retrieval.made_up((4, self.texts, int(models.load_config(self.run).hidden_size)))
+        return retrieval.dummy_predictions((4, self.texts, int(models.load_config(self.run).hidden_size)))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         count = float(sums["examples"])
@@ -339,7 +341,7 @@ class Embedding(Task):
         cosines = vectors[:count] @ vectors[count : 2 * count].T  # [B, B]
         shown = np.unique(np.linspace(0, count - 1, self.options.samples).astype(int)).tolist()
         if self.options.score is not None:
-            wanted = (batch.targets[:count].double() / pairs.ONE).tolist()
+            wanted = (batch.targets[:count].double() / text_pairs.ONE).tolist()
             return [
                 {"text": texts[i], "other": texts[count + i], "cosine": f"{float(cosines[i, i]):.3f}"}
                 | {"score": f"{wanted[i]:.3f}"}
@@ -359,18 +361,18 @@ class Embedding(Task):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `embedding`: numbers, of length 1 together."""
-        from lockstep.tasks.models import asking, models
+        from lockstep.tasks.models import batched_inference, models
 
         model, tok = models.exported("embedding", folder, run)
         how = pooling.of_folder(folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            read = pairs.read(tok, [row[0] for row in rows], run.data.max_length)
-            batch = asking.padded([{"input_ids": ids} for ids in read], {"input_ids": int(tok.pad_token_id)})
+            read = text_pairs.read(tok, [row[0] for row in rows], run.data.max_length)
+            batch = batched_inference.padded([{"input_ids": ids} for ids in read], {"input_ids": int(tok.pad_token_id)})
             found = pooling.pooled(model(**batch).last_hidden_state, batch["attention_mask"], how)
             return [{"embedding": vector} for vector in found.tolist()]
 
-        return asking.answers(rows, answer)
+        return batched_inference.answers(rows, answer)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

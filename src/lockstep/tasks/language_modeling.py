@@ -18,21 +18,21 @@ import pyarrow as pa
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import (
-    apart,
+    arrow_cache,
+    chunked_tokenization,
     conversations,
-    documents,
-    long_texts,
-    missing,
+    lm_documents,
+    missing_values,
     mixed,
     packing,
-    shards,
     source,
+    splitting,
     stream,
     tokenizer,
 )
 from lockstep.data.cache import discard
 from lockstep.data.stream import Stream
-from lockstep.data.stream_rows import Make
+from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.models.language_options import LanguageModelingOptions
@@ -67,8 +67,8 @@ class LanguageModeling(PerToken):
         splits = {s: _whole(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()}
         columns = list(asked.values())
         rows = cls.stream(run).found(splits, columns) if run.data.stream else None
-        cut = partial(documents.cut, column=options.text if list(asked) == ["task.text"] else None)
-        splits, left_out = apart.kept(data, splits, run, columns, [], cut)
+        cut = partial(lm_documents.cut, column=options.text if list(asked) == ["task.text"] else None)
+        splits, left_out = splitting.deduplicate_and_split(data, splits, run, columns, [], cut)
         hashes = {split: content(dataset, columns) for split, dataset in splits.items()}
         if rows is not None:
             folder = rows.tokenizer(run, partial(_batches, options=options), generative=True)
@@ -180,7 +180,7 @@ class LanguageModeling(PerToken):
         what they stand for. Not there where the tokenizer has neither, and not of a stream."""
         import torch
 
-        begin = documents.before(self.tokenizer)
+        begin = lm_documents.before(self.tokenizer)
         if begin is None or not isinstance(columns, Columns) or "openings" not in columns.names:
             return {}
         told = columns.ragged("openings")
@@ -230,7 +230,7 @@ class LanguageModeling(PerToken):
             return []
         if options.sample_prompt is not None:
             given = self.tokenizer(options.sample_prompt, verbose=False)["input_ids"]
-            given = given[:-1] if given and given[-1] == documents.end_of(self.tokenizer) else given
+            given = given[:-1] if given and given[-1] == lm_documents.end_of(self.tokenizer) else given
             starts = [given] * options.samples
         else:
             rows = np.linspace(0, len(columns) - 1, options.samples).astype(int)
@@ -264,14 +264,14 @@ class LanguageModeling(PerToken):
         return ids[: first if first > 1 else max(1, min(len(ids), self.options.block_size) // 4)]
 
     @classmethod
-    def writes_greedily(cls, run: Run) -> bool:
+    def decodes_greedily(cls, run: Run) -> bool:
         options = LanguageModelingOptions.model_validate(run.task.options)
         return options.temperature == 0 or options.samples == 0
 
     def _decoding(self, tokens: int) -> Decoding:
         from lockstep.tasks.models.decoding import Decoding
 
-        end = documents.end_of(self.tokenizer)
+        end = lm_documents.end_of(self.tokenizer)
         pad = int(self.tokenizer.pad_token_id)
         return Decoding(tokens, pad, end, temperature=self.options.temperature, seed=self.run.seed)
 
@@ -285,12 +285,12 @@ class LanguageModeling(PerToken):
         """What is `written` after the text."""
         import torch
 
-        from lockstep.tasks.models import asking, models
+        from lockstep.tasks.models import batched_inference, models
         from lockstep.tasks.models.decoding import Decoding, by_transformers
 
         options = LanguageModelingOptions.model_validate(run.task.options)
         model, tok = models.exported("causal", folder, run)
-        end = documents.end_of(tok)
+        end = lm_documents.end_of(tok)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             ((text,),) = rows  # each has room of its own to write, and draws of its own
@@ -304,7 +304,7 @@ class LanguageModeling(PerToken):
             tokens = by_transformers(model, {"input_ids": torch.tensor([ids])}, how)[0].tolist()
             return [{"written": tok.decode(tokens, skip_special_tokens=True)}]
 
-        return asking.answers(rows, answer, at_once=1)
+        return batched_inference.answers(rows, answer, at_once=1)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -322,8 +322,8 @@ class LanguageModeling(PerToken):
 def _whole(dataset: Dataset, options: LanguageModelingOptions, split: str, name: str, drop: bool) -> Dataset:
     """The rows with something to read. Errors: `RunError`."""
     if options.messages is None:
-        return missing.texts(dataset, options.columns, split, name, drop)
-    missing.present(dataset, options.writing.columns, split, name)
+        return missing_values.texts(dataset, options.columns, split, name, drop)
+    missing_values.present(dataset, options.writing.columns, split, name)
     return conversations.whole(dataset, options.messages, split, name, drop)
 
 
@@ -335,17 +335,17 @@ def _batches(train: Dataset, options: LanguageModelingOptions) -> Iterator[list[
             yield [message.get("content") or "" for messages in rows[options.messages] for message in messages]
         else:
             texts = (text for column in options.columns.values() for text in rows[column])
-            yield [piece for text in texts for piece in long_texts.pieces(text)]
+            yield [piece for text in texts for piece in chunked_tokenization.pieces(text)]
 
 
-def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range) -> documents.Found:
+def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, rows: range) -> lm_documents.Found:
     """Some rows, as they are to be cut into examples."""
     if options.messages is not None:
         found = conversations.documents_of(dataset, tok, options.writing, rows)
     elif options.prompt is not None and options.response is not None:
-        found = documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
+        found = lm_documents.of_prompts(dataset, tok, options.prompt, options.response, rows)
     else:
-        found = documents.of_texts(dataset, tok, options.text, rows)
+        found = lm_documents.of_texts(dataset, tok, options.text, rows)
     if options.packed:
         return found if options.cross_documents else ((packing.apart(each), count) for each, count in found)
     if not options.cut:
@@ -355,13 +355,13 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, row
 
 
 def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptions) -> str:
-    def tokens(rows: range) -> documents.Found:
+    def tokens(rows: range) -> lm_documents.Found:
         return _documents(dataset, tok, options, rows)
 
     read = list((options.columns or options.writing.columns).values())
-    parts = shards.cuts(dataset.select_columns(list(dict.fromkeys(read))))
-    apart = not options.cross_documents
-    return packing.write(parts, tokens, options.block_size, options.packed, key, apart, options.cut, True)
+    parts = arrow_cache.cuts(dataset.select_columns(list(dict.fromkeys(read))))
+    separate = not options.cross_documents
+    return packing.write(parts, tokens, options.block_size, options.packed, key, separate, options.cut, True)
 
 
 def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[str, Any]:

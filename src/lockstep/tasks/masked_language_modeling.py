@@ -17,21 +17,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import (
-    apart,
-    documents,
-    long_texts,
+    arrow_cache,
+    chunked_tokenization,
+    lm_documents,
     masking,
-    missing,
+    missing_values,
     mixed,
     packing,
-    shards,
     source,
+    splitting,
     stream,
     tokenizer,
 )
 from lockstep.data.cache import discard
 from lockstep.data.stream import Stream
-from lockstep.data.stream_rows import Make
+from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.per_token import PerToken, perplexity
@@ -88,10 +88,12 @@ class MaskedLanguageModeling(PerToken):
         options = MaskedLanguageModelingOptions.model_validate(run.task.options)
         asked = {"task.text": options.text}
         data = source.load(run.data, run.seed, plain=options.document, columns=asked, tokens=TokenCounts.of(run))
-        splits = {s: missing.texts(rows, asked, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()}
-        cut = partial(documents.cut, column=options.text)
+        splits = {
+            s: missing_values.texts(rows, asked, s, data.name, run.data.drop_missing) for s, rows in data.splits.items()
+        }
+        cut = partial(lm_documents.cut, column=options.text)
         streamed = cls.stream(run).found(splits, [options.text]) if run.data.stream else None
-        splits, left_out = apart.kept(data, splits, run, [options.text], [], cut)
+        splits, left_out = splitting.deduplicate_and_split(data, splits, run, [options.text], [], cut)
         hashes = {split: content(rows, [options.text]) for split, rows in splits.items()}
         if streamed is not None:
             folder = streamed.tokenizer(run, partial(_batches, column=options.text))
@@ -125,7 +127,7 @@ class MaskedLanguageModeling(PerToken):
     def stream(cls, run: Run) -> Stream:
         options = MaskedLanguageModelingOptions.model_validate(run.task.options)
         asked = {"task.text": options.text}
-        whole = partial(missing.texts, columns=asked, split="train", drop=run.data.drop_missing)
+        whole = partial(missing_values.texts, columns=asked, split="train", drop=run.data.drop_missing)
         return Stream(run.data, asked, lambda rows, name: whole(rows, name=name), options.document)
 
     @classmethod
@@ -136,7 +138,7 @@ class MaskedLanguageModeling(PerToken):
         def make(rows: Dataset) -> pa.RecordBatch:
             if not options.packing:
                 return _parts(rows[:][options.text], tok, run.data.max_length)
-            found = [each for each, _ in documents.of_texts(rows, tok, options.text, range(len(rows)))]
+            found = [each for each, _ in lm_documents.of_texts(rows, tok, options.text, range(len(rows)))]
             return packing.examples(packing.joined(found, True), run.data.max_length)
 
         return make
@@ -228,7 +230,7 @@ class MaskedLanguageModeling(PerToken):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The text `filled` in, and for each of its `masks` the likeliest tokens with their scores."""
-        from lockstep.tasks.models import asking, models
+        from lockstep.tasks.models import batched_inference, models
 
         model, tok = models.exported("masked", folder, run)
         most = run.data.max_length
@@ -243,10 +245,10 @@ class MaskedLanguageModeling(PerToken):
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             read = [tok(row[0], truncation=True, max_length=most) for row in rows]
-            logits = model(**asking.padded(read, {"input_ids": int(tok.pad_token_id)})).logits  # [B, T, V]
+            logits = model(**batched_inference.padded(read, {"input_ids": int(tok.pad_token_id)})).logits  # [B, T, V]
             return [_filled(tok, each["input_ids"], logits[i]) for i, each in enumerate(read)]
 
-        return asking.answers(rows, answer)
+        return batched_inference.answers(rows, answer)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -287,22 +289,22 @@ def _check_tokenizer(tok: Any, options: MaskedLanguageModelingOptions) -> None:
 def _batches(train: Dataset, column: str) -> Iterator[list[str]]:
     """The texts that a tokenizer is trained on."""
     for start in range(0, len(train), 1000):
-        yield [piece for text in train[start : start + 1000][column] for piece in long_texts.pieces(text)]
+        yield [piece for text in train[start : start + 1000][column] for piece in chunked_tokenization.pieces(text)]
 
 
 def _encode(dataset: Dataset, key: str, tok: Any, column: str, size: int, packed: bool) -> str:
     """Blocks of `size` tokens; or a text by itself, a long one in parts that each begin and end as texts do."""
     import pyarrow as pa
 
-    parts = shards.cuts(dataset.select_columns([column]))
+    parts = arrow_cache.cuts(dataset.select_columns([column]))
     if packed:
-        return packing.write(parts, lambda rows: documents.of_texts(dataset, tok, column, rows), size, True, key)
+        return packing.write(parts, lambda rows: lm_documents.of_texts(dataset, tok, column, rows), size, True, key)
 
     def make(rows: range) -> Iterator[tuple[pa.RecordBatch, int]]:
-        for _, batch in shards.batches(dataset.select_columns([column]), rows):
+        for _, batch in arrow_cache.batches(dataset.select_columns([column]), rows):
             yield _parts(batch[column], tok, size), len(batch[column])
 
-    return shards.written(key, pa.schema([("input_ids", pa.list_(pa.int32()))]), parts, make, "tokenising")
+    return arrow_cache.write_split(key, pa.schema([("input_ids", pa.list_(pa.int32()))]), parts, make, "tokenising")
 
 
 def _parts(texts: list[str], tok: Any, size: int) -> pa.RecordBatch:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.decoding import Decoding
-    from lockstep.tasks.modules.items import Bundle
+    from lockstep.tasks.modules.dataset import Bundle
 
 SEALED = 64  # items of each split that its hash looks at
 _NAMES = "a dotted name: my_file.{}"
@@ -63,7 +63,7 @@ class Module(Task):
     loader = "lockstep.load"
     pipeline = "other"
     unit = None
-    ungiven = "they are your model's outputs; task.metrics names a function of (outputs, batch)"
+    no_metric_inputs_reason = "they are your model's outputs; task.metrics names a function of (outputs, batch)"
 
     @property
     def usage(self) -> str:
@@ -86,10 +86,10 @@ class Module(Task):
     @classmethod
     def fingerprint(cls, run: Run) -> str:
         """How many items each split has, and what some of them hold."""
-        from lockstep.tasks.modules import items, own
+        from lockstep.tasks.modules import dataset, user_functions
 
-        sets, _ = own.data_sets(run)
-        return digest({s: items.seal(run, data, places, SEALED) for s, (data, places) in sets.items()})
+        sets, _ = user_functions.data_sets(run)
+        return digest({s: dataset.seal(run, data, places, SEALED) for s, (data, places) in sets.items()})
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -97,30 +97,30 @@ class Module(Task):
     def prepare(cls, run: Run) -> Prepared:
         from dataclasses import asdict
 
-        from lockstep.tasks.modules import measuring, own
-        from lockstep.tasks.modules.probe import probe
+        from lockstep.tasks.modules import lengths, user_functions
+        from lockstep.tasks.modules.loss_probe import probe
 
-        sets, cut = own.data_sets(run)
+        sets, cut = user_functions.data_sets(run)
         found = probe(run, *sets["train"])
-        files, key, asked = {}, digest(cls.fingerprint(run)), measuring.asked(run)
+        files, key, asked = {}, digest(cls.fingerprint(run)), lengths.asked(run)
         for split, (data, places) in sets.items():
             further = [asked, hashlib.sha256(places.tobytes()).hexdigest()] if asked else []
             of = digest(key, split, asdict(found), *further)
-            files[split] = measuring.measured(run, data, places, found.each, of)
+            files[split] = lengths.measured(run, data, places, found.each, of)
         if asked:  # of all items, where the rest of the key looks at some
-            key = digest(key, {split: measuring.content(file) for split, file in files.items()})
+            key = digest(key, {split: lengths.content(file) for split, file in files.items()})
         facts = {"source": run.task.options["data"], "cut": cut} | asdict(found)
         return Prepared(key, files, "", facts)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
-        from lockstep.tasks.modules import own
-        from lockstep.tasks.modules.items import Items
+        from lockstep.tasks.modules import user_functions
+        from lockstep.tasks.modules.dataset import Items
 
         self.run, self.prepared = run, prepared
         self.options = ModuleOptions.model_validate(run.task.options)
-        self.sets, _ = own.data_sets(run)
+        self.sets, _ = user_functions.data_sets(run)
         self.splits = {s: Items(*self.sets[s], path, s) for s, path in prepared.splits.items()}
         if self.options.length is not None:
             self.unit = "units"
@@ -143,47 +143,47 @@ class Module(Task):
         return {"loss": f"{self.options.loss}: {kinds[facts['loss']]}"} | cut
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.modules import own, running
+        from lockstep.tasks.modules import user_functions, wrapped_module
 
-        found = own.model(self.run, empty)
+        found = user_functions.model(self.run, empty)
         if self.run.model.source is not None and not empty:  # an export, to be evaluated
             from lockstep.tasks.modules import exported
 
             exported.fill(found, Path(self.run.model.source))
-        functions = {key: own.function(self.run, key) for key in ("loss", "metrics", "generate")}
+        functions = {key: user_functions.function(self.run, key) for key in ("loss", "metrics", "generate")}
         facts = self.prepared.facts
-        calling = running.Calling(
+        calling = wrapped_module.Calling(
             self.run,
             functions["loss"],
             facts["loss"],
             functions["metrics"],
             facts["metrics"],
             functions["generate"],
-            running.names_of(found),
+            wrapped_module.names_of(found),
         )
         found.lockstep_called_once = facts["called_once"]  # of which engines make blocks
-        return running.adapt(found, calling)
+        return wrapped_module.adapt(found, calling)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         return self.collate_at(columns, rows, index, -1)
 
     def collate_at(self, columns: Columns, rows: np.ndarray, index: int, step: int) -> MicroBatch:
-        from lockstep.tasks.modules import items
+        from lockstep.tasks.modules import dataset
 
-        assert isinstance(columns, items.Items)
-        return items.micro_batch(self.run, columns, rows, index, step)
+        assert isinstance(columns, dataset.Items)
+        return dataset.micro_batch(self.run, columns, rows, index, step)
 
     def in_workers(self, columns: Columns, jobs: Iterable[tuple[int, int, np.ndarray]]) -> Iterator[MicroBatch] | None:
-        from lockstep.tasks.modules import items
+        from lockstep.tasks.modules import dataset
 
-        assert isinstance(columns, items.Items)
+        assert isinstance(columns, dataset.Items)
         workers = self.run.data.workers
-        return items.in_workers(self.run, columns, jobs, workers) if workers else None
+        return dataset.in_workers(self.run, columns, jobs, workers) if workers else None
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
-        from lockstep.tasks.modules import items
+        from lockstep.tasks.modules import dataset
 
-        assert isinstance(columns, items.Items)
+        assert isinstance(columns, dataset.Items)
         return int(columns.targets[rows].sum())
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Module(Task):
             return []
         from dataclasses import replace
 
-        from lockstep.tasks.modules.items import INPUT
+        from lockstep.tasks.modules.dataset import INPUT
 
         bundle = _bundle(self.collate(columns, self.shown_rows(columns, self.options.samples), 0))
         asked: Any = {INPUT: replace(bundle, asks="generate")}
@@ -233,7 +233,7 @@ class Module(Task):
 
 
 def _bundle(batch: MicroBatch) -> Bundle:
-    from lockstep.tasks.modules.items import INPUT
+    from lockstep.tasks.modules.dataset import INPUT
 
     found: Any = batch.inputs[INPUT]
     return found

@@ -31,7 +31,7 @@ _DRAWN = -3  # what such functions draw is seeded as if it were a step of this n
 
 def functions(run: Run) -> dict[str, Metric]:
     """By dotted name, imported. Errors: `RunError` for one that is not there, or that takes something else."""
-    from lockstep.tasks.modules.own import told
+    from lockstep.tasks.modules.user_functions import error_line
 
     found: dict[str, Metric] = {}
     for name in run.metrics:
@@ -42,7 +42,7 @@ def functions(run: Run) -> dict[str, Metric]:
         except plugins.PluginError as error:
             raise RunError(f"metrics: {error}") from error
         except Exception as error:  # whatever the user's module does while it is imported
-            raise RunError(f"metrics: cannot import {name}: {told(error)}") from error
+            raise RunError(f"metrics: cannot import {name}: {error_line(error)}") from error
         if not callable(function) or isinstance(function, type):
             raise RunError(f"metrics: {name} is a {type(function).__name__}, and wanted is a function")
         try:
@@ -61,10 +61,11 @@ def check(run: Run, prepared: Prepared) -> None:
         return
     found = functions(run)
     task: Task = plugins.find("tasks", run.task.name)(run, prepared)
-    given = task.made_up()
+    given = task.dummy_predictions()
     if given is None:
         raise RunError(
-            f"metrics: the task {run.task.name} gathers no predictions that functions could be given: {task.ungiven}"
+            f"metrics: the task {run.task.name} gathers no predictions that functions could be given: "
+            f"{task.no_metric_inputs_reason}"
         )
     scored(run, found, given, task.metric_names, " (tried on made-up predictions)")
 
@@ -78,7 +79,7 @@ def scored(
 ) -> dict[str, float]:
     """What the functions make of predictions and labels. `taken`: names that metrics have already. Errors: `RunError`
     that names the function, for one that fails or returns something else than numbers."""
-    from lockstep.tasks.modules.own import told
+    from lockstep.tasks.modules.user_functions import error_line
 
     numbers: dict[str, float] = {}
     for name, function in found.items():
@@ -87,7 +88,7 @@ def scored(
         try:
             result = function(predictions, labels)
         except Exception as error:
-            raise RunError(f"metrics: {name} failed{where}: {told(error)}") from error
+            raise RunError(f"metrics: {name} failed{where}: {error_line(error)}") from error
         for key, value in _by_name(name, result, where).items():
             if key in taken or key in numbers or key in ("examples", "loss", "step", "split"):
                 raise RunError(f"metrics: {name} gives {key!r}, which another metric is called; give it another name")

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.config.run import RunError
 from lockstep.data.tokens import Columns
-from lockstep.tasks import given
+from lockstep.tasks import metric_arrays
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class PerToken(Task):
 
     tokenizer: Any
     loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all
-    for_metrics = ("foretold", "wanted")
+    metric_inputs = ("foretold", "wanted")
     metric_names: tuple[str, ...] = ("accuracy", "perplexity")
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
@@ -79,22 +79,24 @@ class PerToken(Task):
         examples = {"examples": torch.tensor(float(len(rows)), dtype=torch.float64, device=batch.targets.device)}
         if not self.gathered:
             return self.score(forward, batch) | examples
-        logits, width = forward(batch.inputs).float(), given.longest(columns)
-        foretold = logits.argmax(-1).masked_fill(batch.targets < 0, given.NOTHING)
-        wanted = batch.targets.clamp(min=given.NOTHING)
-        told = {"foretold": given.as_wide(foretold, width), "wanted": given.as_wide(wanted, width)}
+        logits, width = forward(batch.inputs).float(), metric_arrays.longest(columns)
+        foretold = logits.argmax(-1).masked_fill(batch.targets < 0, metric_arrays.NOTHING)
+        wanted = batch.targets.clamp(min=metric_arrays.NOTHING)
+        told = {"foretold": metric_arrays.as_wide(foretold, width), "wanted": metric_arrays.as_wide(wanted, width)}
         return self.sums(logits, batch.targets) | told | examples
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of tokens: int64 [N, longest], -1 where there is no target."""
         return sums["foretold"].numpy().astype(np.int64), sums["wanted"].numpy().astype(np.int64)
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         if self.loss_chunk:
             raise RunError(
                 "metrics: with task.loss_chunk no logits are kept that tokens could be read from; leave one of them out"
             )
-        labels = np.where(np.arange(12) % 4 == 0, given.NOTHING, np.arange(12) % len(self.tokenizer)).reshape(4, 3)
+        labels = np.where(np.arange(12) % 4 == 0, metric_arrays.NOTHING, np.arange(12) % len(self.tokenizer)).reshape(
+            4, 3
+        )
         return labels.copy(), labels
 
     def sums(self, logits: Tensor, targets: Tensor) -> Sums:

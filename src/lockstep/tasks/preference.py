@@ -94,12 +94,12 @@ class Preference(AnswerPairs):
         return tokenizer.written_by(super().usage, self.options.conversations, most)
 
     @property
-    def asks_first(self) -> int:
+    def reference_size(self) -> int:
         """The log-probabilities of the two answers by the model as it is before training."""
         return 0 if self.options.loss == "simpo" else 2
 
     @property
-    def first_at_once(self) -> int | None:
+    def reference_batch_size(self) -> int | None:
         return self.options.reference_batch_size
 
     def first(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
@@ -115,7 +115,7 @@ class Preference(AnswerPairs):
         blank = len(rows) == 0
         rows = np.zeros(1, dtype=np.int64) if blank else rows
         ids, mask, told = self.answers(columns, rows)
-        before = self.said_first(columns, rows)  # [B, 2], or nothing
+        before = self.reference_for(columns, rows)  # [B, 2], or nothing
         last = np.zeros(len(ids)) if before is None else before.reshape(-1)
         targets = np.full((len(ids), ids.shape[1] + 1), IGNORED)
         targets[:, :-2], targets[:, -1] = told[:, 1:], last.view(np.int64)
@@ -193,8 +193,8 @@ class Preference(AnswerPairs):
         """What is `written` after the prompt: the likeliest token each time."""
         import torch
 
-        from lockstep.data.documents import end_of
-        from lockstep.tasks.models import asking, models
+        from lockstep.data.lm_documents import end_of
+        from lockstep.tasks.models import batched_inference, models
         from lockstep.tasks.models.decoding import Decoding, by_transformers
 
         options = PreferenceOptions.model_validate(run.task.options)
@@ -213,7 +213,7 @@ class Preference(AnswerPairs):
             tokens = by_transformers(model, {"input_ids": torch.tensor([ids])}, how)[0].tolist()
             return [{"written": tok.decode(tokens, skip_special_tokens=True)}]
 
-        return asking.answers(rows, answer, at_once=1)
+        return batched_inference.answers(rows, answer, at_once=1)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

@@ -16,13 +16,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, questions, source, stream, tokenizer
+from lockstep.data import lm_documents, qa_features, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.stream_rows import Make
+from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
-from lockstep.tasks import drawn
-from lockstep.tasks.given import listed
+from lockstep.tasks import length_curves
+from lockstep.tasks.metric_arrays import listed
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from lockstep.data.batch import MicroBatch, Sums
     from lockstep.tasks.models.decoding import Decoding
-    from lockstep.tasks.models.spans import Span
+    from lockstep.tasks.models.qa_spans import Span
 
 _SHARP = 2.0**20  # sums are rounded to its inverse: scores are kept to 2^-40
 
@@ -65,7 +65,7 @@ class QuestionAnswering(Task):
     pipeline = "question-answering"
     streams = row_is_example = True
     shown = ("answer_tokens", "samples")
-    for_metrics = ("spans",)
+    metric_inputs = ("spans",)
     metric_names = ("exact_match", "f1")
 
     @property
@@ -92,18 +92,20 @@ class QuestionAnswering(Task):
         )
         drop = run.data.drop_missing
         splits = {
-            split: questions.whole(rows, options.columns, options.answers, options.unanswerable, split, data.name, drop)
+            split: qa_features.whole(
+                rows, options.columns, options.answers, options.unanswerable, split, data.name, drop
+            )
             for split, rows in data.splits.items()
         }
-        texts = [questions.QUESTION, questions.CONTEXT]
-        answer = [questions.TEXTS, questions.START]
+        texts = [qa_features.QUESTION, qa_features.CONTEXT]
+        answer = [qa_features.TEXTS, qa_features.START]
         streamed = cls.stream(run).found(splits, texts) if run.data.stream else None
-        splits, left_out = apart.kept(data, splits, run, texts, answer, documents.cut)
+        splits, left_out = splitting.deduplicate_and_split(data, splits, run, texts, answer, lm_documents.cut)
         hashes = {split: content(rows, [*texts, *answer]) for split, rows in splits.items()}
         if streamed is not None:
-            folder = streamed.tokenizer(run, questions.batches)
+            folder = streamed.tokenizer(run, qa_features.batches)
         else:
-            folder = tokenizer.prepare(run, questions.batches(splits["train"]), hashes["train"])
+            folder = tokenizer.prepare(run, qa_features.batches(splits["train"]), hashes["train"])
         known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
         if not known.is_fast:
             raise RunError("tokenizer: it does not tell which characters its tokens stand for")
@@ -111,7 +113,7 @@ class QuestionAnswering(Task):
         files = {}
         for split, rows in splits.items():
             key = digest("questions", VERSION, hashes[split], folder.name, run.data.max_length, options.stride)
-            files[split] = questions.encoded(rows, known, run.data.max_length, options.stride, split, data.name, key)
+            files[split] = qa_features.encoded(rows, known, run.data.max_length, options.stride, split, data.name, key)
         if streamed is not None:
             key = digest("questions", VERSION, folder.name, run.data.max_length, options.stride)
             index = streamed.index(cls.example_maker(run, str(folder), {}), key)
@@ -122,7 +124,7 @@ class QuestionAnswering(Task):
     def stream(cls, run: Run) -> Stream:
         options = QuestionAnsweringOptions.model_validate(run.task.options)
         asked: Any = {"answers": options.answers, "unanswerable": options.unanswerable, "split": "train"}
-        whole: Any = partial(questions.whole, columns=options.columns, drop=run.data.drop_missing, **asked)
+        whole: Any = partial(qa_features.whole, columns=options.columns, drop=run.data.drop_missing, **asked)
         columns = options.columns | {"task.answers": options.answers}
         return Stream(run.data, columns, lambda rows, name: whole(rows, name=name))
 
@@ -130,7 +132,7 @@ class QuestionAnswering(Task):
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
         options = QuestionAnsweringOptions.model_validate(run.task.options)
         tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
-        return stream.maker(*questions.encoder_of(tok, run.data.max_length, options.stride, "train", "the stream"))
+        return stream.maker(*qa_features.encoder_of(tok, run.data.max_length, options.stride, "train", "the stream"))
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -140,9 +142,9 @@ class QuestionAnswering(Task):
         self.options = QuestionAnsweringOptions.model_validate(run.task.options)
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import models, spans
+        from lockstep.tasks.models import models, qa_spans
 
-        return spans.install(models.build(self.run, "question_answering", self.tokenizer, empty))
+        return qa_spans.install(models.build(self.run, "question_answering", self.tokenizer, empty))
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         """The windows of the rows, one after the other [R, T]; the targets are first and last token of the answer."""
@@ -152,7 +154,7 @@ class QuestionAnswering(Task):
 
         blank = len(rows) == 0
         rows = np.zeros(1, dtype=np.int64) if blank else rows
-        windows = [window for each in questions.parts_of(columns, rows) for window in each]
+        windows = [window for each in qa_features.parts_of(columns, rows) for window in each]
         held = [np.concatenate([columns.ragged(name).row(int(row)) for row in rows]) for name in ("starts", "stops")]
         targets = torch.from_numpy(np.stack(held, 1).astype(np.int64))  # [R, 2]
         inputs = _inputs(windows, int(self.tokenizer.pad_token_id))
@@ -188,15 +190,17 @@ class QuestionAnswering(Task):
     ) -> Sums:
         import torch
 
-        from lockstep.tasks.models import spans
+        from lockstep.tasks.models import qa_spans
 
         logits = forward(batch.inputs)
         held = self._spans(logits, columns, rows)
-        right = columns.texts(questions.TEXTS, rows)
-        each = [spans.scores(answer, wanted) for answer, wanted in zip(_texts(held, columns, rows), right, strict=True)]
+        right = columns.texts(qa_features.TEXTS, rows)
+        each = [
+            qa_spans.scores(answer, wanted) for answer, wanted in zip(_texts(held, columns, rows), right, strict=True)
+        ]
         exact, f1 = torch.tensor(each, dtype=torch.float64).reshape(-1, 2).sum(0).to(logits.device) * _SHARP
-        words = [len(spans.normal(wanted[0] if wanted else "").split()) for wanted in right]
-        by_words = torch.from_numpy(drawn.binned(words, [f1 for _, f1 in each])).to(logits.device)  # [bins, 3]
+        words = [len(qa_spans.normal(wanted[0] if wanted else "").split()) for wanted in right]
+        by_words = torch.from_numpy(length_curves.binned(words, [f1 for _, f1 in each])).to(logits.device)  # [bins, 3]
         placed = torch.tensor([[span.start, span.end] for span in held], dtype=torch.int32).reshape(-1, 2)
         gathered = {"spans": placed.to(logits.device)} if self.gathered else {}
         examples = torch.tensor(float(len(rows)), dtype=torch.float64, device=logits.device)
@@ -205,24 +209,24 @@ class QuestionAnswering(Task):
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The answers, texts [N], empty where there is none; and lists of all that are right, empty likewise."""
-        from lockstep.tasks.models.spans import Span
+        from lockstep.tasks.models.qa_spans import Span
 
         held = [Span(*place) for place in sums["spans"].tolist()]
         right = [[each for each in answers if each] for answers in columns.texts("answers", rows)]
         return listed(_texts(held, columns, rows)), listed(right)
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         none: list[str] = [] if self.options.unanswerable else ["a third"]
         return listed(["a text", "another", ""]), listed([["a text", "text"], ["a second one"], none])
 
     def _spans(self, logits: Tensor, columns: Columns, rows: np.ndarray) -> list[Span]:
         """Where the model has the answers to the questions at these rows, from the logits of all their windows."""
-        from lockstep.tasks.models import spans
+        from lockstep.tasks.models import qa_spans
 
         if len(rows) == 0:
             return []
-        windows = questions.parts_of(columns, rows)
-        return spans.best(logits, windows, self.options.answer_tokens, self.options.unanswerable)
+        windows = qa_features.parts_of(columns, rows)
+        return qa_spans.best(logits, windows, self.options.answer_tokens, self.options.unanswerable)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """`exact_match` and `f1` are from 0 to 100, as of SQuAD's script."""
@@ -233,7 +237,7 @@ class QuestionAnswering(Task):
     def tables(self, sums: Sums) -> dict[str, Any]:
         """F1 by the words of the right answer; none where there is no answer."""
         found = sums["by_words"].numpy()
-        line = drawn.curve(found, lambda b: 100 * float(found[b, 2] / found[b, 0]))
+        line = length_curves.curve(found, lambda b: 100 * float(found[b, 2] / found[b, 0]))
         return {"plots": [{"title": "F1", "x": "words of the right answer", "lines": {"F1": line}}]}
 
     def samples(
@@ -246,7 +250,7 @@ class QuestionAnswering(Task):
         if len(rows) == 0:
             return []
         answers = _texts(self._spans(forward(self.collate(columns, rows, 0).inputs), columns, rows), columns, rows)
-        asked, right = columns.texts(questions.QUESTION, rows), columns.texts("answers", rows)
+        asked, right = columns.texts(qa_features.QUESTION, rows), columns.texts("answers", rows)
         return [
             {"question": question, "answer": answer or "(none)", "right": " / ".join(dict.fromkeys(each)) or "(none)"}
             for question, answer, each in zip(asked, answers, right, strict=True)
@@ -259,14 +263,14 @@ class QuestionAnswering(Task):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `answer`, and at which characters of the context it begins and ends; empty where there is none."""
-        from lockstep.tasks.models import asking, models, spans
+        from lockstep.tasks.models import batched_inference, models, qa_spans
 
         options = QuestionAnsweringOptions.model_validate(run.task.options)
         model, tok = models.exported("question_answering", folder, run)
 
-        def windows_of(place: int, row: Sequence[str]) -> list[questions.Window]:
+        def windows_of(place: int, row: Sequence[str]) -> list[qa_features.Window]:
             try:
-                return questions.windows(tok, row[0], row[1], run.data.max_length, options.stride)
+                return qa_features.windows(tok, row[0], row[1], run.data.max_length, options.stride)
             except ValueError as error:
                 raise RunError(f"predict: text {place}, {row[0][:60]!r}: {error}") from None
 
@@ -276,14 +280,14 @@ class QuestionAnswering(Task):
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             windows = [windows_of(place, row) for place, row in enumerate(rows, 1)]
             batch = _inputs([window for each in windows for window in each], int(tok.pad_token_id))
-            logits = spans.numbers(model(**batch), batch["attention_mask"])
-            found = spans.best(logits, windows, options.answer_tokens, options.unanswerable)
+            logits = qa_spans.numbers(model(**batch), batch["attention_mask"])
+            found = qa_spans.best(logits, windows, options.answer_tokens, options.unanswerable)
             return [
                 {"answer": row[1][span.start : span.end], "start": span.start, "end": span.end}
                 for row, span in zip(rows, found, strict=True)
             ]
 
-        return asking.answers(rows, answer, at_once=8)
+        return batched_inference.answers(rows, answer, at_once=8)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -297,11 +301,11 @@ class QuestionAnswering(Task):
 
 def _texts(found: Sequence[Span], columns: Columns, rows: np.ndarray) -> list[str]:
     """What stands there in the contexts of these rows."""
-    contexts = columns.texts(questions.CONTEXT, rows)
+    contexts = columns.texts(qa_features.CONTEXT, rows)
     return [text[span.start : span.end] for text, span in zip(contexts, found, strict=True)]
 
 
-def _inputs(windows: Sequence[questions.Window], pad: int) -> dict[str, Tensor]:
+def _inputs(windows: Sequence[qa_features.Window], pad: int) -> dict[str, Tensor]:
     """Windows as a model reads them, padded on the right: [R, T] each."""
     import torch
 

@@ -113,7 +113,7 @@ class Reward(AnswerPairs):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `reward` of a prompt with an answer."""
-        from lockstep.tasks.models import asking, models
+        from lockstep.tasks.models import batched_inference, models
 
         model, tok = models.exported("classification", folder, run)
         options, pads = RewardOptions.model_validate(run.task.options), {"input_ids": int(tok.pad_token_id)}
@@ -122,10 +122,10 @@ class Reward(AnswerPairs):
             asked = [row[0] if options.prompt else None for row in rows]
             tokens = [tokens_of(tok, options, prompt, row[-1])[0] for prompt, row in zip(asked, rows, strict=True)]
             ids = [{"input_ids": each[: run.data.max_length]} for each in tokens]
-            rewards = model(**asking.padded(ids, pads)).logits.view(-1)
+            rewards = model(**batched_inference.padded(ids, pads)).logits.view(-1)
             return [{"reward": reward} for reward in rewards.tolist()]
 
-        return asking.answers(rows, answer)
+        return batched_inference.answers(rows, answer)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from lockstep.config.run import Run, RunError
 from lockstep.data import micro_batches, streamed
 from lockstep.data.stream import Stream
-from lockstep.data.stream_rows import Make
+from lockstep.data.streaming_source import Make
 from lockstep.data.tokens import Columns, Prepared
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class Task(ABC):
     """Names among what `score` gives that are no sums, but [B, ...], a row for each example: `metrics` and `tables` get
     them as [N, ...], in the order of the split, each example once."""
 
-    for_metrics: ClassVar[tuple[str, ...]] = ()
+    metric_inputs: ClassVar[tuple[str, ...]] = ()
     """What is `gathered` besides where the run file names functions in `metrics`, for `predictions`."""
 
-    ungiven: ClassVar[str] = "a task says what they are in gathered, predictions and made_up"
-    """Why such functions can be given nothing, where `made_up` gives nothing."""
+    no_metric_inputs_reason: ClassVar[str] = "a task says what they are in gathered, predictions and dummy_predictions"
+    """Why such functions can be given nothing, where `dummy_predictions` gives nothing."""
 
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
 
@@ -75,8 +75,8 @@ class Task(ABC):
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
         if run.metrics:
-            self.gathered = (*self.gathered, *self.for_metrics)
-        self.first_said: dict[str, np.ndarray] = {}  # by split, where it `asks_first`
+            self.gathered = (*self.gathered, *self.metric_inputs)
+        self.reference_outputs: dict[str, np.ndarray] = {}  # by split, where it `reference_size`
 
         def how() -> tuple[Stream, Make]:
             return self.stream(run), self.example_maker(run, prepared.tokenizer, prepared.facts)
@@ -110,7 +110,7 @@ class Task(ABC):
             return "the task pads"
         from lockstep.tasks.models import padding
 
-        return padding.refused(self.run, self.head)
+        return padding.unsupported_reason(self.run, self.head)
 
     @property
     def doubts(self) -> list[str]:
@@ -199,24 +199,25 @@ class Task(ABC):
         return next(iter(sample.values()), "")
 
     @property
-    def asks_first(self) -> int:
+    def reference_size(self) -> int:
         """How many numbers of each example the model is asked for before it is trained; `first` gives them."""
         return 0
 
     @property
-    def first_at_once(self) -> int | None:
+    def reference_batch_size(self) -> int | None:
         """Examples that the model is asked about together then. Their number decides bits, so it comes from the keys of
         the task; None: as many as an evaluation takes unless `evaluate` says otherwise."""
         return None
 
     def first(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
-        """What the model says of the examples of a batch before it is trained: float64 [B, `asks_first`]."""
+        """What the model says of the examples of a batch before it is trained: float64 [B, `reference_size`]."""
         raise NotImplementedError
 
-    def said_first(self, columns: Columns, rows: np.ndarray) -> np.ndarray | None:
-        """The same of the examples at `rows` of a split, float64 [rows, `asks_first`]; None: it was not asked yet."""
+    def reference_for(self, columns: Columns, rows: np.ndarray) -> np.ndarray | None:
+        """The reference outputs of the examples at `rows` of a split, float64 [rows, `reference_size`]; None before the
+        reference pass."""
         split = next((name for name, known in self.splits.items() if known is columns), None)
-        return self.first_said[split][rows] if split in self.first_said else None
+        return self.reference_outputs[split][rows] if split in self.reference_outputs else None
 
     def count_targets_at(self, columns: Columns, rows: np.ndarray, step: int) -> float:
         """The same for a step of training, where it depends on the step which tokens are targets."""
@@ -242,7 +243,7 @@ class Task(ABC):
         return self.loss_sum(outputs, targets), None
 
     @property
-    def tells_losses(self) -> bool:
+    def reports_example_losses(self) -> bool:
         """Whether `loss_each` may stand for `loss_sum`: not where a class of the user's overrides the latter alone, or
         somebody listens to it."""
         if "loss_sum" in vars(self):
@@ -286,7 +287,7 @@ class Task(ABC):
         return {}
 
     @classmethod
-    def writes_greedily(cls, run: Run) -> bool:
+    def decodes_greedily(cls, run: Run) -> bool:
         """Whether all that evaluations write is the likeliest token each time: nothing is searched, nothing drawn."""
         return True
 
@@ -341,14 +342,14 @@ class Task(ABC):
 
     metric_names: tuple[str, ...] = ()  # of its own, which those functions cannot have
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray] | None:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray] | None:
         """The same of a few examples that nobody has seen, to try such functions on; None: it gathers nothing."""
         return None
 
     # -- what the validation split decides ---------------------------------------------------------------------------
 
     @property
-    def unsettled(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Whether something is still to be chosen on the validation split before another one is scored."""
         return False
 

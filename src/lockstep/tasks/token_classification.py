@@ -16,12 +16,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, labels, missing, scan, source, stream, tokenizer
+from lockstep.data import column_scan, labels, lm_documents, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.stream_rows import Make
+from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
-from lockstep.tasks.given import listed
+from lockstep.tasks.metric_arrays import listed
 from lockstep.tasks.models.tags import entities, parts
 from lockstep.tasks.per_token import PerToken
 
@@ -69,7 +69,7 @@ class TokenClassification(PerToken):
         else:
             names = sorted(_tags(splits["train"]))
         parts(names)  # refuses tags of no scheme
-        splits, left_out = apart.kept(data, splits, run, ["words"], ["tags"], documents.cut)
+        splits, left_out = splitting.deduplicate_and_split(data, splits, run, ["words"], ["tags"], lm_documents.cut)
         for split, dataset in splits.items():
             if unknown := _tags(dataset) - set(names):
                 raise RunError(
@@ -100,7 +100,7 @@ class TokenClassification(PerToken):
                 )
         facts: dict[str, Any] = {"source": data.name, "labels": names}
         if rows is None and labels.alike(dict.fromkeys(names, 0)):
-            scanned = scan.lists(splits["train"], "tags")
+            scanned = column_scan.lists(splits["train"], "tags")
             facts |= labels.alike(Counter(tag for _, part in scanned for tags in part for tag in tags))
         if rows is not None:
             key = digest("token classification", VERSION, folder.name, run.data.max_length, names)
@@ -166,7 +166,7 @@ class TokenClassification(PerToken):
         foretold, wanted = super().predictions(sums, columns, rows)
         return tuple(self._named(each, wanted >= 0) for each in (foretold, wanted))  # type: ignore[return-value]
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         """A few examples of several lengths, with every tag among them."""
         places = np.arange(4 * (len(self.labels) + 2)).reshape(4, -1) % len(self.labels)
         there = np.arange(places.shape[1]) >= np.arange(4)[:, None]
@@ -220,7 +220,7 @@ class TokenClassification(PerToken):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """`words`, each with its `label` and that one's `score`; a text is cut at its spaces."""
-        from lockstep.tasks.models import asking, models
+        from lockstep.tasks.models import batched_inference, models
 
         model, tok = models.exported("token_classification", folder, run)
         names = model.config.id2label
@@ -228,7 +228,7 @@ class TokenClassification(PerToken):
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             words = [row[0].split() for row in rows]
             read = [tok(w, is_split_into_words=True, truncation=True, max_length=run.data.max_length) for w in words]
-            batch = asking.padded(read, {"input_ids": int(tok.pad_token_id)})
+            batch = batched_inference.padded(read, {"input_ids": int(tok.pad_token_id)})
             scores, tags = (found.tolist() for found in model(**batch).logits.softmax(-1).max(-1))  # [B, T]
             return [
                 {
@@ -240,7 +240,7 @@ class TokenClassification(PerToken):
                 for i, asked in enumerate(read)
             ]
 
-        return asking.answers(rows, answer)
+        return batched_inference.answers(rows, answer)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -270,10 +270,10 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
     import datasets
 
     columns = {"task.words": options.words, "task.tags": options.tags}
-    missing.present(dataset, columns, split, name)
+    missing_values.present(dataset, columns, split, name)
     names = getattr(getattr(dataset.features[options.tags], "feature", None), "names", None)
     found = []  # whether there is a word at all; which rows lack words, and which tags
-    for first, part in scan.lists(dataset, options.words, options.tags):
+    for first, part in column_scan.lists(dataset, options.words, options.tags):
         for row, (said, marked) in enumerate(part, first):
             if None not in (said, marked) and not (
                 isinstance(said, list) and isinstance(marked, list) and len(said) == len(marked)
@@ -289,7 +289,7 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
         raise RunError(f"task.words: the {split} split of {name} holds no words")
     columns_lacking = ((options.words, [w for _, w, _ in found]), (options.tags, [t for *_, t in found]))
     lacks = {key: (column, np.concatenate(part)) for key, (column, part) in zip(columns, columns_lacking, strict=True)}
-    whole = missing.without(dataset, lacks, split, name, drop)
+    whole = missing_values.without(dataset, lacks, split, name, drop)
 
     def converted(rows: dict[str, list]) -> dict[str, list]:
         words = [[str(word) for word in said] for said in rows[options.words]]
@@ -304,7 +304,7 @@ def _rows(dataset: Dataset, options: TokenClassificationOptions, split: str, nam
 
 
 def _tags(dataset: Dataset) -> set[str]:
-    return {tag for _, part in scan.lists(dataset, "tags") for tags in part for tag in tags}
+    return {tag for _, part in column_scan.lists(dataset, "tags") for tags in part for tag in tags}
 
 
 def _nothing(value: Any, names: list[str] | None = None) -> bool:

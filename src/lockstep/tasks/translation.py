@@ -15,15 +15,15 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import apart, documents, source, stream, tokenizer
+from lockstep.data import lm_documents, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.stream_rows import Make
+from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
-from lockstep.tasks import drawn
-from lockstep.tasks.given import listed
-from lockstep.tasks.models import bleu, writing
-from lockstep.tasks.models.writing import WritingOptions as WritingOptions
+from lockstep.tasks import length_curves
+from lockstep.tasks.metric_arrays import listed
+from lockstep.tasks.models import bleu, seq2seq_data
+from lockstep.tasks.models.seq2seq_data import WritingOptions as WritingOptions
 from lockstep.tasks.per_token import losses, of_examples, perplexity, summed_losses
 from lockstep.tasks.task import Task
 
@@ -53,7 +53,7 @@ class Translation(Task):
     pipeline = "translation"
     shown: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
     answer: ClassVar[str] = "translation"  # what `predict` calls what is written
-    for_metrics = ("written",)
+    metric_inputs = ("written",)
     metric_names: tuple[str, ...] = ("accuracy", "perplexity", "bleu", "chrf")
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -72,21 +72,24 @@ class Translation(Task):
         asked = {"task.source": options.source, "task.target": options.target}
         data = source.load(run.data, run.seed, columns=asked, tokens=TokenCounts.of(run, [options.target]))
         splits = {
-            s: writing.pairs(found, options, s, data.name, run.data.drop_missing) for s, found in data.splits.items()
+            s: seq2seq_data.pairs(found, options, s, data.name, run.data.drop_missing)
+            for s, found in data.splits.items()
         }
         rows = cls.stream(run).found(splits, ["source", "target"]) if run.data.stream else None
-        splits, left_out = apart.kept(data, splits, run, ["source", "target"], [], documents.cut)
+        splits, left_out = splitting.deduplicate_and_split(
+            data, splits, run, ["source", "target"], [], lm_documents.cut
+        )
         hashes = {split: content(dataset, ["source", "target"]) for split, dataset in splits.items()}
         if rows is not None:
-            folder = writing.tokenizers(run, rows, rows.content if run.tokenizer.train else "", options)
+            folder = seq2seq_data.tokenizers(run, rows, rows.content if run.tokenizer.train else "", options)
         else:
-            folder = writing.tokenizers(run, splits["train"], hashes["train"], options)
+            folder = seq2seq_data.tokenizers(run, splits["train"], hashes["train"], options)
         _check_model(run, options, folder)
         files = {}
         read = [run.data.max_length, options.prefix, options.target_length]
         for split, dataset in splits.items():
             key = digest("translation", VERSION, hashes[split], folder.name, *read)
-            files[split] = encode(dataset, *writing.encoder_of(run, folder, options), key)
+            files[split] = encode(dataset, *seq2seq_data.encoder_of(run, folder, options), key)
         if rows is not None:
             index = rows.index(
                 cls.example_maker(run, str(folder), {}), digest("translation", VERSION, folder.name, *read)
@@ -97,13 +100,13 @@ class Translation(Task):
     @classmethod
     def stream(cls, run: Run) -> Stream:
         options: Any = cls.Options.model_validate(run.task.options)
-        whole = partial(writing.pairs, options=options, split="train", drop=run.data.drop_missing)
+        whole = partial(seq2seq_data.pairs, options=options, split="train", drop=run.data.drop_missing)
         asked = {"task.source": options.source, "task.target": options.target}
-        return Stream(run.data, asked, lambda rows, name: whole(rows, name=name), within=writing.PAIR)
+        return Stream(run.data, asked, lambda rows, name: whole(rows, name=name), within=seq2seq_data.PAIR)
 
     @classmethod
     def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        return stream.maker(*writing.encoder_of(run, Path(folder), cls.Options.model_validate(run.task.options)))  # type: ignore[arg-type]
+        return stream.maker(*seq2seq_data.encoder_of(run, Path(folder), cls.Options.model_validate(run.task.options)))  # type: ignore[arg-type]
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -113,7 +116,7 @@ class Translation(Task):
         super().__init__(run, prepared)
         self.options: Any = self.Options.model_validate(run.task.options)
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
-        self.target_tokenizer = writing.target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
+        self.target_tokenizer = seq2seq_data.target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.unpadded = self.padded_because is None
         self.starts_from_first = models.load_config(run).model_type in models.FROM_FIRST_TOKEN
@@ -196,12 +199,14 @@ class Translation(Task):
     def _overlaps(self, written: list[str], wanted: list[str]) -> dict[str, np.ndarray]:
         """What the scores of texts are made of, in bins by the words of the references: [bins, ...] each."""
         words = [len(text.split()) for text in wanted]
-        place = drawn.bin_of(words)
+        place = length_curves.bin_of(words)
         of_bins = [
             self.overlap.sums(*([texts[i] for i in np.flatnonzero(place == b)] for texts in (written, wanted)))
-            for b in range(len(drawn.BINS))
+            for b in range(len(length_curves.BINS))
         ]
-        return {_WORDS: drawn.binned(words)} | {name: np.stack([of[name] for of in of_bins]) for name in of_bins[0]}
+        return {_WORDS: length_curves.binned(words)} | {
+            name: np.stack([of[name] for of in of_bins]) for name in of_bins[0]
+        }
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """The scores of texts by the words of the references."""
@@ -211,14 +216,14 @@ class Translation(Task):
         def score(name: str, b: int) -> float:
             return float(self.overlap.scores({key: sums[key][b] for key in self.overlap.names})[name])
 
-        lines = {name: drawn.curve(sums[_WORDS], partial(score, name)) for name in self.overlap.scored}
+        lines = {name: length_curves.curve(sums[_WORDS], partial(score, name)) for name in self.overlap.scored}
         return {"plots": [{"title": ", ".join(lines), "x": "words of the reference", "lines": lines}]}
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What was written, and the references: texts [N] each."""
         return listed(self._written(sums["written"])), listed(columns.texts("reference", rows))
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         return listed(["a text that is written", "another one", ""]), listed(["a text as it is wanted", "another", "x"])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
@@ -257,7 +262,7 @@ class Translation(Task):
     def usage(self) -> str:
         """transformers has no pipeline for translation any more."""
         target = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")\n'
-        written, most = "tokenizer", writing.most(self.run, self.options)
+        written, most = "tokenizer", seq2seq_data.most(self.run, self.options)
         if self.target_tokenizer is not self.tokenizer:
             target += 'targets = AutoTokenizer.from_pretrained("PATH_OR_REPO", subfolder="target")\n'
             written = "targets"
@@ -270,16 +275,16 @@ class Translation(Task):
         )
 
     @classmethod
-    def writes_greedily(cls, run: Run) -> bool:
+    def decodes_greedily(cls, run: Run) -> bool:
         options: Any = cls.Options.model_validate(run.task.options)
         return options.beams == 1 or not (options.samples or cls.overlap_of(options) or run.metrics)
 
     def _decoding(self) -> Decoding:
         from lockstep.tasks.models.decoding import Decoding
 
-        pad, end = int(self.target_tokenizer.pad_token_id), documents.end_of(self.target_tokenizer)
+        pad, end = int(self.target_tokenizer.pad_token_id), lm_documents.end_of(self.target_tokenizer)
         start = int(self.entries["decoder_start_token_id"])
-        return Decoding(writing.most(self.run, self.options), pad, end, start, self.options.beams)
+        return Decoding(seq2seq_data.most(self.run, self.options), pad, end, start, self.options.beams)
 
     def _written(self, tokens: Tensor) -> list[str]:
         found = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
@@ -293,24 +298,26 @@ class Translation(Task):
     @classmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """The `translation`, or what else is written."""
-        from lockstep.tasks.models import asking, models
+        from lockstep.tasks.models import batched_inference, models
         from lockstep.tasks.models.decoding import Decoding, by_transformers
 
         options: Any = cls.Options.model_validate(run.task.options)
         model, sources = models.exported("seq2seq", folder, run)
-        targets = writing.target_tokenizer(run, folder, sources)
+        targets = seq2seq_data.target_tokenizer(run, folder, sources)
         most, start = run.data.max_length, model.config.decoder_start_token_id
         how = Decoding(
-            writing.most(run, options), targets.pad_token_id, documents.end_of(targets), start, options.beams
+            seq2seq_data.most(run, options), targets.pad_token_id, lm_documents.end_of(targets), start, options.beams
         )
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             read = [sources(options.prefix + row[0], truncation=True, max_length=most) for row in rows]
-            tokens = by_transformers(model, asking.padded(read, {"input_ids": int(sources.pad_token_id)}), how)
+            tokens = by_transformers(
+                model, batched_inference.padded(read, {"input_ids": int(sources.pad_token_id)}), how
+            )
             written = targets.batch_decode(tokens.tolist(), skip_special_tokens=True)
             return [{cls.answer: text.strip()} for text in written]
 
-        return asking.answers(rows, answer)
+        return batched_inference.answers(rows, answer)
 
     @classmethod
     def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
@@ -343,7 +350,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
         start = start if start is not None else known.get("bos_token_id")
         return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
     # BART begins with its end token, T5Gemma with the first of texts; Marian, T5 and the others with padding
-    start = documents.end_of(targets) if config.model_type in ("bart", "mbart") else targets.pad_token_id
+    start = lm_documents.end_of(targets) if config.model_type in ("bart", "mbart") else targets.pad_token_id
     if config.model_type in models.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
         start = targets.bos_token_id
     entries = {"use_cache": False, "decoder_start_token_id": start, "forced_eos_token_id": None}
@@ -357,7 +364,7 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     from lockstep.tasks.models import models
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
-    models.check(run, "seq2seq", max(run.data.max_length, writing.most(run, options)), key, use_cache=False)
+    models.check(run, "seq2seq", max(run.data.max_length, seq2seq_data.most(run, options)), key, use_cache=False)
     known = models.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)

@@ -34,11 +34,11 @@ from lockstep.config.output import keep, replace_text
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.tokens import Prepared
 from lockstep.launchers import start
-from lockstep.launchers.processes import ownership
+from lockstep.launchers.processes import output_lock
 from lockstep.track.console import Console, error
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
-from lockstep.training.prefix import OF_STEPS, Course, course, parting, shares_nothing
+from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def branch(spec: str, run: Run) -> int:
         )
     begun = None
     if next(newest_first(run), None) is None:  # else it was placed before, and is gone on from
-        with ownership.owned(run, console.note):
+        with output_lock.owned(run, console.note):
             begun = _begun(output, step, run, console)
     status = start.train(run)
     if status != DONE or begun is None:

@@ -24,9 +24,9 @@ from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 
 if TYPE_CHECKING:
-    from lockstep.training.anatomy import Entry
+    from lockstep.training.step_trace import Entry
 
-JOB = "lockstep.training.anatomy.take_apart"
+JOB = "lockstep.training.step_trace.take_apart"
 _HASHES = ("hash", "loss", "grad_norm", "weights", "optimizer")
 _SHOWN = 12
 
@@ -201,7 +201,7 @@ class _Failed(Exception):
 
 def apart(run: Run, output: Path, step: int) -> list[Entry]:
     """The entries of a step. Errors: `RunError`, `_Failed`."""
-    from lockstep.training.anatomy import FOUND, read
+    from lockstep.training.step_trace import FOUND, read
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-diff-"))
     try:

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
-from lockstep.distributed.journal import versions
+from lockstep.distributed.event_log import versions
 from lockstep.distributed.processor import processor
 from lockstep.launchers import start
 from lockstep.tools.verify import recorded

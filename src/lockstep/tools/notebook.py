@@ -10,7 +10,7 @@ import sys
 from html import escape
 from typing import Any
 
-from lockstep.tools.following import Event
+from lockstep.tools.event_stream import Event
 from lockstep.track.best import Best
 
 

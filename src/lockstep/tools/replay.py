@@ -226,7 +226,7 @@ def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int
     from safetensors.torch import load_file
 
     from lockstep.data.prepare import prepare
-    from lockstep.training.feed import Feed
+    from lockstep.training.data_loader import StepLoader
     from lockstep.training.replaying import FOUND, GRADIENTS, WEIGHTS
 
     run = again(output, overrides, strategy, processes)
@@ -239,7 +239,7 @@ def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int
     task = task_class(run, prepare(run, task_class))
     model = task.model()
     model.load_state_dict(weights, strict=False)  # what is computed and not kept is in no checkpoint
-    feed = Feed(run, task, range(run.micro_batches), torch.device("cpu"))
+    feed = StepLoader(run, task, range(run.micro_batches), torch.device("cpu"))
     losses = dict(zip(found["step"]["rows"], found["step"]["losses"], strict=True))
     same = tell_steps(Console(False), found["steps"], fingerprints.skips(run))
     return Replayed(step, model.train(), feed.make(step - 1), gradients, losses, same)

@@ -34,8 +34,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.config.disclosure import said
 from lockstep.config.output import led_away
+from lockstep.config.redaction import printable
 from lockstep.track.best import Best
 from lockstep.track.busy import Busy
 from lockstep.track.samples import joined, on_a_line, shortened
@@ -324,7 +324,7 @@ def _highest(numbers: Mapping[str, float], kind: str) -> float | None:
 def error(text: str, log: Path | None = None) -> None:
     """A message for the user on standard error, and in the run's log file where there is one."""
     with suppress(OSError):  # a window that was closed
-        print(f"lockstep: {said(text)}", file=sys.stderr, flush=True)
+        print(f"lockstep: {printable(text)}", file=sys.stderr, flush=True)
     append(log, f"lockstep: {text}")
 
 
@@ -333,7 +333,7 @@ def append(log: Path | None, text: str) -> None:
     because of it."""
     if log is not None and led_away(log.absolute().parent) is None:
         with suppress(OSError), open(log, "a", encoding="utf-8") as file:
-            file.write(f"{said(text)}\n")
+            file.write(f"{printable(text)}\n")
 
 
 def strike_tracebacks() -> None:
@@ -344,7 +344,7 @@ def strike_tracebacks() -> None:
 
 
 def _traceback(kind: type[BaseException], caught: BaseException | None, where: TracebackType | None) -> None:
-    sys.stderr.write(said("".join(traceback.format_exception(kind, caught, where))))
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, caught, where))))
 
 
 def _traceback_of_thread(failed: threading.ExceptHookArgs) -> None:
@@ -363,4 +363,4 @@ def clock(seconds: float) -> str:
 def _plain(text: str) -> str:
     from rich.markup import escape
 
-    return escape(said(text))
+    return escape(printable(text))

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 

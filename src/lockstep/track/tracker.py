@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from lockstep.config.disclosure import said, struck_all
+from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 
@@ -38,7 +38,7 @@ class Tracker(ABC):
     @property
     def config(self) -> dict[str, Any]:
         """The resolved run as plain values, for a sink that keeps it: without secrets."""
-        return struck_all(self.run.model_dump(mode="json"), said)
+        return redact_all(self.run.model_dump(mode="json"), printable)
 
     @classmethod
     def check(cls) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.config import plugins
-from lockstep.config.disclosure import one_line, said, struck_all
+from lockstep.config.redaction import one_line, printable, redact_all
 from lockstep.config.run import Run
 from lockstep.track.jsonl import Jsonl
 from lockstep.track.tracker import End, Sample, Tracker
@@ -50,13 +50,13 @@ class Trackers:
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         """As `Tracker.log`."""
         names = self._names
-        plain = {names.get(name) or names.setdefault(name, said(name)): value for name, value in numbers.items()}
+        plain = {names.get(name) or names.setdefault(name, printable(name)): value for name, value in numbers.items()}
         self._hand_on("log", step, split, plain)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         """As `Tracker.show`."""
         if samples:
-            self._hand_on("show", step, struck_all(list(samples), said))
+            self._hand_on("show", step, redact_all(list(samples), printable))
 
     def close(self, end: End) -> None:
         """Let every tracker finish, for `track.wait_s` seconds in all."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lockstep.config.disclosure import one_line
+from lockstep.config.redaction import one_line
 from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 

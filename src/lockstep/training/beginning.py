@@ -5,17 +5,17 @@ In: a session, and the console. Out: the updates that are done, and how the run 
 
 from __future__ import annotations
 
-from lockstep.distributed import launched
-from lockstep.distributed.journal import facts as start_facts
-from lockstep.distributed.journal import launched_by
-from lockstep.distributed.place import PLACE
+from lockstep.distributed import job_record
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.event_log import facts as start_facts
+from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.randomness import UNCOVERED, own_generators
 from lockstep.strategies.engines import side_effects
 from lockstep.track.console import Console
 from lockstep.training import plain_causes, plain_check
 from lockstep.training.dry_run import enough_room, try_a_step, try_the_end
+from lockstep.training.model_stats import remarks
 from lockstep.training.session import Session
-from lockstep.training.sizes import remarks
 from lockstep.training.summary import facts
 
 
@@ -30,15 +30,15 @@ def resumed(session: Session, console: Console) -> tuple[int, str]:
     prepared = session.task.prepared
     for text in (*session.task.doubts, *remarks(run, prepared)):
         console.note(text)
-    PLACE.at("trying a step with the longest examples")
+    ACTIVITY.at("trying a step with the longest examples")
     try_a_step(session, lambda: try_the_end(session))
     if names := strategy.effects.per_process:  # several processes were refused
         console.note(side_effects.one_process(names))
     compared = plain_check.check(session, plain_causes.cause)
     console.facts({"compared": compared})
-    PLACE.at("looking for a checkpoint")
+    ACTIVITY.at("looking for a checkpoint")
     if world.is_main:
-        launched.arrived(run.folder, world.size, session.feed.total)
+        job_record.arrived(run.folder, world.size, session.feed.total)
     step, notes = session.checkpoints.resume(session.averaged)
     for text in notes:
         console.note(text)
@@ -46,7 +46,7 @@ def resumed(session: Session, console: Console) -> tuple[int, str]:
         console.note(text)
     if step:
         console.say(f"resuming after step {step} of {session.feed.total}")
-    PLACE.at("starting")
+    ACTIVITY.at("starting")
     session.journal.event(
         "start",
         step,

@@ -18,7 +18,7 @@ from lockstep.checkpoint.storage import Files
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import origin
-from lockstep.data.cache import kept
+from lockstep.data.cache import cached
 from lockstep.data.prepare import prepare
 from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.task import Task
@@ -64,7 +64,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         aside.mkdir(parents=True)
         task.write(aside, names)
 
-    return kept(origin.of_checkpoint(checkpoint), make)
+    return cached(origin.of_checkpoint(checkpoint), make)
 
 
 def evaluated(run: Run, files: Files, weights: dict[str, Tensor]) -> dict[str, Tensor]:

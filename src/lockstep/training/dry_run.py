@@ -17,14 +17,14 @@ from torch import Tensor
 from lockstep.checkpoint.export import try_export
 from lockstep.config.exit_status import BAD
 from lockstep.config.run import RunError
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.memory import keep_freed_memory
-from lockstep.distributed.place import PLACE
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.track.console import error
 from lockstep.training.loop import TrainingFailed, explained, samples, scored
+from lockstep.training.model_stats import evaluated_at_once
 from lockstep.training.session import Session
-from lockstep.training.sizes import evaluated_at_once
 
 EXPORTED_TWICE = 100_000_000  # parameters up to which an export is tried before training: a second or two
 
@@ -62,7 +62,7 @@ def try_the_end(session: Session) -> None:
     try:
         _tried(session)
     except Exception as caught:
-        caught.add_note(f"({PLACE.name}, tried before training: it would have failed after it)")
+        caught.add_note(f"({ACTIVITY.name}, tried before training: it would have failed after it)")
         raise
 
 
@@ -90,9 +90,9 @@ def _tried(session: Session) -> None:
             json.dumps(tables)
         if run.checkpoint.best:
             checkpoints.is_best(scores["validation"])
-        PLACE.at("trying samples")
+        ACTIVITY.at("trying samples")
         samples(task, strategy, world, briefly)
-        PLACE.at("trying the export")
+        ACTIVITY.at("trying the export")
         checkpoints.room.export = export_bytes(strategy)
         weights = strategy.exported() if strategy.parameter_count <= EXPORTED_TWICE else None
         if weights is not None:

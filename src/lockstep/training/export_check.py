@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.config.run import Run
 from lockstep.data.raw_rows import RawRows
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
@@ -59,7 +59,7 @@ def evaluated(run: Run, task: Task, strategy: Strategy) -> Evaluated:
     kept = RawRows.of(task.prepared.facts)
     if why or kept is None:
         return Evaluated([], [], why or "no raw rows were kept of its data")
-    PLACE.at("evaluating a few examples, to compare the export with")
+    ACTIVITY.at("evaluating a few examples, to compare the export with")
     columns = task.splits[kept.split] if kept.examples is None else kept.examples
     lengths = columns.lengths[kept.at]
     places = np.argsort(lengths, kind="stable")[:: max(1, len(kept.at) // EXAMPLES)][:EXAMPLES].tolist()
@@ -87,7 +87,7 @@ def _why_not(run: Run, task: Task) -> str:
         return "the model or the task is code of yours, or of the Hub"
     if run.task.name == "masked_language_modeling":
         return "its targets are drawn for every evaluation"
-    if task.asks_first:
+    if task.reference_size:
         return "its loss asks for the model before training"
     if run.model.quantization is not None and run.model.adapter.get("export") == "adapter":
         return "the adapter is exported alone, and was trained beside a model in 4 bits"
@@ -101,7 +101,7 @@ def compare(run: Run, task: Task, found: Evaluated, folder: Path, device: torch.
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if 2 * size > _memory():
         return Compared("the export was not compared: this machine has too little memory to load it")
-    PLACE.at("comparing the export with the run")
+    ACTIVITY.at("comparing the export with the run")
     try:
         job, model = loaded_job(run, task, folder), loaded(run, task, folder).to(device)
     except NotCovered as caught:

@@ -73,7 +73,7 @@ def scores(
     if adapters.is_adapter(export):
         adapters.load(strategy.model, export)
     task.settle(task.kept(export))
-    if task.unsettled and wanted != ["validation"]:  # of a checkpoint that was not evaluated
+    if task.needs_calibration and wanted != ["validation"]:  # of a checkpoint that was not evaluated
         task.settle(evaluated(alone, world, task, strategy, task.splits["validation"]))
     found = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
     strategy.close()

@@ -27,12 +27,12 @@ from lockstep.checkpoint.state_hash import summed
 from lockstep.config.guard import TAKEN
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.strategies.exact.reduction import even
 from lockstep.strategies.native import Native
-from lockstep.training.leaving import leaving
+from lockstep.training.eviction import leaving
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session
@@ -137,7 +137,7 @@ class Guard:
         strategy = self._strategy
         micro = self._feed.one(batch.step, chosen).to(self._world.device)
         heard = _Listener(strategy)
-        PLACE.at(f"guard: micro-batch {chosen} of step {batch.step + 1} once more")
+        ACTIVITY.at(f"guard: micro-batch {chosen} of step {batch.step + 1} once more")
         with strategy.autocast():
             if strategy.fresh_casts:
                 torch.clear_autocast_cache()

@@ -15,7 +15,7 @@ from lockstep.config.exit_status import FAILED
 from lockstep.config.run import Run
 from lockstep.data.batch import Sums
 from lockstep.data.tokens import Columns
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.profiling import Profiler
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
@@ -23,16 +23,16 @@ from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
-from lockstep.training import gathering
-from lockstep.training.feed import Feed, stopping
+from lockstep.training import eval_reduce
+from lockstep.training.data_loader import StepLoader, stopping
+from lockstep.training.eviction import evict
 from lockstep.training.guard import Corrupted, Guard
-from lockstep.training.hand_over import HandOver
-from lockstep.training.leaving import settled
-from lockstep.training.meter import Counts as Counts
-from lockstep.training.meter import Meter
+from lockstep.training.model_stats import evaluated_at_once, validation_rows
+from lockstep.training.rebalance import LoadBalancer
 from lockstep.training.session import Session
-from lockstep.training.sizes import evaluated_at_once, validation_rows
-from lockstep.training.standing import Regroup, Standing
+from lockstep.training.throughput import Counts as Counts
+from lockstep.training.throughput import Meter
+from lockstep.training.train_state import Regroup, TrainState
 
 
 class Interrupted(Exception):
@@ -48,7 +48,7 @@ class TrainingFailed(Exception):
         self.status, self.everywhere = status, everywhere
 
 
-def explained(caught: NotFinite, feed: Feed, rows: np.ndarray, when: str = "") -> str:
+def explained(caught: NotFinite, feed: StepLoader, rows: np.ndarray, when: str = "") -> str:
     """Which step (or `when`), micro-batches and examples; `rows` are those of the step."""
     groups = feed.task.cut(feed.columns, rows)
     lines = []
@@ -65,7 +65,7 @@ def explained(caught: NotFinite, feed: Feed, rows: np.ndarray, when: str = "") -
     ) + "".join("\n" + line for line in lines)
 
 
-def train(session: Session, step: int, stand: Standing | None = None) -> tuple[int, Counts]:
+def train(session: Session, step: int, stand: TrainState | None = None) -> tuple[int, Counts]:
     """Train from `step` updates done to the run's last, or until asked to stop. Collective.
 
     Returns updates done and what they took. They are fewer than `feed.total` after a stop, or where
@@ -78,7 +78,7 @@ def train(session: Session, step: int, stand: Standing | None = None) -> tuple[i
     meter = stand.meter if stand and stand.meter else Meter(checkpoints.meter, feed.sources)
     meter.restart_clock()
     profiler, phases, guard = Profiler(run, world), strategy.phases, Guard(session)
-    stand = stand or Standing(step)
+    stand = stand or TrainState(step)
     stand.now = meter
     if checkpoints.meter.get("owed") and due(step, feed.interval(run.evaluate.every), False) and not stand.result:
         with meter.paused():
@@ -91,11 +91,11 @@ def train(session: Session, step: int, stand: Standing | None = None) -> tuple[i
     if checkpoints.progress.over(run) and not stand.open:
         return step, meter.total
     phases.take()  # what came before the first step is not in its phases
-    steps = phases.during("data", HandOver(session).steps(step, stopping(world)))
+    steps = phases.during("data", LoadBalancer(session).steps(step, stopping(world)))
     try:
         last = stand.open and after_step(session, guard, meter, profiler, stand)
         for batch in () if last else steps:
-            PLACE.at(f"step {step}")
+            ACTIVITY.at(f"step {step}")
             rate = optim.learning_rate(run.optim, step, feed.total)
             result = guard.trained(batch, rate)
             step += 1
@@ -110,12 +110,12 @@ def train(session: Session, step: int, stand: Standing | None = None) -> tuple[i
     except NotFinite as caught:
         raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
     except Corrupted as caught:
-        if (status := settled(session, guard, meter, step, caught)) is None:
+        if (status := evict(session, guard, meter, step, caught)) is None:
             raise Regroup from caught
         raise TrainingFailed(str(caught), status, bool(caught.leaves)) from caught
     finally:
         steps.close()
-    PLACE.at("waiting for the last checkpoint")
+    ACTIVITY.at("waiting for the last checkpoint")
     with phases("checkpoint"):
         checkpoints.settle()
     session.journal.saved(checkpoints.newest)
@@ -125,7 +125,7 @@ def train(session: Session, step: int, stand: Standing | None = None) -> tuple[i
     return step, meter.total
 
 
-def after_step(session: Session, guard: Guard, meter: Meter, profiler: Profiler, stand: Standing) -> bool:
+def after_step(session: Session, guard: Guard, meter: Meter, profiler: Profiler, stand: TrainState) -> bool:
     """What is to be done after the last update that was made. Returns whether no step comes after it. Doing it once
     more from where it began comes to the same. Collective. Errors: `Regroup`."""
     run, world, feed, phases = session.run, session.world, session.feed, session.strategy.phases
@@ -182,7 +182,7 @@ def between_steps(
         with phases("checkpoint"):
             session.fingerprints.state(strategy)
     if saves:
-        PLACE.at(f"saving after step {step}")
+        ACTIVITY.at(f"saving after step {step}")
         guard.agree(step)  # what is saved is what all ranks hold
         checkpoints.meter = meter.state() | ({"owed": True} if owed else {})
         with phases("checkpoint"):
@@ -276,7 +276,7 @@ def scored(
             interrupted = caught
     if interrupted is not None:
         raise interrupted
-    return gathering.told(run, world, task, of_each, columns, np.concatenate([*parts.values()]), texts)
+    return eval_reduce.finalize_metrics(run, world, task, of_each, columns, np.concatenate([*parts.values()]), texts)
 
 
 def _summed(
@@ -298,7 +298,7 @@ def _summed(
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     sums: Sums = {}
     for turn in range(0, len(batches), strategy.data_parallel.size):
-        PLACE.at(f"evaluation, batch {turn}")
+        ACTIVITY.at(f"evaluation, batch {turn}")
         if stop():
             raise Interrupted
         mine = turn + strategy.data_parallel.rank
@@ -308,8 +308,8 @@ def _summed(
         found = task.score_at(strategy.forward, batch, columns, chosen)
         if texts:
             found |= task.score_texts(generate or strategy.generate, batch, columns, chosen)
-        gathering.add(task, sums, found, places[mine * size : (mine + 1) * size], len(rows))
+        eval_reduce.add(task, sums, found, places[mine * size : (mine + 1) * size], len(rows))
     summed = {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}
     if texts and len(rows):
-        gathering.add(task, summed, task.score_split(strategy.forward, columns, rows, world.device), rows, len(rows))
+        eval_reduce.add(task, summed, task.score_split(strategy.forward, columns, rows, world.device), rows, len(rows))
     return summed

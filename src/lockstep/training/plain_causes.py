@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.config.run import Run
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.exact.treatment import make_model
+from lockstep.strategies.exact.param_groups import make_model
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data import raw_rows
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.plain.examples import masked
 from lockstep.plain.losses import batch_loss, without_dropout
@@ -95,7 +95,7 @@ def check(session: Session, causes: Callable[[Sides, Strategy], str]) -> str:
     run, world = session.run, session.world
     if not run.verify.plain:
         return "not compared with a plain computation (verify.plain is false)"
-    PLACE.at("comparing a few examples with a plain computation")
+    ACTIVITY.at("comparing a few examples with a plain computation")
     outcome: tuple[bool, str] = (True, "")
     if world.is_main:
         with undrawn(world.device):
@@ -158,7 +158,7 @@ def groups_of(sides: Sides) -> dict[str, list[int]]:
 def takes_float32(run: Run, task: Task) -> bool:
     """Whether the run's own path can be computed in float32: not by kernels of half precision, nor with weights in it,
     nor beside what the model said before training in half precision."""
-    if run.precision != "fp32" and task.asks_first:
+    if run.precision != "fp32" and task.reference_size:
         return False
     return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data.columns import Columns
-from lockstep.data.questions import CONTEXT, QUESTION, START, TEXTS
+from lockstep.data.qa_features import CONTEXT, QUESTION, START, TEXTS
 from lockstep.data.raw_rows import RawRows
 from lockstep.plain.job import Plain
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.train import build_model
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.exact.treatment import make_model
+from lockstep.strategies.exact.param_groups import make_model
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import quantized

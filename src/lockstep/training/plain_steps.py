@@ -23,7 +23,7 @@ from lockstep.data.tokens import Columns
 from lockstep.distributed.world import World
 from lockstep.plain.losses import without_dropout
 from lockstep.strategies.exact import optim
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
 from lockstep.training.session import Session, build_session, prepare_and_join
 
@@ -104,7 +104,7 @@ def record_session(session: Session, count: int = 2) -> None:
         (folder / FILE).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
-def numbers_of(run: Run, feed: Feed, count: int) -> list[int]:
+def numbers_of(run: Run, feed: StepLoader, count: int) -> list[int]:
     """Numbers of steps to look at: a first one with a high learning rate, and the last of an epoch, which may be short;
     then others from the start."""
     first = range(min(feed.total, LOOKED_AT))

@@ -20,26 +20,26 @@ from typing import Any
 import torch
 import transformers
 
-from lockstep.checkpoint import exported, mirror
+from lockstep.checkpoint import exported, remote_sync
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
 from lockstep.config import plugins
-from lockstep.config.disclosure import said, struck_all
 from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.output import keep, led_away, replace_text
+from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.tokens import Prepared
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.failure import lost_contact, tell_failure
-from lockstep.distributed.journal import Journal
-from lockstep.distributed.launched import TRAIN
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.job_record import TRAIN
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.rendezvous import Unreached
-from lockstep.distributed.stops import end_by_signal
-from lockstep.distributed.usage import Usage
-from lockstep.distributed.watch import Watch
+from lockstep.distributed.signals import end_by_signal
+from lockstep.distributed.system_metrics import SystemMetrics
+from lockstep.distributed.watchdog import Watchdog
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -52,11 +52,11 @@ from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.training import export_check
 from lockstep.training.beginning import resumed
-from lockstep.training.delivery import at_a_stop, delivered, write_model
-from lockstep.training.ending import final_scores
+from lockstep.training.finalize import final_scores
 from lockstep.training.fingerprints import Fingerprints
-from lockstep.training.going_on import GoingOn
 from lockstep.training.loop import Counts, TrainingFailed, samples
+from lockstep.training.publish import at_a_stop, publish_until_stopped, write_model
+from lockstep.training.recovery import Recovery
 from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
 from lockstep.training.summary import Promised, closing, digest_of, promised
 
@@ -100,12 +100,12 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
 
 def note_end(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
     """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
-    if status == EXCLUDED or (status == FAILED and launched.restarts_left()):
+    if status == EXCLUDED or (status == FAILED and job_record.restarts_left()):
         return status  # not the end yet
     if world is None or led_away(world.log.parent) is not None:
         return status  # launch.json there is that of another run
     if world.is_main and tuple(job) == TRAIN and world.refusal is None:
-        launched.note(run.folder, status=status, ended=time.time())
+        job_record.note(run.folder, status=status, ended=time.time())
     return status
 
 
@@ -128,7 +128,7 @@ class Trained:
     strategy: Strategy  # with which it ended: where ranks were lost it may be another than it began with
 
 
-class Outlets(Sinks):
+class RankZeroSinks(Sinks):
     """The terminal and the trackers, on rank 0."""
 
     def __init__(self, session: Session, console: Console, step: int) -> None:
@@ -140,7 +140,7 @@ class Outlets(Sinks):
         session, console = self._session, self._console
         ids, loud = session.checkpoints.trackers, self._loud
         self._trackers = Trackers(session.run, step, ids, console.tracker, console.note, loud)
-        self._usage = Usage(session.world)
+        self._usage = SystemMetrics(session.world)
 
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         if self._told.get(split, -1) < step:  # else it is done once more, after a loss
@@ -164,15 +164,15 @@ class Outlets(Sinks):
     def moved(self, step: int, what: str) -> None:
         """After so many updates ranks have met again; the first of them may be another one than before."""
         session, console, world = self._session, self._console, self._session.world
-        self._usage = Usage(world)
+        self._usage = SystemMetrics(world)
         if world.is_main and not self._loud:
             self._loud, self._told = True, {}
             with suppress(OSError):
                 session.run.folder.mkdir(parents=True, exist_ok=True)
             console.take_over(world.log)
             self._open(step)
-            console.start(session.feed.total, step, lambda: PLACE.name, session.feed.order.steps_per_epoch)
-            launched.arrived(session.run.folder, world.size, session.feed.total)
+            console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch)
+            job_record.arrived(session.run.folder, world.size, session.feed.total)
         console.note(f"{what}; {world.size} rank{'s go' if world.size > 1 else ' goes'} on from step {step}")
         session.journal.event("regroup", step, what=what, processes=world.size, hosts=world.hosts)
 
@@ -190,13 +190,13 @@ def work(run: Run, world: World) -> int:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
-        return delivered(run, world, console) if world.is_main else DONE
-    PLACE.at("building the model")
-    with console.busy(lambda: PLACE.name):
-        session = replace(build_session(run, world, prepared, console.note), journal=Journal(world, run.folder))
+        return publish_until_stopped(run, world, console) if world.is_main else DONE
+    ACTIVITY.at("building the model")
+    with console.busy(lambda: ACTIVITY.name):
+        session = replace(build_session(run, world, prepared, console.note), journal=EventLog(world, run.folder))
         step, compared = (-1, "") if world.apart else resumed(session, console)
         session = replace(session, compared=compared)
-    found = through(session, console, step)
+    found = train_and_evaluate(session, console, step)
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = found.strategy.exported()
@@ -204,22 +204,22 @@ def work(run: Run, world: World) -> int:
     doubts = session.task.doubts + own_generators(session.task, found.strategy.model)
     found.strategy.close()
     known = promised(found.strategy, doubts)
-    return DONE if weights is None else deliver(session, console, found, weights, known, evaluated)
+    return DONE if weights is None else export_and_publish(session, console, found, weights, known, evaluated)
 
 
-def through(session: Session, console: Console, step: int) -> Trained | None:
+def train_and_evaluate(session: Session, console: Console, step: int) -> Trained | None:
     """Train from `step` to the end and score the model; None when the run was asked to stop before. Collective."""
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
-    sinks = Outlets(session, console, step)
+    sinks = RankZeroSinks(session, console, step)
     session = replace(session, sinks=sinks, fingerprints=Fingerprints(world, run.folder, step))
-    going = GoingOn(session, Watch(world, run.launch.hang_s).start(), step, sinks.moved)
+    going = Recovery(session, Watchdog(world, run.launch.hang_s).start(), step, sinks.moved)
     end: End = "failed"
     best = Best(run.checkpoint.best)
     for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step and world.is_main else ():
         if line["split"] == "validation" and line["step"] <= step:
             best.seen(line["step"], line)
     try:
-        console.start(session.feed.total, step, lambda: PLACE.name, session.feed.order.steps_per_epoch, best)
+        console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch, best)
         try:
             step, counts = going.train()
         finally:
@@ -259,7 +259,7 @@ def through(session: Session, console: Console, step: int) -> Trained | None:
             strategy,
         )
     except BaseException as caught:
-        session.journal.failed(caught, PLACE.name)
+        session.journal.failed(caught, ACTIVITY.name)
         raise
     finally:
         going.watch.stop()
@@ -279,7 +279,7 @@ def stopped_at(session: Session, step: int) -> str:
     return f"stopped on request after step {step} of {session.feed.total}; {then}"
 
 
-def deliver(
+def export_and_publish(
     session: Session,
     console: Console,
     found: Trained,
@@ -299,11 +299,11 @@ def deliver(
             exported.withdraw(run.folder)
     for name, values in told.items() if ours else ():  # before the export, which is what says that the run is finished
         try:
-            replace_text(run.folder / name, json.dumps(struck_all(values, said)))
+            replace_text(run.folder / name, json.dumps(redact_all(values, printable)))
         except OSError as caught:
             console.note(f"{run.folder / name} could not be written: {caught.strerror or caught}")
     write_model(session, weights, found.scores, steps, found.exported)
-    sha256 = concluded(run, task, session.journal, console, steps, weights)
+    sha256 = write_summary(run, task, session.journal, console, steps, weights)
     compared = export_check.compare(run, task, evaluated, run.folder / "export", session.world.device)
     console.facts({"compared": session.compared} if session.compared else {})
     console.facts({"export": compared.text} if compared.agrees else {})
@@ -312,13 +312,13 @@ def deliver(
         exported.withdraw(run.folder)
         error(compared.text, session.world.log)
         return FAILED
-    return delivered(run, session.world, console, session.checkpoints.mirror)
+    return publish_until_stopped(run, session.world, console, session.checkpoints.mirror)
 
 
-def concluded(
+def write_summary(
     run: Run,
     task: Task,
-    journal: Journal,
+    journal: EventLog,
     console: Console,
     steps: int,
     weights: Mapping[str, torch.Tensor] | None = None,
@@ -335,7 +335,7 @@ def concluded(
     return sha256
 
 
-def conclude(run: Run, prepared: Prepared, steps: int) -> None:
+def finish_interrupted(run: Run, prepared: Prepared, steps: int) -> None:
     """For a run that is finished: what is missing where the start before was killed after its export. Rank 0 only."""
     task = plugins.find("tasks", run.task.name)(run, prepared)
     for name in (".export.partial", ".export.removed"):
@@ -346,7 +346,7 @@ def conclude(run: Run, prepared: Prepared, steps: int) -> None:
             f"{run.folder} holds the model and no metrics.jsonl: the folder was moved away or deleted while it was "
             "trained into; the report has no curves"
         )
-    concluded(run, task, Journal(World(run), run.folder), console, steps)
+    write_summary(run, task, EventLog(World(run), run.folder), console, steps)
 
 
 def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
@@ -361,10 +361,10 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
             found = finished(run, manifest)
             keep(run)
             require(run)
-            mirror.check(run)
-            mirror.check(run, prepared)
+            remote_sync.check(run)
+            remote_sync.check(run, prepared)
             if found and manifest is not None and not told_whole(run.folder):
-                conclude(run, prepared, manifest.step)
+                finish_interrupted(run, prepared, manifest.step)
         except RunError as caught:
             found = str(caught)
     found = world.broadcast(found)

@@ -23,7 +23,7 @@ from lockstep.checkpoint.state_hash import StateHash
 from lockstep.config.exit_status import DONE
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
@@ -49,7 +49,7 @@ def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
         raise RunError(f"--step: {step} is none of this run's steps, 1 to {feed.total}")
     trained = run.model_copy(update={"output": output})
     checkpoints = Checkpoints(trained, world, prepared, feed.total)
-    PLACE.at("looking for a checkpoint")
+    ACTIVITY.at("looking for a checkpoint")
     done, notes = checkpoints.take_before(strategy, min(int(begin), step - 1))
     written = {line["step"]: line for line in lines_of(Path(output) / fingerprints.FILE, ("step", "hash"))}
     hashes = StateHash(world)
@@ -64,7 +64,7 @@ def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
     try:
         for batch in feed.steps(after=done):
             number = batch.step + 1
-            PLACE.at(f"replaying step {number}")
+            ACTIVITY.at(f"replaying step {number}")
             rate = optim.learning_rate(run.optim, batch.step, feed.total)
             looker = _Looker(session, batch) if number == step else None
             result = strategy.train_step(batch, rate)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint import mirror
+from lockstep.checkpoint import remote_sync
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.data.prepare import prepare
 from lockstep.data.tokens import Prepared
-from lockstep.distributed.agreement import agree
-from lockstep.distributed.journal import Journal
+from lockstep.distributed.consistency_check import agree
+from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.memory import tensor_bytes
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
@@ -31,14 +31,14 @@ from lockstep.tasks import own_metrics
 from lockstep.tasks.models import attention, chunked_loss, padding
 from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
-from lockstep.training import first_look
+from lockstep.training import reference_pass
 from lockstep.training.checkpoint_model import fetch
-from lockstep.training.feed import Feed
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.fingerprints import Fingerprints
-from lockstep.training.sizes import check_average, decided
+from lockstep.training.model_stats import check_average, resolve_options
 
 if TYPE_CHECKING:
-    from lockstep.training.recut import Recut
+    from lockstep.training.reshard import Resharder
 
 
 class Sinks:
@@ -63,13 +63,13 @@ class Session:
     task: Task
     strategy: Strategy  # built
     averaged: Averaged  # the state of it that is saved, with the average of its weights where the run asks for one
-    feed: Feed
+    feed: StepLoader
     checkpoints: Checkpoints
     bytes_before: int  # of tensors, before there was a model
-    journal: Journal = field(default_factory=lambda: Journal(None))
+    journal: EventLog = field(default_factory=lambda: EventLog(None))
     sinks: Sinks = field(default_factory=Sinks)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
-    recut: Recut | None = None  # where ranks that share the state out may be lost
+    recut: Resharder | None = None  # where ranks that share the state out may be lost
     compared: str = ""  # how its first numbers compare with a plain computation, for a person
 
 
@@ -82,7 +82,7 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
     if not world.apart:  # it is checked for the ranks that it comes to
         strategies.checked_strategy(run, world.size)
     blocks.check(run, here=True)
-    mirror.require_extra(run)
+    remote_sync.require_extra(run)
     fetch(run)
     task: Any = plugins.find("tasks", run.task.name)
     prepared = prepare(data or run, task)
@@ -90,7 +90,10 @@ def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepare
     world.join()
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # transformers may import DeepSpeed, which asks aloud
     agree(
-        run, world, prepared.key, {"what is padded": padding.refused(run, task.head) or "nothing"} if task.head else {}
+        run,
+        world,
+        prepared.key,
+        {"what is padded": padding.unsupported_reason(run, task.head) or "nothing"} if task.head else {},
     )
     return prepared
 
@@ -108,14 +111,14 @@ def build_session(
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
     later = world.apart and strategies.strategy_class(run).rebuilds  # built with those that it comes to
-    whole = run if later else decided(run, task, world)
+    whole = run if later else resolve_options(run, task, world)
     strategy = strategies.strategy_class(whole)(whole, world)
     seed_libraries(run.seed)  # for a task whose `model` draws weights by itself
     if not later:
         strategy.build(task)
         compiled.warm_up(run, strategy, task)
-        first_look.provide(whole, world, task, strategy, prepared, trained)
-    feed = Feed(run, task, () if later else strategy.own_micro_batches(), world.device)
+        reference_pass.provide(whole, world, task, strategy, prepared, trained)
+    feed = StepLoader(run, task, () if later else strategy.own_micro_batches(), world.device)
     check_average(run, feed)
     every = feed.interval(run.checkpoint.every)
     checkpoints = Checkpoints(run, world, prepared, feed.total, say, every)

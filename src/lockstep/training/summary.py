@@ -18,21 +18,21 @@ import torch
 
 from lockstep.config.overrides import override_of
 from lockstep.config.run import Run, RunError
-from lockstep.data.apart import left_out
+from lockstep.data.splitting import left_out
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console, clock
-from lockstep.training.feed import Feed
-from lockstep.training.sizes import chosen
-from lockstep.training.sizes import padding as padding_of
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.model_stats import padding as padding_of
+from lockstep.training.model_stats import selection_lines
 
 if TYPE_CHECKING:
     from lockstep.training.loop import Counts
 
 
-def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) -> dict[str, str]:
+def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoader) -> dict[str, str]:
     """The opening lines."""
     sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
     cuda = world.device.type == "cuda"
@@ -45,7 +45,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: Feed) ->
         "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
         **padding_of(run, task),
         **task.opening,
-        **chosen(run, task),
+        **selection_lines(run, task),
         "processes": f"{world.size} ({run.strategy.name}{strategy.told}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
         "step": f"{run.batch_size} examples in {run.micro_batches} micro-batches of equal padded cost; {feed.total} "

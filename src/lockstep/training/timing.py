@@ -22,7 +22,7 @@ from lockstep.config.run import Run
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import memory
 from lockstep.distributed.sharded import ShardedState
-from lockstep.distributed.watch import Watch
+from lockstep.distributed.watchdog import Watchdog
 from lockstep.distributed.world import World
 from lockstep.training.dry_run import try_a_step
 from lockstep.training.loop import Counts, train
@@ -84,7 +84,7 @@ def measure(run: Run, world: World, steps: str, skip: str) -> int:
     prepared = prepare_and_join(run, world)
     session = build_session(run, world, prepared)
     strategy, whole = session.strategy, session.feed.total
-    watch = Watch(world, run.launch.hang_s).start()
+    watch = Watchdog(world, run.launch.hang_s).start()
     try:
         try_a_step(session)
         found = _timed(session, prepared, (int(skip), int(skip) + int(steps)))

@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config.exit_status import STOPPED
 from lockstep.config.run import Run, RunError
-from lockstep.launchers.cloud.parcel import inside, modules_of, pairs
+from lockstep.launchers.cloud.code_bundle import inside, modules_of, pairs
 
 OUTPUTS, RUN_FOLDER, CACHE = "/lockstep", "/etc/lockstep", "/cache"
 PORT = 29400

@@ -14,8 +14,8 @@ from typing import Any
 
 from lockstep.config import exit_status
 from lockstep.config.run import RunError
-from lockstep.distributed import launched
-from lockstep.distributed.launched import State
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import State
 from lockstep.launchers.cloud import aws
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -45,8 +45,8 @@ def state_from(found: dict[str, Any]) -> State:
     if status in ("InProgress", "Stopping"):
         return State("waiting" if second in _WAITING else "running", second or status)
     if status == "Stopped" or STOPPED in text:
-        return launched.outcome(exit_status.STOPPED, text)
-    return launched.outcome(0 if status == "Completed" else 1, text)
+        return job_record.outcome(exit_status.STOPPED, text)
+    return job_record.outcome(0 if status == "Completed" else 1, text)
 
 
 def new_lines(client: Any, job: str, seen: dict[str, str]) -> Iterator[str]:

@@ -13,11 +13,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
 from lockstep.launchers.cloud import aws
-from lockstep.launchers.cloud.parcel import Parcel, pairs
+from lockstep.launchers.cloud.code_bundle import Parcel, pairs
 
 CODE, DATA, CHECKPOINTS = "/opt/ml/code", "/opt/ml/input/data/data", "/opt/ml/checkpoints"
 COMMAND = (

@@ -34,12 +34,12 @@ from torch.distributed.elastic.rendezvous.api import (
 from lockstep.checkpoint.manifest import newest_whole
 from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.run import Run
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.distributed.failure import MARKER
-from lockstep.distributed.stops import Interrupts, heard
-from lockstep.launchers.processes.elastic_machines import RanksAmongMachines
+from lockstep.distributed.signals import Interrupts, heard
+from lockstep.launchers.processes.elastic_agent import Survivors, name_of
+from lockstep.launchers.processes.elastic_node_monitor import RanksAmongMachines
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
-from lockstep.launchers.processes.elastic_survivors import Survivors, name_of
 from lockstep.launchers.processes.out_of_memory import Memory
 from lockstep.track.console import error
 
@@ -136,7 +136,7 @@ def _unheard(run: Run) -> int:
         return STOPPED
     error("stopped before there was a checkpoint: the same command begins from the start")
     # by this one, job.sbatch knows that it may put the job back into the queue
-    return 128 + signal.SIGTERM if os.environ.get(launched.VARIABLE) == "slurm" else FAILED
+    return 128 + signal.SIGTERM if os.environ.get(job_record.VARIABLE) == "slurm" else FAILED
 
 
 class Agent(Survivors):

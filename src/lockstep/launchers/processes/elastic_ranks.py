@@ -1,7 +1,7 @@
 """The ranks of one machine, where the loss of one does not end the others: `launch.on_loss: continue`.
 
 In: what each of them runs, and the launcher's store. Out: what torch elastic asks a process context for; and, when a
-rank was killed and all others can go on, the next generation of the job's ranks (`distributed/members.py`), and a
+rank was killed and all others can go on, the next generation of the job's ranks (`distributed/membership.py`), and a
 process that takes its place. One that `guard` takes out ends by itself, and nobody takes its place. Whatever else
 happens ends all of them, and torch elastic starts them again.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import ProcessFailure, RunProcsResult
 
 from lockstep.config.exit_status import EXCLUDED, STOPPED
-from lockstep.distributed.members import Place, Roll
+from lockstep.distributed.membership import MemberAddress, Roster
 
 POLL_S = 0.1
 ASKED = (STOPPED, -signal.SIGTERM, -signal.SIGUSR1)  # how one ends that was asked to stop: listening, or not yet
@@ -35,8 +35,8 @@ class Ranks:
         entry: Callable[..., None],
         arguments: Sequence[Any],
         variables: Mapping[int, Mapping[str, str]],
-        roll: Roll,
-        place: Callable[[str, bool], Place],
+        roll: Roster,
+        place: Callable[[str, bool], MemberAddress],
         lost: Callable[[int, int, int], None],
         spare: Callable[[], bool],
         names: Mapping[int, str] | None = None,

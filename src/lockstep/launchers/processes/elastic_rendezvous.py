@@ -29,11 +29,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from lockstep.config.run import RunError
 from lockstep.distributed import network, secret, stores
-from lockstep.distributed.agreement import disagreement
-from lockstep.distributed.members import Roll
+from lockstep.distributed.consistency_check import disagreement
+from lockstep.distributed.membership import Roster
 from lockstep.distributed.stores import Sealed
-from lockstep.launchers.processes.elastic_leaving import Leaving
-from lockstep.launchers.processes.elastic_state import Backend, record_nothing
+from lockstep.launchers.processes.elastic_eviction import Leaving
+from lockstep.launchers.processes.elastic_rendezvous_state import Backend, record_nothing
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,9 @@ class ElasticRendezvous(Leaving):
             self.shutdown()
         raise RunError(text)
 
-    def roll(self, room: str, key: str, members: list[str] | None) -> Roll:
+    def roll(self, room: str, key: str, members: list[str] | None) -> Roster:
         """A roll of ranks in this store."""
-        return Roll(self._store, room, key, members)
+        return Roster(self._store, room, key, members)
 
     @property
     def round(self) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from lockstep.config.run import Run, RunError
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 
 # What a start may find in a folder that no run has got far in: of a scheduler, of a sweep, of a disk of its own.
 _HARMLESS = ("lost+found", "log.txt", "launch", "job.sbatch", "train.out", "train.err")
@@ -32,7 +32,7 @@ def check_ours(run: Run) -> None:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as caught:
         raise RunError(f"output: cannot read {folder}: {caught.strerror}") from None
-    own = launched.read(folder) is not None or _written_for(folder)
+    own = job_record.read(folder) is not None or _written_for(folder)
     if own or any(folder.glob("checkpoints/step-*/manifest.json")):
         return
     strange = [name for name in names if name not in _HARMLESS and not name.startswith("slurm-")]

@@ -1,6 +1,6 @@
 """A task that `srun` started: which of how many, and where all of them meet. No wrapper script is needed.
 
-In: SLURM's own variables. Out: a `Task`, and the six variables of a rank. Node lists such as `gpu[01-03,07]` are
+In: SLURM's own variables. Out: a `SlurmTask`, and the six variables of a rank. Node lists such as `gpu[01-03,07]` are
 written out here, so that a task asks nobody. Nothing here imports torch.
 """
 
@@ -27,7 +27,7 @@ _ASK_S = 3.0
 
 
 @dataclass(frozen=True)
-class Task:
+class SlurmTask:
     """One task of a job step."""
 
     rank: int
@@ -53,7 +53,7 @@ class Task:
         }
 
 
-def task_of(environ: Mapping[str, str]) -> Task | None:
+def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
     """The task that this process is; None outside of a job step. Errors: `RunError`, if the variables make no sense."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
         return None  # also in the batch script and a shell of salloc, which have SLURM_PROCID and SLURM_NTASKS
@@ -63,7 +63,7 @@ def task_of(environ: Mapping[str, str]) -> Task | None:
             return None
         node = int(environ["SLURM_NODEID"])
         names = hosts(environ["SLURM_STEP_NODELIST"])
-        return Task(
+        return SlurmTask(
             rank=int(environ["SLURM_PROCID"]),
             size=int(environ["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(environ["SLURM_LOCALID"]),
@@ -82,7 +82,7 @@ def task_of(environ: Mapping[str, str]) -> Task | None:
         ) from None
 
 
-def see_to_script(task: Task, told: Path, requeue: bool, say: Callable[[str], None]) -> None:
+def see_to_script(task: SlurmTask, told: Path, requeue: bool, say: Callable[[str], None]) -> None:
     """This node's ranks have failed. If the first node is lost, the job's script is, too; SLURM, asked not to end the
     job for a lost node, would leave it without one until its time limit. So queue it again, or end it where it is not
     to be. Nothing is done where the first node has `told` how it ended, where the store answers, nor while SLURM counts
@@ -105,7 +105,7 @@ def see_to_script(task: Task, told: Path, requeue: bool, say: Callable[[str], No
         time.sleep(_ASK_S)
 
 
-def _listens(task: Task) -> bool:
+def _listens(task: SlurmTask) -> bool:
     """Whether somebody holds the job's store."""
     try:
         with socket.create_connection((task.host, task.port), timeout=5):

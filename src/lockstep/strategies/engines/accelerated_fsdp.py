@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.accelerated import accelerator, only, prepared, release
-from lockstep.strategies.exact.treatment import Treated
+from lockstep.strategies.exact.param_groups import ParamGroupSpec
 from lockstep.strategies.fsdp2 import FSDP2
 
 
@@ -53,7 +53,7 @@ class AcceleratedFSDP2(FSDP2):
             raise RunError(f"{key}: Accelerate shards over several processes only, this job has one; use hf_accelerate")
 
     @classmethod
-    def undecided(cls, run: Run) -> bool:
+    def needs_memory_to_resolve(cls, run: Run) -> bool:
         return False
 
     @classmethod
@@ -65,7 +65,7 @@ class AcceleratedFSDP2(FSDP2):
     def rounding(cls, run: Run) -> float:
         return 0.1 if run.precision == "bf16" else 1e-4
 
-    def apply_shards(self, treated: Mapping[str, Treated]) -> None:
+    def apply_shards(self, treated: Mapping[str, ParamGroupSpec]) -> None:
         from accelerate import FullyShardedDataParallelPlugin
         from accelerate.utils import DistributedType
 

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
-from lockstep.distributed.place import PLACE
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines.writes import Writes
 from lockstep.tasks.task import Task
@@ -89,7 +89,7 @@ def warm_up(run: Run, strategy: Strategy, task: Task) -> None:
     """Make all code that training uses, by steps that leave no trace. Collective. Errors: `RunError`."""
     if not run.model.compile:
         return
-    PLACE.at("compiling the layers")
+    ACTIVITY.at("compiling the layers")
     torch.compiler.reset()  # what was made for another run in this process met other sizes
     batches = list(examples(run, strategy, task))
     with shared_cache(batches), making():

@@ -1,11 +1,8 @@
 """How known families of models are cut into the stages of a pipeline: each stage is the model's own code with holes.
 
-In: a transformers model, and the number of stages. Out: for each stage a `Part`, which takes the hidden states that
-the stage before gave and runs the model's own `forward` from its first own layer to its last. Embeddings live with the
-first layer that needs them; final norm, pooler and head live with the last layer.
-
-Modules of other stages are replaced by stand-ins without weights, so nothing of a model is written here but where
-its layers are, and the names of weights are those of the whole model. A new family is one line of `FAMILIES`.
+In: a transformers model, and the number of stages. Out: for each stage a `StagePart`, which takes the hidden states
+that the stage before gave and runs the model's own `forward` from its first own layer to its last. Embeddings live with
+the first layer that needs them; final norm, pooler and head live with the last layer.
 """
 
 from __future__ import annotations
@@ -126,9 +123,9 @@ class Cut:
             path = path.rpartition(".")[0]
         return self.stages - 1
 
-    def part(self, stage: int) -> Part:
-        """A stage's part, without memory: `Part.place` its weights before use."""
-        return Part(self, stage)
+    def part(self, stage: int) -> StagePart:
+        """A stage's part, without memory: `StagePart.place` its weights before use."""
+        return StagePart(self, stage)
 
 
 class _Reached(Exception):
@@ -166,7 +163,7 @@ class _Entry(StandIn):
         return hidden
 
 
-class Part(nn.Module):
+class StagePart(nn.Module):
     """One stage of a model."""
 
     def __init__(self, cut: Cut, stage: int) -> None:

@@ -28,8 +28,8 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.writes import preserved
+from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, buckets, layout_of
-from lockstep.strategies.exact.routes import links
 from lockstep.strategies.native import Native
 from lockstep.tasks.task import Task
 
@@ -96,14 +96,14 @@ class Hooked(Native):
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         if self.in_tree:
-            self.open_leaf(micro.index)
+            self.begin_micro_batch(micro.index)
         self.travelling = self.ddp is not None and last and bool(self.steady)
         with self.ddp.no_sync() if self.ddp is not None and not self.travelling else contextlib.nullcontext():
             # DDP's own reduction averages over ranks: multiply back
             loss = self.run_micro_batch(micro, targets if self.in_tree else targets / self.world.size)
         if self.in_tree and (self.ddp is None or not last):
             with self.phases("backward"):
-                self.tree.place(self.node, self.take_gradients())
+                self.tree.place(self.node, self.pop_gradients())
         return loss
 
     def on_bucket(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -132,7 +132,7 @@ class Hooked(Native):
     def reduce(self) -> list[Tensor]:
         if self.ddp is None and self.in_tree:
             return self.tree.root
-        gradients = self.take_gradients()
+        gradients = self.pop_gradients()
         if self.in_tree:
             self.arrived = dict(enumerate(gradients))
             while self.sent < len(self.buckets):
@@ -165,7 +165,7 @@ class Hooked(Native):
         blank = micro.blank()
         with preserved(self.model, self.effects.written):
             self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
-        self.take_gradients()
+        self.pop_gradients()
         self.primed = True
 
     def part(self) -> None:

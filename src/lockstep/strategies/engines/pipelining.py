@@ -1,6 +1,6 @@
 """One stage of a pipeline: what it does with a micro-batch, and where the micro-batch's gradients go.
 
-In: hidden states and the random state from the stage before, gradients from the stage after; a `Part` of a model.
+In: hidden states and the random state from the stage before, gradients from the stage after; a `StagePart` of a model.
 Out: the same towards the other side, and each micro-batch's gradients in this stage's own tree.
 
 `Stage` is the engine's `PipelineStage`, changed where the engine takes every micro-batch to have the same shape.
@@ -19,7 +19,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.transfers import to_device
-from lockstep.strategies.engines.cuts import Cut, Part
+from lockstep.strategies.engines.cuts import Cut, StagePart
 from lockstep.strategies.exact.reduction import ReductionTree
 
 try:
@@ -63,7 +63,7 @@ class StageModule(nn.Module):
     it draws in a single process."""
 
     def __init__(
-        self, part: Part, loss: Callable[[Any, MicroBatch], Tensor], begin: Callable[[MicroBatch], None]
+        self, part: StagePart, loss: Callable[[Any, MicroBatch], Tensor], begin: Callable[[MicroBatch], None]
     ) -> None:
         super().__init__()
         self.part, self.loss, self.begin = part, loss, begin
@@ -213,7 +213,7 @@ class Held:
     tree: ReductionTree
     uses: dict[str, int]  # how many of the step's micro-batches gave each weight a gradient; a tied one: of the head's
 
-    def __init__(self, part: Part, order: list[str], links: Links) -> None:
+    def __init__(self, part: StagePart, order: list[str], links: Links) -> None:
         self.part, self._links = part, links
         names = set(part.names)
         self.position = {name: i for i, name in enumerate(order)}

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
-from lockstep.strategies.engines.cuts import Cut, Part, skeleton
-from lockstep.tasks.modules import own, running
-from lockstep.tasks.modules.items import INPUT
+from lockstep.strategies.engines.cuts import Cut, StagePart, skeleton
+from lockstep.tasks.modules import user_functions, wrapped_module
+from lockstep.tasks.modules.dataset import INPUT
 
 
 def layer_count(run: Run) -> int:
     """How many layers the user's model is cut between. Errors: `RunError` where it cannot be cut."""
-    model = own.model(run, empty=True)
+    model = user_functions.model(run, empty=True)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(
             "strategy.name: pipeline cuts a model of your own where it is an nn.Sequential, and "
@@ -63,7 +63,7 @@ class SequentialCut(Cut):
         """The modules of a stage."""
         return [name for i in self.own(stage) for name in self.groups[i]]
 
-    def part(self, stage: int) -> Part:
+    def part(self, stage: int) -> StagePart:
         return SequentialPart(self, stage)
 
     def shape_before(self, stage: int, given: Tensor) -> tuple[int, ...]:
@@ -84,14 +84,14 @@ def checked(hidden: Any, name: str) -> Tensor:
     """What travels between two stages. Errors: `RunError`."""
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.float32:
         raise RunError(
-            f"strategy.name: pipeline: module {name} of the model is given {running.kind_of(hidden)}, and what travels "
-            "between stages is one float32 tensor; put it together with the module before, or change "
+            f"strategy.name: pipeline: module {name} of the model is given {wrapped_module.kind_of(hidden)}, and what "
+            "travels between stages is one float32 tensor; put it together with the module before, or change "
             "strategy.options.stages"
         )
     return hidden
 
 
-class SequentialPart(Part):
+class SequentialPart(StagePart):
     """One stage."""
 
     cut: SequentialCut
@@ -131,4 +131,4 @@ class SequentialPart(Part):
         if not self.last:
             return (checked(hidden, self.cut.names_of(self.stage + 1)[0]).contiguous(),)
         calling: Any = self.cut.whole.lockstep_calling
-        return running.finished(calling, hidden, seen, inputs[INPUT], self.model.training)
+        return wrapped_module.finished(calling, hidden, seen, inputs[INPUT], self.model.training)

@@ -46,7 +46,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SimulatedSend:
     """Collectives that are alike, as this rank meets them."""
 
     phase: str
@@ -160,7 +160,7 @@ class Ledger(Storages):
         super().__init__()
         self.recording = False
         self.ops: Counter[Op] = Counter()
-        self.sent: Counter[Sent] = Counter()
+        self.sent: Counter[SimulatedSend] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if DTensor in types:
@@ -238,7 +238,7 @@ def _computed(func: Any, args: tuple, kwargs: dict[str, Any], tensors: list[Tens
     return func(*args, **kwargs)
 
 
-def _message(phase: str, func: Any, args: tuple, tensors: list[Tensor]) -> Sent | None:
+def _message(phase: str, func: Any, args: tuple, tensors: list[Tensor]) -> SimulatedSend | None:
     name = func._schema.name.partition("::")[2].strip("_")
     groups = [dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)]
     if not groups or name in ("barrier", "monitored_barrier", "recv"):
@@ -251,7 +251,7 @@ def _message(phase: str, func: Any, args: tuple, tensors: list[Tensor]) -> Sent 
         size = sum(_size(t) for t in tree_leaves(args[name == "reduce_scatter"]))
     else:  # of a gather what comes of it, of a scatter what goes in
         size = max(_size(t) for t in tensors)
-    return Sent(phase, name, ranks, size, to) if len(ranks) > 1 else None
+    return SimulatedSend(phase, name, ranks, size, to) if len(ranks) > 1 else None
 
 
 def _is_group(thing: Any) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lockstep.config.run import RunError
 from lockstep.strategies.engines.fsdp import OTHER_LAYERS, ReduceScatter
+from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction import Exchange, ReductionTree, Scatter, share
-from lockstep.strategies.exact.routes import links
 
 if TYPE_CHECKING:
     from lockstep.strategies.fsdp2 import FSDP2

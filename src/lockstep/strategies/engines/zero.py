@@ -24,14 +24,14 @@ from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.exact import optim
-from lockstep.strategies.exact.shared_state import Shared
+from lockstep.strategies.exact.param_groups import make_model
+from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.treatment import make_model
 from lockstep.strategies.native import call_on_cpu
 from lockstep.tasks.task import Task
 
 
-class Sharded(Shared):
+class Sharded(ShardedRecovery):
     """A DeepSpeed engine, whoever made it. Where ranks are lost, another one is made for those that are left, of copies
     of the state in memory."""
 

@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor
 from lockstep.config.optim import OptimSection
 from lockstep.config.schedules import learning_rate as learning_rate  # the rate of a step belongs here, too
 from lockstep.distributed.sharded import Saved, fill, local, whole
-from lockstep.strategies.exact.treatment import Treated, assigned
+from lockstep.strategies.exact.param_groups import ParamGroupSpec, assigned
 from lockstep.strategies.optimizers.optimizer import Optimizer, State, rule
 
 
 def groups(
-    optim: OptimSection, named: Iterable[tuple[str, Tensor]], treated: Mapping[str, Treated]
+    optim: OptimSection, named: Iterable[tuple[str, Tensor]], treated: Mapping[str, ParamGroupSpec]
 ) -> list[dict[str, Any]]:
     """Parameter groups, those first that are treated as the section says of all, decayed and not; frozen parameters are
     in none."""
-    found: dict[Treated, list[tuple[str, Tensor]]] = {Treated(1.0, optim.weight_decay, ""): []}
-    found.setdefault(Treated(1.0, 0.0, ""), [])
+    found: dict[ParamGroupSpec, list[tuple[str, Tensor]]] = {ParamGroupSpec(1.0, optim.weight_decay, ""): []}
+    found.setdefault(ParamGroupSpec(1.0, 0.0, ""), [])
     for name, parameter in named:
         if parameter.requires_grad:
             found.setdefault(treated[name], []).append((name, parameter))

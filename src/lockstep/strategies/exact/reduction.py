@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.transfers import on_device
-from lockstep.strategies.exact.messages import Bucket, Sent, Travelling, all_gather, gather_in_stages
-from lockstep.strategies.exact.routes import Links, Stage, merged, plan
-from lockstep.strategies.exact.routes import Node as Node
+from lockstep.strategies.exact.async_comm import Bucket, InFlight, PendingSend, all_gather, gather_in_stages
+from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, ReduceStage, merged, plan
+from lockstep.strategies.exact.reduce_schedule import Node as Node
 
 Shares = tuple[range, ...]  # by rank: the leaves that it runs; contiguous, in the ranks' order, each one leaf or more
 
@@ -132,14 +132,14 @@ class Scatter:
         rank: int,
         ranks: int,
         group: dist.ProcessGroup | None = None,
-        links: Links | None = None,
+        links: LinkSpeeds | None = None,
         layout: tuple[tuple[Node, ...], ...] | None = None,
         then: Callable[[dict[Node, Tensor]], Iterable[None]] | None = None,
     ) -> None:
         self._rank, self._ranks, self._group, self._leaves = rank, ranks, group, leaves
-        self._layout, links = layout or layout_of(leaves, ranks), links or Links()
+        self._layout, links = layout or layout_of(leaves, ranks), links or LinkSpeeds()
         self.plan = plan(leaves, self._layout, links.hosts) if links.tree(ranks) else None
-        self._travelling = Travelling()
+        self._travelling = InFlight()
         self._sums: list[dict[Node, Tensor]] = []
         self._then = then or self._keep
 
@@ -199,12 +199,12 @@ class Scatter:
         yield from following
 
     def _in_stage(
-        self, stage: Stage, held: dict[Node, Tensor], like: Tensor
+        self, stage: ReduceStage, held: dict[Node, Tensor], like: Tensor
     ) -> Generator[None, None, dict[Node, Tensor]]:
         """Of each partial node the rows that this rank goes on with, once they are added up."""
         sends = [(peer, _together([held[node][rows] for node in stage.nodes])) for peer, rows in stage.sends]
         receives = [(peer, like.new_empty(len(nodes), stage.rows, like.shape[1])) for peer, nodes in stage.receives]
-        sent = Sent([(peer, tensor) for peer, tensor in sends if tensor is not None], receives, self._group)
+        sent = PendingSend([(peer, tensor) for peer, tensor in sends if tensor is not None], receives, self._group)
         yield
         sent.wait()
         tree = ReductionTree(self._leaves)
@@ -241,7 +241,7 @@ class Exchange:
         rank: int,
         ranks: int,
         group: dist.ProcessGroup | None = None,
-        links: Links | None = None,
+        links: LinkSpeeds | None = None,
         layout: tuple[tuple[Node, ...], ...] | None = None,
     ) -> None:
         self._rank, self._ranks, self._group = rank, ranks, group

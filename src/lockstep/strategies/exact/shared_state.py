@@ -1,7 +1,7 @@
 """Strategies whose ranks share the state out, and which outlive the loss of a rank: `launch.on_loss: continue`.
 
 In: a step that was broken off. Out: what this rank still holds, and whether that is the state before the update or the
-one after it; and the same strategy for another number of ranks, built without weights. `training/recut.py` does the
+one after it; and the same strategy for another number of ranks, built without weights. `training/reshard.py` does the
 rest.
 
 Where several ranks hold the same part, one more message makes the update atomic: nobody makes it before all have what
@@ -20,7 +20,7 @@ from lockstep.config.run import Run
 from lockstep.strategies.strategy import Strategy
 
 
-class Shared(Strategy):
+class ShardedRecovery(Strategy):
     """Mixed into a strategy."""
 
     rebuilds = True

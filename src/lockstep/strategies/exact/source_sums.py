@@ -31,7 +31,7 @@ class SourceSums:
 
     def loss_sum(self, task: Task, outputs: Any, micro: MicroBatch) -> Tensor:
         """The loss sum of one micro-batch, with its gradient."""
-        if micro.sources is None or not task.tells_losses:
+        if micro.sources is None or not task.reports_example_losses:
             return task.loss_sum(outputs, micro.targets)
         loss, each = task.loss_each(outputs, micro.targets)
         if each is not None and each.shape == micro.sources.shape:

@@ -85,10 +85,10 @@ def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
 def save(run: Run, model: Any, folder: Path, published: str | None) -> None:
     """Write the adapter alone, or the whole model with it: in bfloat16 if it was published in that and kept in it, else
     in float32. `published`: the dtype that the model's own config names."""
-    from lockstep.tasks.models import kept
+    from lockstep.tasks.models import storage_dtype
 
     if run.model.adapter.get("export", "merged") == "merged":
-        merged: Any = kept.merged(model, low=run.model.dtype == "bfloat16" == published)
+        merged: Any = storage_dtype.merged(model, low=run.model.dtype == "bfloat16" == published)
         merged.save_pretrained(folder)
     else:
         model.save_pretrained(folder)

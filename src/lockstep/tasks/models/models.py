@@ -24,7 +24,7 @@ from lockstep.data.downloads import downloading, reading_weights
 from lockstep.data.hub_errors import explained
 from lockstep.data.origin import model_folder
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import adapters, config_entries, kept, quantized
+from lockstep.tasks.models import adapters, config_entries, quantized, storage_dtype
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -105,7 +105,7 @@ def padding_refused(run: Run, head: str) -> str | None:
     """Why padding is computed; None: it is not. Errors: `RunError`."""
     from lockstep.tasks.models import padding  # it builds models to find out
 
-    return padding.refused(run, head)
+    return padding.unsupported_reason(run, head)
 
 
 def _check_buildable(run: Run, config: Any, head: str) -> None:
@@ -254,7 +254,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     laid = padding_refused(run, head) is None
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     options |= {"attn_implementation": unpadded.NAME} if laid else {}
-    options |= kept.loaded_in(run)
+    options |= storage_dtype.loaded_in(run)
     seed_libraries(run.seed)
     if run.model.type is not None:
         for part in texts(config):
@@ -291,7 +291,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     seeds_from_torch(model)
     if laid:
         unpadded.install(model)
-    return kept.settle(run, model)
+    return storage_dtype.cast_weights(run, model)
 
 
 def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
@@ -380,7 +380,7 @@ def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
     source = local_or_id(run) if adapter else folder
     auto = getattr(transformers, HEADS[head][0])
     if adapter:
-        options |= kept.loaded_in(run)  # the frozen weights that it was trained beside
+        options |= storage_dtype.loaded_in(run)  # the frozen weights that it was trained beside
     model = auto.from_pretrained(source, config=config, ignore_mismatched_sizes=adapter, **options)
     if adapter:
         from peft import PeftModel

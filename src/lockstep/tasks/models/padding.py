@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.cache import cache_folder, kept
+from lockstep.data.cache import cache_folder, cached
 from lockstep.tasks.models import models, small_models, unpadded
 
 # Lengths of texts that share a block, for each block of a batch; a block may hold one text.
 BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30), (80,)), ((80,), (80,)))
 
 
-def refused(run: Run, head: str) -> str | None:
+def unsupported_reason(run: Run, head: str) -> str | None:
     """Why padding is computed; None: it is not. Errors: `RunError` when the cache cannot be written."""
     if run.data.padding == "batch":
         return "data.padding is batch"
@@ -38,7 +38,7 @@ def refused(run: Run, head: str) -> str | None:
         return "the model is code from the Hub"
     if (entry := models.leaves_out_layers(config)) is not None:
         return f"layers are left out at random (model.config.{entry})"
-    return kept_trial(run, head, config, tried)
+    return kept_trial(run, head, config, trial)
 
 
 def crosses(run: Run) -> str | None:
@@ -67,7 +67,7 @@ def windowed(run: Run, head: str) -> bool:
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and head != "causal":  # to both sides
         return False
     inside = [models.entry(part, name) for part in models.texts(config) for name in small_models.WINDOWS]
-    return any(isinstance(size, int) for size in inside) and refused(run, head) is None
+    return any(isinstance(size, int) for size in inside) and unsupported_reason(run, head) is None
 
 
 def kept_trial(
@@ -82,11 +82,11 @@ def kept_trial(
     def make(aside: Path) -> None:
         aside.write_text(json.dumps(trial(run, head, config)))
 
-    found: str | None = json.loads(kept(cache_folder() / "padding" / f"{key}.json", make).read_text())
+    found: str | None = json.loads(cached(cache_folder() / "padding" / f"{key}.json", make).read_text())
     return found
 
 
-def tried(run: Run, head: str, config: Any) -> str | None:
+def trial(run: Run, head: str, config: Any) -> str | None:
     """Compare the two ways on a small model of this config. Leaves torch's random state as it was."""
     why = ""
     with torch.random.fork_rng([]):
@@ -188,7 +188,7 @@ def _ahead(run: Run, head: str, config: Any) -> bool:
 def tried_apart(run: Run, head: str, config: Any) -> str | None:
     """Compare texts that share a block with the same texts, each in a row of its own."""
     why = ""
-    attention = unpadded.NAME if refused(run, head) is None else run.model.attention
+    attention = unpadded.NAME if unsupported_reason(run, head) is None else run.model.attention
     with torch.random.fork_rng([]):
         for wanted in small_models.smaller(config, head):
             try:

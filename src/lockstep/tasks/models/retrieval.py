@@ -53,7 +53,7 @@ def ranks_of(gathered: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
     return ranks(*(gathered[name] for name in ("anchors", "positives", "queries", "texts")))
 
 
-def made_up(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+def dummy_predictions(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Unit vectors that stand for nothing, float64 [N, texts, H], and numbers of their texts, int64 [N, texts]."""
     vectors = np.cos(np.arange(math.prod(shape))).reshape(shape)
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True), np.arange(shape[0] * shape[1]).reshape(shape[:2])

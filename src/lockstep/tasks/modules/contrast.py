@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lockstep.config.run import Run
-from lockstep.tasks.modules import items
+from lockstep.tasks.modules import dataset
 
 GROUPS, HALF = 3, 4  # groups of items, and how many of each hold little, and as many much
 LOOKED_AT = 64  # items of which they are chosen, evenly spread
@@ -25,7 +25,7 @@ TIMES = 4  # how often a batch holds one half of its items
 
 
 @dataclass(frozen=True)
-class Group:
+class ContrastGroup:
     """Items in three batches. Each holds all of them, so that all are padded alike: once; one half `TIMES` times; the
     other half `TIMES` times."""
 
@@ -37,18 +37,18 @@ class Group:
         return abs(one + other - (TIMES + 1) * whole) <= near * max(map(abs, (one, other, whole)))
 
 
-def groups(run: Run, data: Any, places: np.ndarray) -> list[Group]:
+def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
     """Groups of items of a split: those that hold least beside those that hold most, and so on inwards. Errors:
     `RunError` of an item that cannot be read."""
     chosen = np.unique(places[np.linspace(0, len(places) - 1, LOOKED_AT).astype(np.int64)])
-    read = sorted((items.item(run, data, int(place), -1) for place in chosen), key=size)
+    read = sorted((dataset.item(run, data, int(place), -1) for place in chosen), key=size)
     half = min(HALF, len(read) // 2)
     found = []
     for start in range(0, min(GROUPS * half, len(read) // 2), max(1, half)):
         stop = min(start + half, len(read) // 2)
         little, much = read[start:stop], read[len(read) - stop : len(read) - start]
         whole = [*little, *much]
-        found.append(Group((whole, whole + little * (TIMES - 1), whole + much * (TIMES - 1))))
+        found.append(ContrastGroup((whole, whole + little * (TIMES - 1), whole + much * (TIMES - 1))))
     return found
 
 

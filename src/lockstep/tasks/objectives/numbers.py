@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.data import label_numbers
 from lockstep.data.tokens import Columns
 from lockstep.tasks.objectives import scores
-from lockstep.tasks.objectives.objective import Codes, Objective
+from lockstep.tasks.objectives.objective import LabelCodes, Objective
 from lockstep.tasks.objectives.options import ClassificationOptions
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _DRAWN = 500  # examples of a scatter, at most
 
 
-class Numbers(Objective):
+class RegressionObjective(Objective):
     """The logits are the numbers."""
 
     problem = "regression"
@@ -35,7 +35,7 @@ class Numbers(Objective):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> Codes:
+    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> LabelCodes:
         return label_numbers.codes_of(splits, list(options.labels.values()), options.label_names, name)
 
     @classmethod
@@ -96,7 +96,7 @@ class Numbers(Objective):
         predicted, true = self._columns(sums)
         return (predicted[:, 0], true[:, 0]) if len(self.names) == 1 else (predicted, true)
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         predicted, true = np.random.default_rng(0).normal(size=(2, 8, len(self.names)))
         return (predicted[:, 0], true[:, 0]) if len(self.names) == 1 else (predicted, true)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from lockstep.data import documents
+from lockstep.data import lm_documents
 from lockstep.data.tokens import Columns
 from lockstep.tasks.objectives import weights
 from lockstep.tasks.objectives.options import ClassificationOptions
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.data.batch import Sums
 
 
-class Codes(Protocol):
+class LabelCodes(Protocol):
     """What gives the rows of a split their labels or numbers, as they are kept beside their tokens."""
 
     names: list[str]
@@ -58,7 +58,7 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> Codes:
+    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> LabelCodes:
         """Of all splits. Errors: `RunError` for what is no label, or no number, with its row."""
 
     @classmethod
@@ -67,9 +67,9 @@ class Objective(ABC):
         """How they are kept: a feature of `datasets`."""
 
     @classmethod
-    def cut(cls, codes: Codes, train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
+    def cut(cls, codes: LabelCodes, train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
         """A share cut off the training split, as `documents.cut`. Errors: `RunError`."""
-        return documents.cut(train, share, seed, key)
+        return lm_documents.cut(train, share, seed, key)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Objective(ABC):
         """Predictions and labels of a split, as functions of `metrics` get them."""
 
     @abstractmethod
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         """The same of a few examples that nobody has seen, with every label among them."""
 
     # -- answers -----------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import RunError
-from lockstep.data import labels, scan
+from lockstep.data import column_scan, labels
 from lockstep.data.tokens import Columns
 from lockstep.tasks.objectives import scores
-from lockstep.tasks.objectives.objective import Codes, Objective
+from lockstep.tasks.objectives.objective import LabelCodes, Objective
 from lockstep.tasks.objectives.options import ClassificationOptions
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class OneLabel(Objective):
         return labels.readable(dataset, options.labels["task.label"])
 
     @classmethod
-    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> Codes:
+    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> LabelCodes:
         return labels.codes_of(splits, options.labels["task.label"], options.label_names, name)
 
     @classmethod
@@ -204,7 +204,7 @@ class OneLabel(Objective):
     def given(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
         return scores.softmax(sums["predictions"].double().numpy()), sums["labels"].numpy()  # [N, C], [N]
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         true = np.arange(2 * len(self.names)) % len(self.names)
         logits = np.random.default_rng(0).normal(size=(len(true), len(self.names)))
         return scores.softmax(logits), true
@@ -240,7 +240,7 @@ def whole_numbers(dataset: Dataset, column: str) -> Dataset:
     import datasets
 
     if isinstance(dataset[0][column], str) and all(
-        re.fullmatch("-?[0-9]+", label) for label in scan.distinct(dataset, column)
+        re.fullmatch("-?[0-9]+", label) for label in column_scan.distinct(dataset, column)
     ):
         return dataset.cast_column(column, datasets.Value("int64"))
     return dataset

@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.data import label_lists
 from lockstep.data.tokens import Columns
 from lockstep.tasks.objectives import scores
-from lockstep.tasks.objectives.objective import Codes, Objective
+from lockstep.tasks.objectives.objective import LabelCodes, Objective
 from lockstep.tasks.objectives.options import ClassificationOptions
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class SeveralLabels(Objective):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> Codes:
+    def codes(cls, splits: dict[str, Dataset], options: ClassificationOptions, name: str) -> LabelCodes:
         return label_lists.codes_of(splits, list(options.labels.values()), options.label_names, name)
 
     @classmethod
@@ -127,7 +127,7 @@ class SeveralLabels(Objective):
     def given(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
         return scores.sigmoid(sums["predictions"].double().numpy()), sums["labels"].numpy()  # [N, C] each
 
-    def made_up(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         code, row = np.arange(len(self.names)), np.arange(8)[:, None]
         true = (code + row) % 3 % 2  # every label has some and lacks some
         return scores.sigmoid(np.random.default_rng(0).normal(size=true.shape)), true

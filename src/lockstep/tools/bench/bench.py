@@ -14,8 +14,8 @@ from lockstep.config.exit_status import STOPPED
 from lockstep.config.output import keep
 from lockstep.config.run import Run, RunError, load
 from lockstep.launchers import start
-from lockstep.tools.bench.bench_results import Bench, Row, reasons, table, write
-from lockstep.tools.child import Child
+from lockstep.tools.bench.bench_results import Bench, BenchRow, reasons, table, write
+from lockstep.tools.subprocess_job import Child
 from lockstep.tools.sweep import grid
 from lockstep.track.console import Console
 from lockstep.training import timing
@@ -54,7 +54,9 @@ def bench(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults
     return 0 if any(row.rounds for row in rows) else 1
 
 
-def rows_of(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Row]:
+def rows_of(
+    asked: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> list[BenchRow]:
     """Every combination, with the reason of those that cannot run, as far as it can be said before they start. Errors:
     `RunError` for a value that by itself makes no run file."""
     for key, values in asked.over.items():
@@ -68,7 +70,7 @@ def rows_of(asked: Bench, path: str | None, overrides: Mapping[str, Any], defaul
                 batch = keys.get("batch_size", asked.base.batch_size)
                 micro_batches = keys.get("micro_batches", asked.base.micro_batches)
                 mine |= {"batch_size": batch * count, "micro_batches": micro_batches * count}
-            row = Row(count, series(asked, keys), mine)
+            row = BenchRow(count, series(asked, keys), mine)
             found.append(row)
             try:
                 row.run = load(path, {**overrides, **mine}, defaults)
@@ -85,7 +87,7 @@ def series(asked: Bench, keys: grid.Overrides) -> str:
         if key == "micro_batches":
             names.append(f"{value} micro-batches{' a process' if asked.weak else ''}")
         elif key != "strategy.name":
-            names.append(f"{key}={grid.told(value)}")
+            names.append(f"{key}={grid.format_value(value)}")
     return ", ".join(names)
 
 
@@ -101,7 +103,7 @@ def check(run: Run) -> None:
     start.checked(run, launcher.plan(run))
 
 
-def one(asked: Bench, row: Row, number: int, folder: Path) -> None:
+def one(asked: Bench, row: BenchRow, number: int, folder: Path) -> None:
     """One job of one round, in processes of its own; what it found, or why it failed, goes into the row."""
     assert row.run is not None
     run = row.run.model_copy(update={"output": str(folder)})

@@ -39,7 +39,7 @@ class Bench:
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One configuration, and what was found about it."""
 
     processes: int  # `launch.processes`
@@ -83,7 +83,7 @@ class Row:
         }
 
 
-def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
+def efficiency(row: BenchRow, rows: Sequence[BenchRow]) -> float | None:
     """Examples per second and process beside those of the fewest processes of the same series: the median of the
     ratios within a round."""
     same = [r for r in rows if r.series == row.series and r.rounds]
@@ -98,7 +98,7 @@ def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
     """Columns and cells, narrow enough for a terminal: a line for each row that was measured."""
     columns = ["", "processes", "examples/s", "efficiency", "s/step", "whole run", "peak MiB"]
     cells = []
@@ -120,12 +120,12 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return columns, cells
 
 
-def reasons(rows: Sequence[Row]) -> list[str]:
+def reasons(rows: Sequence[BenchRow]) -> list[str]:
     """A line for each row that could not run, or stopped running."""
     return [f"{row.series}, {row.processes} process(es): {row.reason}" for row in rows if row.reason is not None]
 
 
-def details(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def details(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
     """The rest of the numbers, for the page."""
     sizes = {"host MiB": "peak_resident", "GPU MiB": "peak_device"}
     sizes |= {"tensors at rest, MiB": "at_rest", "tensors at the update, MiB": "at_update"}
@@ -143,7 +143,7 @@ def details(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return columns, cells
 
 
-def write(asked: Bench, rows: Sequence[Row]) -> None:
+def write(asked: Bench, rows: Sequence[BenchRow]) -> None:
     """`bench.json`, and the page with its plots. Errors: `RunError` when the folder cannot be written."""
     values = {
         "format": 1,
@@ -181,11 +181,11 @@ def write(asked: Bench, rows: Sequence[Row]) -> None:
         raise RunError(f"--out: cannot write to {asked.folder}: {error.strerror}") from error
 
 
-def plots(rows: Sequence[Row]) -> list[str]:
+def plots(rows: Sequence[BenchRow]) -> list[str]:
     """Charts against the number of processes, a line a series."""
     first = rows[0].series
 
-    def against(title: str, value: Callable[[Row], float | None], ideal: bool = False) -> str:
+    def against(title: str, value: Callable[[BenchRow], float | None], ideal: bool = False) -> str:
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             if row.rounds and (found := value(row)) is not None:
@@ -195,7 +195,7 @@ def plots(rows: Sequence[Row]) -> list[str]:
         if ideal and len(lines.get(first, [])) > 1:
             (count, rate), (most, _) = lines[first][0], lines[first][-1]
             lines[f"{first}, if it were linear"] = [(count, rate), (most, rate * most / count)]
-        return charts.lines(title, lines, charts.Look("processes"))
+        return charts.lines(title, lines, charts.ChartStyle("processes"))
 
     drawn = [
         against("examples per second", lambda row: row.middle()["examples_per_s"], ideal=True),

@@ -27,11 +27,11 @@ from lockstep.distributed.processor import available_cores, processor
 from lockstep.launchers import start
 from lockstep.tools.bench.bench import check
 from lockstep.tools.bench.rates import ENGINES, ENGINES_ON, NOT_THE_ENGINES, Rates, read, with_strategy
-from lockstep.tools.child import Child
 from lockstep.tools.planner import planner
 from lockstep.tools.planner.devices import Device
 from lockstep.tools.planner.estimate import computed
-from lockstep.tools.planner.rank import Simulated
+from lockstep.tools.planner.fake_world import Simulated
+from lockstep.tools.subprocess_job import Child
 
 MEASURE = "lockstep.tools.bench.rates.measure"  # the job that every rank does
 FASTEST = 1e15  # bytes/s, of what is not slower than what is measured beside it

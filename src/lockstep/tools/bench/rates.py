@@ -26,15 +26,15 @@ import torch.distributed as dist
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.phases import NAMES, Phases
 from lockstep.distributed.randomness import seed_libraries
+from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import fsdp_config
 from lockstep.strategies.engines.products import Product, Products
 from lockstep.strategies.strategy import Strategy, strategy_class
 from lockstep.tasks.task import Task
-from lockstep.tools.planner.rank import middle
-from lockstep.training.feed import Feed
+from lockstep.tools.planner.fake_world import middle
+from lockstep.training.data_loader import StepLoader
 from lockstep.training.session import prepare_and_join
 
 FILE = "rates.json"
@@ -81,7 +81,7 @@ class Alone(World):
         self.rank, self.size, self.hosts, self.members = 0, 1, [self.host], None
 
 
-class Clock(Phases):
+class Clock(StepTimer):
     """Seconds by phase, by a clock of one's choice."""
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -127,7 +127,7 @@ def measure(run: Run, world: World, steps: str) -> int:
     strategy = strategy_class(own)(own, Alone(own))
     seed_libraries(run.seed)
     strategy.build(task)
-    feed = Feed(own, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(own, task, strategy.own_micro_batches(), world.device)
     batch = feed.make(middle(feed))
     for _ in range(2):  # the optimizer has its state, and the allocator its memory
         strategy.train_step(batch, 1e-6)
@@ -165,7 +165,7 @@ def engine(run: Run, task: Task, world: World, steps: int, now: Callable[[], flo
     strategy = kind(run, world)
     seed_libraries(run.seed)
     strategy.build(task)
-    feed = Feed(run, task, strategy.own_micro_batches(), world.device)
+    feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     batch = feed.make(middle(feed))
     for _ in range(2):
         strategy.train_step(batch, 1e-6)
@@ -191,7 +191,7 @@ def phases_of(strategy: Strategy, batch: Any, steps: int, now: Callable[[], floa
             strategy.train_step(batch, 1e-6)
         for name, seconds in seen.seconds.items():
             found.setdefault(name, []).append(seconds)
-    strategy.phases = Phases(strategy.world.device)
+    strategy.phases = StepTimer(strategy.world.device)
     return {name: median(each) for name, each in found.items() if any(each)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lockstep.distributed.stops import say_what_ended
+from lockstep.distributed.signals import say_what_ended
 from lockstep.tools.commands import run_file
 
 HELP = "train a run that begins with the first N steps of another one, without computing them again"

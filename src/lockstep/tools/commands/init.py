@@ -34,21 +34,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
-    from lockstep.tools.starter import starter, talk
-    from lockstep.tools.starter.moving import moving
+    from lockstep.tools.import_config import import_config
+    from lockstep.tools.init import init, prompts
 
     paths = [word for word in known.words if "=" not in word]
     if len(paths) > 1:
         raise RunError(f"one run file is written at a time, not {' and '.join(paths)}")
     first, *more = known.data or [None]
     flags = {"data": first, "task": known.task, "model": known.model}
-    ask = None if known.yes or not talk.can_ask() else talk.terminal
+    ask = None if known.yes or not prompts.can_ask() else prompts.terminal
     path = Path(paths[0] if paths else "run.yaml")
     overrides = [word for word in known.words if "=" in word]
     if known.origin is not None:
         if more:
             raise RunError("--from: give --data once; several sources are written by hand: data.sources")
-        return moving.move(path, Path(known.origin), flags, overrides, known.force, ask, known.partial)
+        return import_config.move(path, Path(known.origin), flags, overrides, known.force, ask, known.partial)
     if known.partial:
         raise RunError("--partial: it goes with --from")
-    return starter.init(path, flags, overrides, known.force, ask, more)
+    return init.init(path, flags, overrides, known.force, ask, more)

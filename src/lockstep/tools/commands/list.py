@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from lockstep.config import plugins
-from lockstep.config.disclosure import one_line
+from lockstep.config.redaction import one_line
 from lockstep.config.run import RunError
 from lockstep.track.console import Console
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 
-from lockstep.config.disclosure import said
+from lockstep.config.redaction import printable
 from lockstep.config.run import RunError
 from lockstep.tools.commands.status import NOT_WRITTEN, launcher_of, run_of, trust
 
@@ -32,5 +32,5 @@ def main(known: argparse.Namespace) -> int:
         skip = lines[0][0] + (known.tail == 0) if lines else 0
     for place, line in enumerate(launcher.logs(run, record, known.follow)):
         if place >= skip:
-            print(said(line), flush=known.follow)
+            print(printable(line), flush=known.follow)
     return 0

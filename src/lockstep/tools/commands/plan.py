@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from lockstep.config.exit_status import DONE, FAILED
 from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
-from lockstep.launchers.further import further
+from lockstep.launchers.extend_run import further
 from lockstep.tools.commands import run_file
 from lockstep.track.console import Console, error
 
 if TYPE_CHECKING:
     from lockstep.data.tokens import Prepared
-    from lockstep.launchers.launcher import Launcher, Plan
+    from lockstep.launchers.launcher import Launcher, LaunchPlan
 
 HELP = "check a run file as train does, and show what would be started: model, data, steps, memory; start nothing"
 
@@ -41,7 +41,7 @@ def main(known: argparse.Namespace) -> int:
     if known.simulate or known.suggest:
         if known.offline:
             raise RunError("--offline: says something to a plan without --simulate or --suggest only")
-        from lockstep.tools.planner.asked import answered
+        from lockstep.tools.planner.options import answered
 
         return answered(run, known.processes, known.device, known.suggest, known.price, known.out)
     for name in ("processes", "price", "out"):
@@ -83,16 +83,16 @@ def main(known: argparse.Namespace) -> int:
     return FAILED if wrong else DONE
 
 
-def failures(run: Run, launcher: Launcher, plan: Plan, found: Prepared | str, offline: bool) -> list[str]:
+def failures(run: Run, launcher: Launcher, plan: LaunchPlan, found: Prepared | str, offline: bool) -> list[str]:
     """What would fail once it is started, and is no mistake in the run file."""
     if isinstance(found, str):
         if offline or start.looked_at_there(launcher):
             return []
         return [f"{found}. --offline plans without the Hub"]
-    from lockstep.training import sizes
+    from lockstep.training import model_stats
 
     there = launcher.memory(run, plan)
-    short = None if there is None else sizes.shortage(run, found, plan.processes, there)
+    short = None if there is None else model_stats.shortage(run, found, plan.processes, there)
     return [short] if short is not None else []
 
 
@@ -107,13 +107,13 @@ def amounts(run: Run) -> dict[str, str]:
 
 def remarks(run: Run, prepared: Prepared) -> list[str]:
     """Notes on its data, and on the entries of its model's config."""
-    from lockstep.training import sizes
+    from lockstep.training import model_stats
 
-    return sizes.remarks(run, prepared)
+    return model_stats.remarks(run, prepared)
 
 
 def sizes_of(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     """What its data and its model say besides."""
-    from lockstep.training import sizes
+    from lockstep.training import model_stats
 
-    return sizes.facts(run, prepared, processes)
+    return model_stats.facts(run, prepared, processes)

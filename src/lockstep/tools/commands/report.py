@@ -52,7 +52,7 @@ def main(known: argparse.Namespace) -> int:
 def watched(folder: Path) -> int:
     """Write the page of a run until the run has ended, or this is interrupted; its last form does not load itself
     again. Returns the exit status. Errors: `RunError`."""
-    from lockstep.distributed import launched
+    from lockstep.distributed import job_record
     from lockstep.tools.commands.status import run_of, state_of
     from lockstep.track.report.report import Live, write_report
 
@@ -60,7 +60,7 @@ def watched(folder: Path) -> int:
     try:
         while True:
             run, _ = run_of(str(folder))
-            record = launched.read(folder)
+            record = job_record.read(folder)
             state = state_of(run, record)
             steps = record.steps if record is not None else None
             page = write_report(folder, Live(EVERY_S, "training" if state.word == "running" else state.word, steps))

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import exported
-from lockstep.config.errors import read_yaml
+from lockstep.config.error_messages import read_yaml
 from lockstep.config.overrides import override_of
 from lockstep.config.run import Run, RunError, load
-from lockstep.distributed import excluded, launched
-from lockstep.distributed.launched import Launched, State
+from lockstep.distributed import evicted_hosts, job_record
+from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers import start
-from lockstep.launchers.processes import ownership
+from lockstep.launchers.processes import output_lock
 from lockstep.track.console import Console
 from lockstep.track.report import history
 
@@ -59,7 +59,7 @@ def main(known: argparse.Namespace) -> int:
             "metrics": metrics,
             "checkpoints": sorted(sound),
             "damaged": damaged,
-            "taken_out": [asdict(each) for each in excluded.of(run.folder)],
+            "taken_out": [asdict(each) for each in evicted_hosts.of(run.folder)],
             "resumable_from": max(sound, default=None) if not finished else None,
         }
         print(json.dumps(facts, indent=1))
@@ -67,7 +67,7 @@ def main(known: argparse.Namespace) -> int:
     rows = {"run": f"{run.name} -> {run.folder}"}
     if record:
         rows["launched"] = origin(record)
-    rows["state"] = told(state)
+    rows["state"] = state_sentence(state)
     rows["step"] = f"{step} of {total} ({100 * step // total} %)" if total else str(step)
     for split, line in metrics.items():
         rows[split] = f"step {line['step']}: " + ", ".join(
@@ -76,7 +76,7 @@ def main(known: argparse.Namespace) -> int:
     rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint yet"
     for name, reason in damaged.items():
         rows[name] = f"cannot be used: {reason}"
-    if gone := excluded.of(run.folder):
+    if gone := evicted_hosts.of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
     rows["resume"] = advice(run, state, finished, max(sound, default=None))
     Console(True).facts(rows)
@@ -84,7 +84,7 @@ def main(known: argparse.Namespace) -> int:
 
 
 NOT_WRITTEN = (
-    f"there is no readable {launched.FILE}: nothing has been launched into this folder, or an older version did"
+    f"there is no readable {job_record.FILE}: nothing has been launched into this folder, or an older version did"
 )
 
 
@@ -95,21 +95,21 @@ def trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def launcher_of(record: Launched, trusted: bool) -> Launcher:
+def launcher_of(record: JobRecord, trusted: bool) -> Launcher:
     """The launcher that launch.json names. Errors: `RunError` for a module's class, unless OUTPUT is trusted."""
     if "." in record.launcher and not trusted:
         raise RunError(
-            f"{launched.FILE} names the launcher {record.launcher}, a class of a module that would be imported; if "
+            f"{job_record.FILE} names the launcher {record.launcher}, a class of a module that would be imported; if "
             "OUTPUT is yours, ask with --trust"
         )
     return start.launcher_named(record.launcher)
 
 
-def run_of(output: str, trusted: bool = False) -> tuple[Run, Launched | None]:
+def run_of(output: str, trusted: bool = False) -> tuple[Run, JobRecord | None]:
     """The run of an output folder and its last launch; nothing that the folder names is imported unless it is trusted.
     Errors: `RunError` where it is no output folder."""
     folder = Path(output)
-    record, state = ownership.now(folder, launched.read(folder))
+    record, state = output_lock.now(folder, job_record.read(folder))
     if not (folder / "run.yaml").is_file():
         if state is not None:
             raise RunError(f"{output}: {state.text} prepares a run there; there is nothing to see yet")
@@ -117,16 +117,16 @@ def run_of(output: str, trusted: bool = False) -> tuple[Run, Launched | None]:
     return load(folder / "run.yaml", [f"output={json.dumps(output)}"], imports=trusted), record
 
 
-def state_of(run: Run, record: Launched | None, trusted: bool = False) -> State:
+def state_of(run: Run, record: JobRecord | None, trusted: bool = False) -> State:
     """What the run is doing now. Errors: `RunError`, if nobody can be asked."""
     if record is None:
         return State("unknown", NOT_WRITTEN)
     state = launcher_of(record, trusted).state(run, record)
-    _, seen = ownership.now(run.folder, record)
+    _, seen = output_lock.now(run.folder, record)
     return seen if seen is not None and state.word in ("unknown", "gone") else state
 
 
-def origin(record: Launched) -> str:
+def origin(record: JobRecord) -> str:
     """How, where and when."""
     how = record.launcher or "by hand"
     job = f", job {record.job}" if record.job else ""
@@ -134,7 +134,7 @@ def origin(record: Launched) -> str:
     return f"{how}{job}, {record.processes} process(es), from {record.process.host}, {when}"
 
 
-def told(state: State) -> str:
+def state_sentence(state: State) -> str:
     """The state in a sentence."""
     words = {
         "done": "done (status 0)",

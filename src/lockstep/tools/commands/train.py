@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lockstep.distributed.stops import say_what_ended
+from lockstep.distributed.signals import say_what_ended
 from lockstep.launchers import start
 from lockstep.tools.commands import run_file
 

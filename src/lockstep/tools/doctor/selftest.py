@@ -20,8 +20,8 @@ from lockstep.config.output import keep
 from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.gpus import gpus_of
-from lockstep.tools.child import Child
 from lockstep.tools.doctor import machine
+from lockstep.tools.subprocess_job import Child
 from lockstep.track.console import Console
 
 STEPS = 3

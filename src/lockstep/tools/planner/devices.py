@@ -33,7 +33,7 @@ class Link(BaseModel):
         return messages * self.latency_s + (size / at(self.bytes_per_s, size / messages) if messages else 0.0)
 
 
-class Links(BaseModel):
+class DeviceLinks(BaseModel):
     """Within a machine, and from one machine to another; for each rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -55,7 +55,7 @@ class Device(BaseModel):
     memory_bytes_per_s: Rate
     operation_s: float = Field(ge=0)  # of one that does nothing
     view_s: float = Field(0.0, ge=0)  # of one that touches no memory
-    links: Links
+    links: DeviceLinks
     overlaps: bool  # whether messages travel while it computes
     crowding: dict[int, float] = {}  # ranks of a machine that compute at once -> how much longer each takes
     cores: int | None = Field(

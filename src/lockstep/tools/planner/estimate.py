@@ -15,8 +15,8 @@ from lockstep.config.run import Run
 from lockstep.strategies.engines import fsdp_config
 from lockstep.strategies.exact.reduction import share
 from lockstep.tools.planner.devices import Device
-from lockstep.tools.planner.rank import Simulated
-from lockstep.training.feed import Feed
+from lockstep.tools.planner.fake_world import Simulated
+from lockstep.training.data_loader import StepLoader
 
 HIDDEN = ("forward", "backward", "overlapped", "forward+backward")  # phases in which messages may travel meanwhile
 LOOKED_AT = 16  # steps, evenly spread, of whose lengths the waiting is told
@@ -54,7 +54,7 @@ class Estimate:
         return (self.seconds["waiting"] + self.seconds["messages"]) / self.step_s if self.step_s else 0.0
 
 
-def estimate(run: Run, ranks: int, found: Sequence[Simulated], device: Device, feed: Feed) -> Estimate:
+def estimate(run: Run, ranks: int, found: Sequence[Simulated], device: Device, feed: StepLoader) -> Estimate:
     """Of the ranks that were simulated the slowest and the largest stand for all."""
     largest = max(found, key=lambda each: each.peak)
     computing = [computed(run, ranks, each, device) for each in found]
@@ -135,7 +135,7 @@ def parts(
     return [(inside, float(rounds), size * share_sent)]
 
 
-def levels(run: Run, ranks: int, feed: Feed) -> tuple[float, dict[int, float]]:
+def levels(run: Run, ranks: int, feed: StepLoader) -> tuple[float, dict[int, float]]:
     """From the real lengths of evenly spread steps: the work of a mean rank beside that of the slowest one; and for
     each rank its own, in the step that was simulated, beside that of the slowest. Ranks of a pipeline wait in another
     way: `bubbles`."""
@@ -202,7 +202,7 @@ def on_the_way(run: Run, ranks: int, wire: Sequence[Wire]) -> float:
     return 2 * (stages - 1) * rounds * one
 
 
-def padding(feed: Feed) -> float:
+def padding(feed: StepLoader) -> float:
     """Tokens that are computed for each real one, in evenly spread steps."""
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
     real = padded = 0.0

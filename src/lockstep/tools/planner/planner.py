@@ -19,12 +19,12 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
 from lockstep.strategies.strategy import checked_strategy, strategy_class
 from lockstep.tasks.task import Task
-from lockstep.tools.child import Child
-from lockstep.tools.planner import rank as ranks_of
+from lockstep.tools.planner import fake_world as ranks_of
 from lockstep.tools.planner.devices import Device
 from lockstep.tools.planner.estimate import Estimate, estimate, padding, power_of_two
-from lockstep.training.feed import Feed
-from lockstep.training.sizes import counts
+from lockstep.tools.subprocess_job import Child
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.model_stats import counts
 
 AT_ONCE = 2  # simulations
 Say = Callable[[str], None]
@@ -62,8 +62,8 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepare(run, task_class))
     found = strategy_class(run)
-    if found.undecided(run):
-        from lockstep.strategies.exact.treatment import freeze
+    if found.needs_memory_to_resolve(run):
+        from lockstep.strategies.exact.param_groups import freeze
 
         sizes = counts(freeze(run, task.model(empty=True)))
         run = found.decided(run, processes, *sizes, int(device.memory_bytes))
@@ -71,7 +71,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     if run.model.quantization is not None or run.model.compile:
         key = "model.compile" if run.model.compile else "model.quantization"
         raise RunError(f"{key}: cannot be simulated; plan without --simulate tells its memory by formula")
-    feed = Feed(run, task, [], torch.device("cpu"))
+    feed = StepLoader(run, task, [], torch.device("cpu"))
     simulated = simulate(run, processes, device, say)
     made = estimate(run, processes, simulated, device, feed)
     return Plan(run, processes, made, None, padding(feed), feed.total)
@@ -114,7 +114,7 @@ def simulate(run: Run, processes: int, device: Device, say: Say) -> list[ranks_o
 def _child(folder: Path, rank: int, processes: int, device: Device) -> Child:
     of = (processes, rank, device.kind, device.ranks_per_node)
     words = [str(folder / "run.yaml"), *map(str, of), str(folder / f"{rank}.json")]
-    return Child("lockstep.tools.planner.rank.main", words, folder, f"rank-{rank}", {"OMP_NUM_THREADS": "1"})
+    return Child("lockstep.tools.planner.fake_world.main", words, folder, f"rank-{rank}", {"OMP_NUM_THREADS": "1"})
 
 
 # -- which one -------------------------------------------------------------------------------------------------------

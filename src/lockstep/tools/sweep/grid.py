@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 
 Overrides = dict[str, Any]  # dotted key of the run file -> value
@@ -44,7 +44,7 @@ def product(over: Mapping[str, Sequence[Any]]) -> list[Overrides]:
     return [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
 
 
-def told(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as one would write it on the command line."""
     if isinstance(value, str):
         return value

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config.run import Run, RunError
-from lockstep.distributed import launched
+from lockstep.distributed import job_record
 from lockstep.launchers import slurm
 
 
@@ -22,7 +22,7 @@ def check(keys: Sequence[str]) -> None:
 
 def live(folder: Path) -> str | None:
     """What a trial's task is doing, if SLURM still has it. Errors: `RunError` when SLURM does not answer."""
-    record = launched.read(folder)
+    record = job_record.read(folder)
     if record is None or record.launcher != "slurm":
         return None
     state = slurm.state_of(record)
@@ -35,5 +35,5 @@ def submit(run: Run, runs: Sequence[Run], folder: Path, at_most: int | None) -> 
     plan = slurm.array_plan(run, [each.folder / "run.yaml" for each in runs], folder, at_most)
     job = slurm.submit(plan)
     for task, each in enumerate(runs):
-        launched.write(each.folder, launched.here("slurm", plan.processes, f"{job}_{task}"))
+        job_record.write(each.folder, job_record.here("slurm", plan.processes, f"{job}_{task}"))
     return job

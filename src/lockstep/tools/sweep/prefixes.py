@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.data.prepare import prepare
-from lockstep.training.prefix import OF_STEPS, Course, course, parting, shares_nothing
+from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
 
 WORTH = 0.05  # of a trial's steps: fewer (a warm-up from 0 has its first step in common with any) are computed again
 
@@ -51,7 +51,7 @@ class Tree:
         return f"begins with step {begun.step} of {other}"
 
 
-def found(runs: Mapping[str, Run]) -> Tree:
+def shared_steps(runs: Mapping[str, Run]) -> Tree:
     """The tree of these trials. Prepares their data where any two may share. Data that cannot be prepared are told of
     by the trial that wants them."""
     tree = Tree()

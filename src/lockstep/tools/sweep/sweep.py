@@ -20,7 +20,7 @@ from lockstep.config.exit_status import STOPPED
 from lockstep.config.output import keep
 from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
-from lockstep.tools.child import Child, asked_to_stop
+from lockstep.tools.subprocess_job import Child, asked_to_stop
 from lockstep.tools.sweep.slots import Slots
 from lockstep.tools.sweep.sweep_file import Sweep
 from lockstep.tools.sweep.trial_names import name_of
@@ -35,7 +35,7 @@ FILE = "sweep.json"
 
 
 @dataclass
-class Trial:
+class SweepTrial:
     """One run of the sweep."""
 
     name: str
@@ -76,29 +76,29 @@ class Trial:
             self.state = "begun"
 
 
-class Board:
+class Leaderboard:
     """The trials of a sweep, as far as they are known; a search adds to them."""
 
     def __init__(self, sweep: Sweep, console: Console) -> None:
         self.sweep, self.console = sweep, console
         self.slots = Slots(sweep)
-        self.trials: list[Trial] = []
+        self.trials: list[SweepTrial] = []
         self.tree: Tree | None = None  # of the steps that trials have in common
         self._tried: set[str] = set()  # by this sweep: what fails is not tried twice
         listed = sweep.combinations() if sweep.search is None else _known(sweep)
         for keys in listed:
             self.add(keys)
 
-    def add(self, keys: Mapping[str, Any]) -> Trial:
+    def add(self, keys: Mapping[str, Any]) -> SweepTrial:
         """A trial, loaded and planned. Errors: `RunError`."""
         name = name_of(keys, {trial.name for trial in self.trials})
         run = planned(self.sweep, {**keys, **self.slots.keys(keys)}, name)
-        trial = Trial(name, keys, run)
+        trial = SweepTrial(name, keys, run)
         trial.look(self.sweep.split)
         self.trials.append(trial)
         return trial
 
-    def next(self) -> Trial | None:
+    def next(self) -> SweepTrial | None:
         """The trial to start now: interrupted ones first."""
         for state in ("begun", "to do"):
             for trial in self.trials:
@@ -126,7 +126,7 @@ class Board:
             return
         from lockstep.tools.sweep import prefixes
 
-        self.tree = prefixes.found({trial.name: trial.run for trial in self.trials})
+        self.tree = prefixes.shared_steps({trial.name: trial.run for trial in self.trials})
         for trial in self.trials:
             at = sorted({*trial.run.checkpoint.at, *self.tree.left_at(trial.name)})
             kept = trial.run.checkpoint.model_copy(update={"at": at})
@@ -134,7 +134,7 @@ class Board:
         if self.tree.told:
             self.console.say(f"shared     {self.tree.told}")
 
-    def begin(self, trial: Trial) -> str:
+    def begin(self, trial: SweepTrial) -> str:
         """Give a trial the steps that another one has computed, if it begins with such. Returns what is told."""
         if self.tree is None or trial.state != "to do" or trial.name not in self.tree.begins:
             return ""
@@ -144,7 +144,7 @@ class Board:
             self.console.note(f"trial {trial.name} is computed from the start: {caught}")
             return ""
 
-    def _waits(self, trial: Trial) -> bool:
+    def _waits(self, trial: SweepTrial) -> bool:
         """Whether another trial is still to compute, or computing, what this one begins with."""
         if self.tree is None or trial.state != "to do" or trial.name not in self.tree.begins:
             return False
@@ -153,22 +153,22 @@ class Board:
         there = folder_of(other.run) / checkpoint_of(step)
         return other.state in ("to do", "begun", "running") and isinstance(read_manifest(there), str)
 
-    def metric(self, trial: Trial) -> float | None:
+    def metric(self, trial: SweepTrial) -> float | None:
         """The trial's score by the sweep's metric as it is in the log; None where there is none or it is not finite."""
         value = trial.scores.get(self.sweep.metric.removeprefix("-"))
         return value if trial.state == "done" and value is not None and math.isfinite(value) else None
 
-    def ranked(self) -> list[Trial]:
+    def ranked(self) -> list[SweepTrial]:
         """The best first; trials without a score last."""
         sign = -1 if not self.sweep.metric.startswith("-") else 1
 
-        def place(trial: Trial) -> tuple[bool, float]:
+        def place(trial: SweepTrial) -> tuple[bool, float]:
             value = self.metric(trial)
             return value is None, sign * (value or 0.0)
 
         return sorted(self.trials, key=place)
 
-    def check_metric(self, trial: Trial) -> None:
+    def check_metric(self, trial: SweepTrial) -> None:
         """Errors: `RunError` when a finished trial has no such metric."""
         name = self.sweep.metric.removeprefix("-")
         if trial.state == "done" and name not in trial.scores:
@@ -202,7 +202,7 @@ class Board:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and cells, the best trial first."""
-        from lockstep.tools.sweep.grid import told
+        from lockstep.tools.sweep.grid import format_value
 
         keys = list(dict.fromkeys(key for trial in self.trials for key in trial.keys))
         first = self.sweep.metric.removeprefix("-")
@@ -214,7 +214,7 @@ class Board:
         for trial in self.ranked():
             scores = [f"{trial.scores[k]:.4f}" if k in trial.scores else "-" for k in (first, *others)]
             state = f"{trial.state}: {trial.reason}" if trial.reason else trial.state
-            given = [told(trial.keys[k]) if k in trial.keys else "-" for k in keys]
+            given = [format_value(trial.keys[k]) if k in trial.keys else "-" for k in keys]
             cells.append([*given, *scores, state])
         return columns, cells
 
@@ -261,7 +261,7 @@ def prepare(sweep: Sweep) -> int:
     if sweep.search is not None:
         raise RunError("--prepare: a search does not know its trials beforehand")
     console = Console(True)
-    board = Board(sweep, console)
+    board = Leaderboard(sweep, console)
     for trial in board.trials:
         keep(trial.run)
         console.say(f"lockstep train {trial.run.folder}/run.yaml")
@@ -275,7 +275,7 @@ def sweep(asked: Sweep) -> int:
     if start.joining():
         raise RunError("sweep starts the processes of each trial itself: call it outside of torchrun and srun")
     console = Console(True)
-    board = Board(asked, console)
+    board = Leaderboard(asked, console)
     for trial in board.trials:
         board.check_metric(trial)
     count = asked.search.trials if asked.search is not None else len(board.trials)
@@ -305,7 +305,7 @@ def sweep(asked: Sweep) -> int:
     return int(bool(endless) or any(trial.state == "failed" for trial in board.trials))
 
 
-def _array(board: Board) -> bool:
+def _array(board: Leaderboard) -> bool:
     """Queue what is not finished, as one array job, and do not wait for it. Errors: `RunError`."""
     from lockstep.tools.sweep import job_array
 
@@ -327,9 +327,9 @@ def _array(board: Board) -> bool:
     return False
 
 
-def _run_all(board: Board, count: int) -> bool:
+def _run_all(board: Leaderboard, count: int) -> bool:
     """Every trial to its end. Returns whether it was asked to stop before."""
-    running: dict[int, tuple[Trial, Child, float]] = {}
+    running: dict[int, tuple[SweepTrial, Child, float]] = {}
     ended = sum(trial.state == "done" for trial in board.trials)
     with asked_to_stop() as asked:
         try:
@@ -355,7 +355,7 @@ def _run_all(board: Board, count: int) -> bool:
             raise
 
 
-def _start(board: Board, trial: Trial, slot: int) -> Child:
+def _start(board: Leaderboard, trial: SweepTrial, slot: int) -> Child:
     """Its run file is in its folder already, whatever becomes of this process."""
     goes_on = " goes on" if trial.state == "begun" else board.begin(trial)
     keep(trial.run)
@@ -366,7 +366,7 @@ def _start(board: Board, trial: Trial, slot: int) -> Child:
     return Child("lockstep.cli.main", words, trial.run.folder, "train", board.slots.variables(slot))
 
 
-def _ended(board: Board, trial: Trial, child: Child, seconds: float, place: str) -> None:
+def _ended(board: Leaderboard, trial: SweepTrial, child: Child, seconds: float, place: str) -> None:
     """Take in what a trial left. Errors: `RunError` when it has no such metric as the sweep is sorted by."""
     child.wait()
     trial.seconds += seconds

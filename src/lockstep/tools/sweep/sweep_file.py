@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from lockstep.config import errors as messages
+from lockstep.config import error_messages as messages
 from lockstep.config.overrides import overrides_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.sections import Positive, Section

@@ -11,7 +11,7 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
-from lockstep.tools.sweep.grid import told
+from lockstep.tools.sweep.grid import format_value
 
 LONGEST = 80
 
@@ -23,7 +23,7 @@ def name_of(keys: Mapping[str, Any], taken: Container[str]) -> str:
     parts = []
     for key, value in keys.items():
         last = key.rpartition(".")[2]
-        parts.append(f"{last if lasts.count(last) == 1 else key}-{told(value)}")
+        parts.append(f"{last if lasts.count(last) == 1 else key}-{format_value(value)}")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(parts)).strip("-._") or "trial"
     if len(name) <= LONGEST and name not in taken:
         return name

@@ -106,7 +106,7 @@ def smoothed(points: Series) -> list[tuple[float, float]]:
 
 
 @dataclass(frozen=True)
-class Look:
+class ChartStyle:
     """How a chart of lines is drawn, beside its numbers."""
 
     x_name: str = "step"
@@ -118,7 +118,7 @@ class Look:
     ring: tuple[str, float] | None = None  # a series and the x of its best point
 
 
-def lines(title: str, series: Mapping[str, Series], look: Look = Look()) -> str:
+def lines(title: str, series: Mapping[str, Series], look: ChartStyle = ChartStyle()) -> str:
     """A line for each series; nothing where no series has a point. A scale that is logarithmic says so. What is pointed
     at, or touched, is told above the plot, without a script."""
     drawn = {name: thinned(points) for name, points in series.items() if points}
@@ -136,7 +136,7 @@ def lines(title: str, series: Mapping[str, Series], look: Look = Look()) -> str:
     left, right = look.span or (min(xs), max(xs))
     if right == left:
         left, right = left - 1, right + 1
-    place = Place(left, right, levels[0], levels[-1], log, look.doubling)
+    place = Axes(left, right, levels[0], levels[-1], log, look.doubling)
     body = grid(levels, place, sorted(set(xs)) if look.doubling else None)
     places = {name: look.colours.get(name, i) for i, name in enumerate(series)}  # whether others have points or not
     for name, points in drawn.items():
@@ -155,7 +155,7 @@ def lines(title: str, series: Mapping[str, Series], look: Look = Look()) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class Axes:
     """Where numbers are on the paper."""
 
     left: float
@@ -176,7 +176,7 @@ class Place:
         return HEIGHT - (y - low) / (high - low) * HEIGHT
 
 
-def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smooth: bool, place: Place) -> str:
+def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smooth: bool, place: Axes) -> str:
     """One series: a band where points stand for stretches, a line (faint below a smoothed one), dots where few."""
 
     def path(kind: str, found: Series) -> str:
@@ -199,7 +199,7 @@ def _drawn(points: Sequence[tuple[float, float, float, float]], colour: int, smo
     return body
 
 
-def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Place) -> str:
+def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Axes) -> str:
     """Strips of the plot that show, when they are pointed at, a line and the numbers there: of each series its last
     point in the strip."""
     xs = sorted({x for points, _ in drawn.values() for x, _ in points})
@@ -227,7 +227,7 @@ def _pointed(drawn: Mapping[str, tuple[Series, int]], x_name: str, place: Place)
     return body
 
 
-def grid(levels: Sequence[float], place: Place, below: Sequence[float] | None = None) -> str:
+def grid(levels: Sequence[float], place: Axes, below: Sequence[float] | None = None) -> str:
     """Level lines with their numbers, and numbers below: at both ends of each axis and between, or `below`."""
     body = ""
     for level in levels:

@@ -87,7 +87,7 @@ def curves(history: History) -> list[str]:
         smooth = () if title == "learning rate" else tuple(name for name in lines if name != "validation")
         last = max((x for points in lines.values() for x, _ in points), default=0.0)
         ends = (0.0, max(last, span(history)[1]))  # further than what was done, where more is planned
-        look = charts.Look(linear=title in _FROM_ZERO, span=ends, colours=COLOUR_OF, smooth=smooth, ring=ring)
+        look = charts.ChartStyle(linear=title in _FROM_ZERO, span=ends, colours=COLOUR_OF, smooth=smooth, ring=ring)
         charted.append(charts.lines(title, lines, look))
     return [chart for chart in charted if chart]
 
@@ -240,7 +240,7 @@ def memory(history: History) -> list[str]:
     series = {"rank with most": most, "rank with least": least} if several else {"rank 0": most}
     gpu = any(key.startswith("gpu_memory_gb") for key in history.system[-1])
     title = "GPU memory of a rank's tensors, the most so far, GiB" if gpu else "memory of a process, GiB"
-    return [charts.lines(title, series, charts.Look(linear=True, span=span(history), colours=COLOUR_OF))]
+    return [charts.lines(title, series, charts.ChartStyle(linear=True, span=span(history), colours=COLOUR_OF))]
 
 
 def facts(history: History) -> list[tuple[str, str]]:
@@ -319,12 +319,14 @@ def overlaid(histories: Mapping[str, History]) -> list[str]:
     for title, (split, key) in wanted.items():
         series = {name: history.series(split, key) for name, history in histories.items()}
         smooth = tuple(series) if split == "train" and title != "learning rate" else ()
-        found.append(charts.lines(title, series, charts.Look(linear=title in _FROM_ZERO, span=steps, smooth=smooth)))
+        found.append(
+            charts.lines(title, series, charts.ChartStyle(linear=title in _FROM_ZERO, span=steps, smooth=smooth))
+        )
         if key == "loss":
             clocked = {name: _by_clock(history, split) for name, history in histories.items()}
             last = max((points[-1][0] for points in clocked.values() if points), default=0.0)
             ends = (0.0, math.ceil(last * 100) / 100)
-            look = charts.Look("minutes", span=ends, smooth=smooth)
+            look = charts.ChartStyle("minutes", span=ends, smooth=smooth)
             found.append(charts.lines(f"{title} against running time", clocked, look))
     return [chart for chart in found if chart]
 

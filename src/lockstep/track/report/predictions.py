@@ -22,7 +22,7 @@ def panels(tables: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         drawn = [_reliability(of_split["reliability"])] if "reliability" in of_split else []
         drawn += _scatters(of_split["scatter"]) if "scatter" in of_split else []
         for plot in of_split.get("plots", ()):
-            drawn.append(charts.lines(plot["title"], plot["lines"], charts.Look(x_name=plot["x"], linear=True)))
+            drawn.append(charts.lines(plot["title"], plot["lines"], charts.ChartStyle(x_name=plot["x"], linear=True)))
         labels = _labels(of_split["labels"]) if "labels" in of_split else None
         if drawn or labels:
             found.append({"split": split, "charts": drawn, "labels": labels})
@@ -67,7 +67,7 @@ def _reliability(table: Mapping[str, Any]) -> str:
     bins = [(x, y, count) for x, y, count in every if count]
     total = sum(count for *_, count in bins)
     error = sum(abs(x - y) * count for x, y, count in bins) / total
-    place = charts.Place(0.0, 1.0, 0.0, 1.0, False)
+    place = charts.Axes(0.0, 1.0, 0.0, 1.0, False)
     body = charts.grid(charts.ticks(0.0, 1.0), place) + _diagonal(place)
     line = " ".join(f"{place.across(x):.1f},{place.up(y):.1f}" for x, y, _ in bins)
     body += f'<polyline class="line faint c0" points="{line}"/>'
@@ -86,7 +86,7 @@ def _scatters(table: Mapping[str, Any]) -> list[str]:
         if high - low <= 1e-12 * max(abs(low), abs(high)):  # one point, or one level
             low, high = low - 1.0, high + 1.0
         levels = charts.ticks(low, high)
-        place = charts.Place(levels[0], levels[-1], levels[0], levels[-1], False)
+        place = charts.Axes(levels[0], levels[-1], levels[0], levels[-1], False)
         body = charts.grid(levels, place) + _diagonal(place)
         for x, y in zip(true, predicted, strict=True):
             body += _dot(place, x, y, 2.0, f"true {charts.number(x)}, predicted {charts.number(y)}")
@@ -95,13 +95,13 @@ def _scatters(table: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _diagonal(place: charts.Place) -> str:
+def _diagonal(place: charts.Axes) -> str:
     ends: Sequence[float] = (place.left, place.right)
     (x1, y1), (x2, y2) = ((place.across(end), place.up(end)) for end in ends)
     return f'<line class="level" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
-def _dot(place: charts.Place, x: float, y: float, radius: float, tip: str) -> str:
+def _dot(place: charts.Axes, x: float, y: float, radius: float, tip: str) -> str:
     at = f'cx="{place.across(x):.1f}" cy="{place.up(y):.1f}" r="{radius:.1f}"'
     return f'<circle class="dot many c0" {at}><title>{escape(tip)}</title></circle>'
 

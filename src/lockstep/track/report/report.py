@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from lockstep.config import errors as messages
-from lockstep.config.disclosure import said
+from lockstep.config import error_messages as messages
 from lockstep.config.output import replace_text
+from lockstep.config.redaction import printable
 from lockstep.track.report import charts, panels, predictions
 from lockstep.track.report.history import History, read
 
@@ -67,7 +67,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
     pages.filters |= {"number": charts.number, "seconds": charts.seconds, "size": charts.size, "percent": _percent}
     values = {"live": None, "written": time.strftime("%Y-%m-%d %H:%M:%S")} | values
     text = pages.get_template(template).render(**values)
-    text = said(text)
+    text = printable(text)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, text)  # aside: a live page and the run itself may write at once
     return path
@@ -246,7 +246,7 @@ def _value(value: object) -> str:
 
 def _told(value: Any) -> Any:
     """A value as the page may have it; what is HTML already (`safe`) was made by us of texts that are escaped."""
-    return said(value) if type(value) is str else value
+    return printable(value) if type(value) is str else value
 
 
 def _percent(share: float) -> str:

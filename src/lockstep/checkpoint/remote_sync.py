@@ -1,0 +1,320 @@
+"""What a run has in an object store: copies of the checkpoints that it keeps, and of its export.
+
+In: OUTPUT, where training writes as ever, and `mirror` of the run file. Out: MIRROR/checkpoints/step-NNNNNN/ with the
+same files, each verified after it was sent, the manifest last, so that what was cut off is never taken for a
+checkpoint; MIRROR/export, with export.json last; and on a machine that has none of it, the newest whole one back.
+
+Copying goes on in a thread of rank 0, whose OUTPUT holds the files of all ranks: a checkpoint of which it does not is
+refused when it is saved (`storage.share_out`). A store may list its newest names late, so MIRROR/checkpoints/index.json
+names the steps, too, and a manifest is asked for by its name. One run writes to a mirror at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.checkpoint import exported, folder
+from lockstep.checkpoint.manifest import (
+    FILE,
+    Manifest,
+    changed,
+    folder_of,
+    name_of,
+    newest_first,
+    newest_whole,
+    parsed,
+    to_keep,
+)
+from lockstep.config.addresses import address_of
+from lockstep.config.run import Run, RunError
+from lockstep.data.object_store import BRIEF, Bucket, Object, StoreError, download, require
+from lockstep.data.tokens import Prepared
+from lockstep.distributed.activity import ACTIVITY
+
+PROBE = "lockstep-was-here"  # written and removed before a run: may it write?
+_STEP = re.compile(r"step-(\d{6,})/")
+
+
+class RemoteSync:
+    """The copies of one run. `say` is called in the caller's thread, by `tell`."""
+
+    def __init__(self, run: Run, say: Callable[[str], None] = lambda text: None) -> None:
+        """Asks nothing yet."""
+        assert run.mirror is not None
+        self.run, self.address, self._say = run, address_of(run.mirror), say
+        self.held: frozenset[str] = frozenset()  # checkpoints that are being copied, which must not be removed
+        self.fault: str | None = None  # why the last try to copy did not come to its end
+        self._there: dict[int, Manifest] | None = None  # whole ones by step; None: not asked yet
+        self._damaged: set[str] = (
+            set()
+        )  # what is damaged or cannot be read: it is left alone, until its step comes again
+        self._lock, self._busy, self._again = threading.Lock(), False, False
+        self._words: list[str] = []
+        self._opened: Bucket | None = None
+
+    @property
+    def _bucket(self) -> Bucket:
+        if self._opened is None:
+            self._opened = Bucket(self.address)
+        return self._opened
+
+    # -- there and back ----------------------------------------------------------------------------------------------
+
+    def found(self) -> list[tuple[str, Manifest | str]]:
+        """Checkpoints that are there, newest first, with what is wrong with a manifest. What has none is no checkpoint.
+        Errors: `StoreError`."""
+        steps = set(self._listed())
+        with suppress(ValueError, TypeError, KeyError):
+            steps |= {int(step) for step in json.loads(self._read("checkpoints/index.json") or "{}")["steps"]}
+        found = []
+        for step in sorted(steps, reverse=True):
+            if (content := self._read(f"checkpoints/{name_of(step)}/{FILE}")) is not None:
+                found.append((name_of(step), parsed(content, name_of(step))))
+        self._damaged |= {name for name, manifest in found if isinstance(manifest, str)}
+        self._there = {m.step: m for name, m in found if isinstance(m, Manifest) and name not in self._damaged}
+        return found
+
+    def fetch(self, prepared: Prepared, name: str, manifest: Manifest | str) -> str | None:
+        """Bring one back into OUTPUT, verified. Returns what is wrong with it, or None. Errors: `RunError` when it is
+        of another run; `OSError`."""
+        if isinstance(manifest, str):
+            return manifest
+        if (reason := changed(self.run, prepared, manifest, str(self.address))) is not None:
+            raise RunError(reason)
+        if bad := [file for file in manifest.hashes if not re.fullmatch(r"\w[\w.-]*", file)]:
+            return f"{FILE} names {bad[0]!r}, which is no file of a checkpoint"
+        aside = folder_of(self.run) / f".{name}.fetched.partial"
+        come = [0]
+
+        def tell(count: int) -> None:
+            come[0] += count
+            ACTIVITY.at(f"downloading {name} from {self.address}, {come[0] / 1e6:,.1f} MB")
+
+        def one(file: str) -> str | None:
+            at = self.address.below(f"checkpoints/{name}/{file}")
+            if (there := self._bucket.find(at)) is None:
+                return f"{file} is missing"
+            for _ in range(2):  # what went wrong on the way is right the second time
+                if download(self._bucket, there, aside / file, tell) == manifest.hashes[file]:
+                    return None
+            return f"{file} does not match its hash"
+
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                fault = next((fault for fault in pool.map(one, sorted(manifest.hashes)) if fault), None)
+        except StoreError as error:
+            return str(error)
+        if fault is not None:
+            self._damaged.add(name)
+            (self._there or {}).pop(manifest.step, None)
+            return fault
+        folder.placed(self.run, manifest, aside)
+        return None
+
+    # -- copying -----------------------------------------------------------------------------------------------------
+
+    def offer(self) -> None:
+        """Something is new: begin to copy what is not there, beside training, or go on with it."""
+        with self._lock:
+            if self._busy:
+                self._again = True
+                return
+            self._busy, self._again = True, False
+        threading.Thread(target=self._until_done, name="lockstep-mirror", daemon=True).start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether copying goes on."""
+        return self._busy
+
+    def tell(self) -> None:
+        """Say what there is to say of it."""
+        while self._words:
+            self._say(self._words.pop(0))
+
+    def missing(self) -> str | None:
+        """Why the newest checkpoint of OUTPUT is not there, as far as is known; or None."""
+        newest = next((m for _, m in newest_first(self.run)), None)
+        if newest is None or (newest.step in (self._there or {}) and self.fault is None):
+            return None
+        there = max(self._there or {}, default=None)
+        has = f"the newest one there is {name_of(there)}" if there is not None else "there is none yet"
+        return f"{name_of(newest.step)} is not in {self.address} ({self.fault or 'it was not copied in time'}); {has}"
+
+    def _until_done(self) -> None:
+        more = True
+        while more:
+            try:
+                self.copy()
+                self.fault = None
+            except Exception as error:  # whatever it is: training goes on, and nobody would hear of it in a thread
+                self.fault = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+                self._words.append(
+                    f"{self.run.folder} could not be copied to {self.address} ({self.fault}); it is tried again with "
+                    "the next checkpoint"
+                )
+            self.held = frozenset()
+            with self._lock:
+                more = self._busy = self._again
+                self._again = False
+
+    def copy(self) -> None:
+        """Make the mirror hold the checkpoints that OUTPUT keeps, newest first, and no more; and the export, once there
+        is one. What is there is not sent again. Errors: `StoreError`, `OSError`."""
+        if self._there is None:
+            self.found()
+        there = self._there if self._there is not None else {}
+        here = {m.step: (path, m) for path, m in newest_first(self.run)}
+        kept = to_keep(self.run, {step: m for step, (_, m) in here.items()})
+        self.held, faults = frozenset(name_of(step) for step in kept), list[str]()
+        for step in sorted(kept, reverse=True):
+            path, manifest = here[step]
+            if there.get(step) == manifest:
+                continue
+            try:
+                self._copy(path, manifest, there.get(step))
+            except FileNotFoundError:
+                if path.exists():
+                    raise
+                continue  # it was removed meanwhile: it is not kept any more
+            except StoreError as error:
+                if error.again:
+                    raise
+                faults.append(str(error))  # such as one that is damaged here: the others are copied all the same
+                continue
+            there[step] = manifest
+            self._damaged.discard(path.name)
+        self.held = frozenset()
+        if here:
+            folder.prune(self.run, here[max(here)][0])
+        self._tidy(there)
+        self.copy_export(self.run.folder)
+        if faults:
+            raise StoreError("; ".join(faults))
+
+    def _copy(self, path: Path, manifest: Manifest, before: Manifest | None) -> None:
+        at, content = self.address.below(f"checkpoints/{path.name}"), (path / FILE).read_bytes()
+        if before is None or before.hashes != manifest.hashes:
+            if before is not None or path.name in self._damaged:
+                self._bucket.remove(at.below(FILE))  # until the new files are there it is no checkpoint
+            for file, sha256 in sorted(manifest.hashes.items()):
+                self._bucket.upload(path / file, at.below(file), sha256)
+        self._bucket.write(at.below(FILE), content)
+
+    def _tidy(self, there: dict[int, Manifest]) -> None:
+        """Write down what is there; remove what is too much, and what was cut off before the newest."""
+        kept = to_keep(self.run, there)
+        index = json.dumps({"steps": sorted(kept)}).encode()
+        if self._read("checkpoints/index.json") != index:
+            self._bucket.write(self.address.below("checkpoints/index.json"), index)
+        for step, objects in self._listed().items():
+            cut_off = step not in there and name_of(step) not in self._damaged and step < max(there, default=0)
+            if not cut_off and (step in kept or step not in there):
+                continue
+            try:
+                self._bucket.remove(self.address.below(f"checkpoints/{name_of(step)}/{FILE}"))  # first
+                for each in objects:
+                    self._bucket.remove(each.address)
+            except StoreError as error:
+                if error.again:
+                    raise
+                return  # nothing may be removed here, which `check` has told: all of them stay
+            there.pop(step, None)
+
+    def copy_export(self, source: Path) -> None:
+        """The export of an output folder, if it is whole. What is there is not sent again. Errors: `StoreError`,
+        `OSError`."""
+        if exported.damage(source) is not None:
+            return
+        hashes = {}
+        for path in sorted((source / "export").rglob("*")):
+            if path.is_file() and not path.is_symlink():
+                hashes[path.relative_to(source / "export").as_posix()] = _hash(path)
+        content = json.dumps(hashes, indent=1).encode() + b"\n"  # a person may have edited the card
+        if (before := self._read(exported.FILE)) == content:
+            return
+        if before is not None:
+            self._bucket.remove(self.address.below(exported.FILE))
+        for name, sha256 in hashes.items():
+            self._bucket.upload(source / "export" / name, self.address.below(f"export/{name}"), sha256)
+        new = {str(self.address.below(f"export/{name}")) for name in hashes}
+        for each in self._bucket.inside(self.address.below("export")) if before is not None else ():
+            if str(each.address) not in new:
+                self._bucket.remove(each.address)
+        self._bucket.write(self.address.below("run.yaml"), self.run.dump().encode())
+        self._bucket.write(self.address.below(exported.FILE), content)
+
+    def _listed(self) -> dict[int, list[Object]]:
+        """What lies in folders of steps. Errors: `StoreError`."""
+        at, found = self.address.below("checkpoints"), dict[int, list[Object]]()
+        for each in self._bucket.inside(at):
+            if (step := _STEP.match(each.address.path.removeprefix(f"{at.path}/"))) is not None:
+                found.setdefault(int(step[1]), []).append(each)
+        return found
+
+    def _read(self, path: str) -> bytes | None:
+        """Errors: `StoreError`."""
+        try:
+            return self._bucket.read(self.address.below(path))
+        except StoreError as error:
+            if error.absent:
+                return None
+            raise
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def require_extra(run: Run) -> None:
+    """Errors: `RunError` when the library that the mirror needs is not installed."""
+    if run.mirror is not None:
+        require(address_of(run.mirror), "mirror")
+
+
+def check(run: Run, prepared: Prepared | None = None) -> list[str]:
+    """Refuse, before training, a mirror that cannot be read and written, for which a small object is put there and
+    removed; with `prepared`, the data, one that holds another run. Returns notes for a person. Errors: `RunError`."""
+    if run.mirror is None:
+        return []
+    require_extra(run)
+    mirror = RemoteSync(run)
+    try:
+        mirror._opened = bucket = Bucket(mirror.address, BRIEF)
+        if prepared is not None:
+            newest = next((m for _, m in mirror.found() if isinstance(m, Manifest)), None)
+            if newest is not None and (reason := changed(run, prepared, newest, str(mirror.address))) is not None:
+                raise RunError(reason)
+            return []
+        bucket.write(mirror.address.below(PROBE), b"lockstep\n")
+        try:
+            bucket.remove(mirror.address.below(PROBE))
+        except StoreError as error:
+            return [f"mirror: nothing can be removed there, so all checkpoints stay: {error}"]
+    except StoreError as error:
+        if error.again and newest_whole(run) is not None:
+            return [f"mirror: {error}; checkpoints are copied when it can be reached"]
+        more = "; without it nobody can tell whether there are checkpoints" if error.again else ""
+        raise RunError(f"mirror: {error}{more}") from error
+    return []
+
+
+def finish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> str | None:
+    """At a run's end: copy what is missing, the export too. Rank 0 only. Returns why not all of it is there, or None.
+    A signal's handler may end the waiting by an exception; what was copied by then is gone on with the next time."""
+    if run.mirror is None:
+        return None
+    mirror = mirror or RemoteSync(run, say)
+    mirror.offer()
+    while mirror.busy:
+        time.sleep(0.1)
+    return mirror.fault

@@ -1,0 +1,224 @@
+"""Questions about a text that holds the answer -> windows of tokens, in the cache.
+
+In: a question, a context and its answers a row, as SQuAD has them. Out: a row's windows one after the other in
+`input_ids`, `sizes` says where each ends; where the answer stands in each of them; where each token stands in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.config.run import RunError
+from lockstep.data import column_scan, missing_values, source
+from lockstep.data.columns import Columns
+from lockstep.data.tokens import encode
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+QUESTION, CONTEXT, TEXTS, START = "question", "context", "answers", "start"
+NOWHERE = 0  # the place of an answer that a window does not hold: its first token
+
+
+@dataclass(frozen=True)
+class Window:
+    """A question and a part of its context."""
+
+    ids: list[int]
+    types: list[int]  # token_type_ids; empty where the model takes none
+    first: int  # of the context's tokens
+    last: int
+    begins: list[int]  # character of the context where each token begins; 0 for those of the question
+    ends: list[int]
+
+    def held(self, start: int, end: int) -> tuple[int, int]:
+        """The first and the last token of these characters, `NOWHERE` twice where they are not all here."""
+        if self.begins[self.first] > start or self.ends[self.last] < end:
+            return NOWHERE, NOWHERE
+        places = range(self.first, self.last + 1)
+        from_here = max((p for p in places if self.begins[p] <= start), default=self.first)
+        return from_here, min((p for p in places if self.ends[p] >= end), default=self.last)
+
+
+def windows(tokenizer: Any, question: str, context: str, most: int, stride: int) -> list[Window]:
+    """The context in parts of as many tokens as fit beside the question, each sharing `stride` with the one before.
+    Errors: `ValueError` where the question leaves no room for them."""
+    question = question.strip()
+    room = most - len(tokenizer(question, "", verbose=False)["input_ids"])
+    if room <= stride:
+        raise ValueError(
+            f"its question leaves {max(0, room)} of data.max_length {most} tokens for the context, and windows that "
+            f"share task.stride {stride} need more"
+        )
+    found = tokenizer(
+        question,
+        context,
+        truncation="only_second",
+        max_length=most,
+        stride=stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    made = []
+    for part, ids in enumerate(found["input_ids"]):
+        of = found.sequence_ids(part)
+        places = [place for place, which in enumerate(of) if which == 1]
+        if not places:  # a context that the tokenizer makes nothing of
+            raise ValueError("its context has no token")
+        told = zip(found["offset_mapping"][part], of, strict=True)
+        spans = [_trimmed(context, *span) if which == 1 else (0, 0) for span, which in told]
+        types = found["token_type_ids"][part] if "token_type_ids" in tokenizer.model_input_names else []
+        begins, ends = [b for b, _ in spans], [e for _, e in spans]
+        made.append(Window(ids, types, places[0], places[-1], begins, ends))
+    return made
+
+
+def _trimmed(context: str, begin: int, end: int) -> tuple[int, int]:
+    """Without the white space that some tokenizers count to the token behind it."""
+    text = context[begin:end]
+    return begin + (len(text) - len(text.lstrip()) if text.strip() else 0), end
+
+
+def answers_of(value: Any) -> list[tuple[str, int]]:
+    """Texts and where they begin, of SQuAD's `{text: [...], answer_start: [...]}` or a list of `{text, answer_start}`.
+    Errors: `ValueError`."""
+    if value is None:
+        return []
+    if isinstance(value, Mapping):
+        texts, starts = value.get("text"), value.get("answer_start")
+        if isinstance(texts, str):
+            texts, starts = [texts], [starts]
+    elif isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        texts, starts = [each.get("text") for each in value], [each.get("answer_start") for each in value]
+    else:
+        raise ValueError("wanted is {text: [...], answer_start: [...]}")
+    if not (isinstance(texts, list) and isinstance(starts, list) and len(texts) == len(starts)):
+        raise ValueError("wanted are as many text as answer_start, in lists")
+    if not all(isinstance(text, str) and isinstance(start, int) for text, start in zip(texts, starts, strict=True)):
+        raise ValueError("wanted are texts, and whole numbers for answer_start")
+    return list(zip(texts, starts, strict=True))
+
+
+def whole(
+    dataset: Dataset, columns: Mapping[str, str], answers: str, unanswerable: bool, split: str, name: str, drop: bool
+) -> Dataset:
+    """Columns `question`, `context`, `answers` (texts) and `start` (of the first one; -1: there is none) of the rows
+    that have them. Errors: `RunError`."""
+    import datasets
+
+    missing_values.present(dataset, {**columns, "task.answers": answers}, split, name)
+    found = missing_values.texts(dataset, columns, split, name, drop)
+    lacks = []
+    for first, part in column_scan.lists(found, answers, columns["task.context"]):
+        for row, (value, context) in enumerate(part, first):
+            _checked(value, context, f"row {row} of the {split} split of {name}", answers)
+        lacks.append(np.array([not answers_of(value) for value, _ in part]))
+    if not unanswerable:
+        found = missing_values.without(found, {"task.answers": (answers, np.concatenate(lacks))}, split, name, drop)
+
+    def converted(rows: dict[str, list]) -> dict[str, list]:
+        told = [answers_of(value) for value in rows[answers]]
+        return {
+            QUESTION: rows[columns["task.question"]],
+            CONTEXT: rows[columns["task.context"]],
+            TEXTS: [[text for text, _ in each] for each in told],
+            START: [each[0][1] if each else -1 for each in told],
+        }
+
+    text = datasets.Value("string")
+    kept = {c: found.features[c] for c in found.column_names if c == source.SOURCE}
+    features = {QUESTION: text, CONTEXT: text, TEXTS: datasets.List(text), START: datasets.Value("int64")}
+    left = [c for c in found.column_names if c not in kept]
+    return found.map(converted, batched=True, remove_columns=left, features=datasets.Features(features | kept))
+
+
+def _checked(value: Any, context: str, where: str, column: str) -> None:
+    try:
+        told = answers_of(value)
+    except ValueError as error:
+        raise RunError(f"task.answers: {where} holds {str(value)[:80]} in column {column!r}; {error}") from None
+    for text, start in told:
+        if not text.strip() or start < 0 or context[start : start + len(text)] != text:
+            raise RunError(
+                f"task.answers: {where}: {text[:60]!r} does not stand in its context at character {start}, where "
+                f"{context[max(0, start) : start + len(text)][:60]!r} is; mend its answer_start"
+            )
+
+
+def encoded(dataset: Dataset, tokenizer: Any, most: int, stride: int, split: str, name: str, key: str) -> str:
+    """The shards of a split. Errors: `RunError` for a question that is too long."""
+    read = dataset.select_columns([QUESTION, CONTEXT, TEXTS, START])
+    return encode(read, *encoder_of(tokenizer, most, stride, split, name), key)
+
+
+def encoder_of(
+    tokenizer: Any, most: int, stride: int, split: str, name: str
+) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
+    """What makes windows of rows, and what these are."""
+    import datasets
+
+    numbers, text = datasets.List(datasets.Value("int32")), datasets.Value("string")
+    lists = ("input_ids", "types", "begins", "ends", "sizes", "firsts", "lasts", "starts", "stops")
+    features = datasets.Features(
+        dict.fromkeys(lists, numbers)
+        | {"width": datasets.Value("int64"), "windows": datasets.Value("int64")}
+        | {QUESTION: text, CONTEXT: text, TEXTS: datasets.List(text)}
+    )
+
+    def row_of(question: str, context: str, texts: list[str], start: int) -> dict[str, Any]:
+        try:
+            parts = windows(tokenizer, question, context, most, stride)
+        except ValueError as error:
+            raise RunError(
+                f"task.question: the {split} split of {name} has {question[:60]!r}: {error}; raise data.max_length, "
+                "lower task.stride, or leave it out"
+            ) from None
+        end = start + len(texts[0]) if texts else 0
+        held = [part.held(start, end) if texts else (NOWHERE, NOWHERE) for part in parts]
+        joined = {"input_ids": "ids", "types": "types", "begins": "begins", "ends": "ends"}
+        return {column: [n for part in parts for n in getattr(part, field)] for column, field in joined.items()} | {
+            "sizes": [len(part.ids) for part in parts],
+            "firsts": [part.first for part in parts],
+            "lasts": [part.last for part in parts],
+            "starts": [first for first, _ in held],
+            "stops": [last for _, last in held],
+            "width": max(len(part.ids) for part in parts),
+            "windows": len(parts),
+            QUESTION: question,
+            CONTEXT: context,
+            TEXTS: texts,
+        }
+
+    def encoder(rows: dict[str, list]) -> dict[str, list]:
+        made = [row_of(*row) for row in zip(*(rows[c] for c in (QUESTION, CONTEXT, TEXTS, START)), strict=True)]
+        return {column: [each[column] for each in made] for column in features}
+
+    return encoder, features
+
+
+def batches(train: Dataset) -> Iterator[list[str]]:
+    """The texts that a tokenizer is trained on."""
+    for start in range(0, len(train), 1000):
+        rows = train[start : start + 1000]
+        yield [*rows[QUESTION], *rows[CONTEXT]]
+
+
+def parts_of(columns: Columns, rows: Sequence[int] | np.ndarray) -> list[list[Window]]:
+    """The windows of these rows, as they were encoded."""
+    found = []
+    for row in map(int, rows):
+        cuts = np.cumsum(columns.ragged("sizes").row(row))[:-1]
+        names = ("input_ids", "types", "begins", "ends")
+        ids, types, begins, ends = (
+            [part.tolist() for part in np.split(values, cuts)] if len(values := columns.ragged(name).row(row)) else []
+            for name in names
+        )
+        firsts, lasts = (columns.ragged(name).row(row).tolist() for name in ("firsts", "lasts"))
+        types = types or [[] for _ in ids]
+        found.append([Window(*each) for each in zip(ids, types, firsts, lasts, begins, ends, strict=True)])
+    return found

@@ -1,0 +1,239 @@
+"""Train, validation and test are kept apart: duplicates, what is cut off train, and examples that stand in two splits.
+
+In: splits that are whole, and the columns that their task reads. Out: the splits as training has them, and facts for
+those who read about the run: how many rows were left out and why, and how many examples stand in train and elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import arrow_cache, column_scan, missing_values, raw_rows
+from lockstep.data.source import SOURCE, Source
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Cut a share off train, with a seed, for the key of the run file that asks for it -> the rest, and what was cut off.
+Cut = Callable[["Dataset", float, Any, str], tuple["Dataset", "Dataset"]]
+_ROWS = 10_000  # looked at together
+SHOWN = 60  # characters of an example in messages
+
+
+def deduplicate_and_split(
+    read: Source, splits: dict[str, Dataset], run: Run, texts: Sequence[str], label: Sequence[str], cut: Cut
+) -> tuple[dict[str, Dataset], dict[str, Any]]:
+    """Splits and facts. `splits`: the rows of `read` that lack nothing; `texts`: the columns that make two examples the
+    same for an evaluation; `label`: what must be equal, too, where one of them is left out. Of a stream `splits` has no
+    train. Errors: `RunError`."""
+    facts: dict[str, Any] = missing_values.left_out(read.splits, splits)
+    facts |= {"filtered": read.left_out} if read.left_out else {}
+    columns = [*texts, *label, *read.columns]
+    if run.data.stream:
+        if "validation" not in splits:
+            raise RunError(
+                "data.validation: missing; a share of a stream cannot be cut off, which needs all of its rows at once. "
+                "Name files, or put validation.* beside train.*"
+            )
+        return splits, facts | _of_sources(read, splits) | raw_rows.fact(splits, columns, run)
+    if run.data.deduplicate:
+        train, rows = splits["train"], first_of(hashes(splits["train"], [*texts, *label]))
+        if len(rows) < len(train):
+            facts["duplicates"] = {"train": len(train) - len(rows)}
+            splits = splits | {"train": train.select(rows)}
+    splits = _cut_off(splits, run, cut, read)
+    found, overlapping = overlap(splits, texts)
+    if found:
+        facts["overlap"] = found
+    if found and run.data.overlap == "drop":
+        facts["dropped"] = {"train": len(overlapping)}
+        rest = np.setdiff1d(np.arange(len(splits["train"])), overlapping)
+        if len(rest) == 0:
+            raise RunError(f"data.overlap: every row of the train split of {read.name} stands in {' and '.join(found)}")
+        splits = splits | {"train": splits["train"].select(rest)}
+    facts |= _of_sources(read, splits)
+    for name, count in zip(read.sources, facts.get("sources", {"rows": {"train": []}})["rows"]["train"], strict=True):
+        if count == 0:
+            raise RunError(f"data.sources: {name}: no row is left in train")
+    return splits, facts | raw_rows.fact(splits, columns, run)
+
+
+def _of_sources(read: Source, splits: Mapping[str, Dataset]) -> dict[str, Any]:
+    if not read.sources:
+        return {}
+    return {"sources": {"names": read.sources, "rows": {s: _counts(rows, read) for s, rows in splits.items()}}}
+
+
+def _counts(rows: Dataset, read: Source) -> list[int]:
+    """Examples of each source."""
+    return np.bincount(column_scan.numbers(rows, SOURCE), minlength=len(read.sources)).tolist()
+
+
+def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> dict[str, Dataset]:
+    """With a test split, where one is asked for, and a validation split: of each source of a mixture on its own."""
+    import datasets
+
+    if not read.sources:
+        return _cut_one(splits, run, cut, read.name, True)
+    found: dict[str, list[Dataset]] = {}
+    of = {split: column_scan.numbers(dataset, SOURCE) for split, dataset in splits.items()}
+    for number, name in enumerate(read.sources):
+        rows = {split: np.flatnonzero(numbers == number) for split, numbers in of.items()}
+        own = {split: splits[split].select(places) for split, places in rows.items() if len(places)}
+        for split, dataset in _cut_one(own, run, cut, name, False).items():
+            found.setdefault(split, []).append(dataset)
+    return {split: datasets.concatenate_datasets(parts) for split, parts in found.items()}
+
+
+def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: bool) -> dict[str, Dataset]:
+    """Both are shares of the same whole. `alone`: it is no source of a mixture, of which others may have a test split
+    where this one has none."""
+    splits, share = dict(splits), run.data.test_fraction
+    if share and "test" in splits and alone:
+        raise RunError(f"data.test_fraction: {name} has a test split already; leave data.test_fraction out")
+    cut_test = share > 0 and "test" not in splits
+    if cut_test:
+        splits["train"], splits["test"] = cut(splits["train"], share, [run.seed, 1], "test_fraction")
+    if "validation" not in splits:
+        rest = run.data.validation_fraction / (1 - (share if cut_test else 0))
+        splits["train"], splits["validation"] = cut(splits["train"], rest, run.seed, "validation_fraction")
+    return splits
+
+
+# -- what is the same ------------------------------------------------------------------------------------------------
+
+
+def hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
+    """Of each row, by what some columns hold, white space aside: uint64 [rows, 2]. By all cores."""
+    some = dataset.select_columns(list(columns))
+    found = np.frombuffer(mmap.mmap(-1, max(1, 16 * len(dataset))), np.uint64, 2 * len(dataset)).reshape(-1, 2)
+
+    def work(part: range) -> None:
+        for start in range(part.start, part.stop, _ROWS):
+            stop = min(start + _ROWS, part.stop)
+            found[start:stop] = hashed(some[start:stop], columns)
+
+    arrow_cache.together_over(arrow_cache.spans(len(dataset), arrow_cache.ROWS), work, "looking for equal examples")
+    return found
+
+
+def hashed(rows: Mapping[str, Sequence[Any]], columns: Sequence[str]) -> np.ndarray:
+    """The same of some rows, given as columns."""
+    digests = (
+        hashlib.blake2b("\x1f".join(map(_normal, row)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        for row in zip(*(rows[column] for column in columns), strict=True)
+    )
+    return np.frombuffer(b"".join(digests), dtype=np.uint64).reshape(-1, 2)
+
+
+def _normal(value: Any) -> str:
+    """A value as a text; of texts within it white space counts as one space, or as nothing at the ends."""
+    if isinstance(value, str):
+        return " ".join(value.split())
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    return "\x1e".join(["[", *map(_normal, value), "]"]) if isinstance(value, list | tuple) else repr(value)
+
+
+def first_of(found: np.ndarray) -> np.ndarray:
+    """Of each hash the first row that has it, in order: int64."""
+    order = np.lexsort((found[:, 1], found[:, 0]))  # stable: of equal ones the first row comes first
+    ordered = found[order]
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    return np.sort(order[new])
+
+
+def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[str, dict[str, Any]], np.ndarray]:
+    """Split -> how many of its examples stand in train, and the first of them; and the rows of train that stand in
+    another split, in order."""
+    train = hashes(splits["train"], texts)
+    told: dict[str, dict[str, Any]] = {}
+    overlapping = np.zeros(len(train), dtype=bool)
+    for split, dataset in splits.items():
+        if split == "train":
+            continue
+        other = hashes(dataset, texts)
+        near = _among(train, other[:, 0])  # rows of train that may be in it: few, or it is large itself
+        both = np.concatenate([other, train[near]])
+        groups = np.empty(len(both), dtype=np.int64)  # rows that are the same have the same number
+        sort = np.lexsort((both[:, 1], both[:, 0]))
+        groups[sort] = np.cumsum(np.r_[True, (both[sort][1:] != both[sort][:-1]).any(axis=1)])
+        here, there = groups[: len(other)], groups[len(other) :]
+        rows = np.flatnonzero(np.isin(here, there))
+        overlapping[near[np.isin(there, here)]] = True
+        if len(rows):
+            row = int(rows[0])
+            told[split] = {
+                "examples": len(rows),
+                "of": len(dataset),
+                "row": row,
+                "train_row": int(near[np.flatnonzero(there == here[row])[0]]),
+                "text": str(dataset[row][texts[0]])[:SHOWN],
+            }
+    return told, np.flatnonzero(overlapping)
+
+
+def _among(found: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """The rows of hashes whose first half is one of `some`, in order: int64. Takes no memory that grows with them."""
+    wanted = np.unique(some)
+    rows = [np.empty(0, dtype=np.int64)]
+    for start in range(0, len(found), arrow_cache.ROWS):
+        part = found[start : start + arrow_cache.ROWS, 0]
+        at = np.minimum(np.searchsorted(wanted, part), max(0, len(wanted) - 1))
+        rows.append(start + np.flatnonzero(wanted[at] == part) if len(wanted) else rows[0])
+    return np.concatenate(rows)
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------
+
+
+def left_out(facts: Mapping[str, Any]) -> str:
+    """What of the data is not used, for the end of a line about them; nothing where all of it is."""
+    why = {
+        "left_out": "for want of a text or label",
+        "filtered": "by data.filter",
+        "duplicates": "as duplicates",
+        "dropped": "for standing in validation or test, too",
+    }
+    told = [
+        f"left out {reason}: {', '.join(f'{count:,} of {split}' for split, count in facts[key].items())}"
+        for key, reason in why.items()
+        if facts.get(key)
+    ]
+    return "".join(f"; {each}" for each in told)
+
+
+def warnings(facts: Mapping[str, Any]) -> list[str]:
+    """Of texts that were cut, of labels that may be the same, and of examples that a model is trained and scored on."""
+    told = [
+        f"{found['texts']:,} of {found['of']:,} {split} texts are longer than {found['most']:,} tokens, and their ends "
+        f"({found['tokens']:,} tokens) are cut off"
+        + f"; {found['nothing']:,} more, in which nothing to learn would be left, are not used" * (found["nothing"] > 0)
+        + f". A larger {found['key']} keeps more"
+        for split, found in facts.get("cut_texts", {}).items()
+    ]
+    told += [
+        "labels that differ only in blanks around them or in case are learned as different ones: "
+        + ", ".join(f"{name!r} ({count:,})" for name, count in group)
+        + ". If they mean the same, write them alike"
+        for group in facts.get("alike_labels", [])
+    ]
+    if facts.get("dropped"):
+        return told
+    return told + [
+        f"{found['examples']:,} of {found['of']:,} {split} examples stand in train, too; the first is row "
+        f"{found['row']:,} of {split}, {_in_train(found)}: {found['text']!r}. Scores on them flatter; "
+        "data.overlap=drop leaves them out of train"
+        for split, found in facts.get("overlap", {}).items()
+    ]
+
+
+def _in_train(found: Mapping[str, Any]) -> str:
+    return str(found["train_place"]) if "train_place" in found else f"row {found['train_row']:,} of train"

@@ -1,0 +1,171 @@
+"""Texts that go together, for embeddings: two columns and more of texts, or two and a score -> tokens in the cache.
+
+In: rows of a data set and a tokenizer. Out: a row's texts one after the other in `input_ids`, `sizes` says where each
+ends. Each text has a number, the same for the same text anywhere in its split: what stands in two rows is not told
+apart from itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.config.run import Run, RunError
+from lockstep.data import column_scan, lm_documents, missing_values
+from lockstep.data.columns import Columns
+from lockstep.data.tokens import encode
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+ONE = 2**30  # what a score of 1 is kept as: targets are whole numbers
+_IGNORED = -100  # as in batch.py, which imports torch
+_NUMBERS = "numbers of the texts"  # a column of ours
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The texts of some rows, padded on the right: the first of every row, then the second, ..."""
+
+    ids: np.ndarray  # int64 [sides x B, T]
+    mask: np.ndarray  # int64, the same shape
+    targets: np.ndarray  # int64 [sides x B]
+
+
+def number(targets: Any) -> Any:
+    """The numbers of texts that are no anchors, from their targets."""
+    return _IGNORED - 1 - targets
+
+
+def blank(targets: np.ndarray) -> np.ndarray:
+    """The same for texts of which none counts."""
+    return np.full_like(targets, _IGNORED)
+
+
+def whole(
+    dataset: Dataset,
+    columns: Mapping[str, str],
+    score: str | None,
+    ends: tuple[float, float],
+    split: str,
+    name: str,
+    run: Run,
+) -> Dataset:
+    """The rows that have all texts, and a score. Errors: `RunError` for those that lack one, where they are not to be
+    left out, and for scores that are no numbers, or not between the `ends`."""
+    found = missing_values.texts(dataset, columns, split, name, run.data.drop_missing)
+    if score is None:
+        return found
+    missing_values.present(found, {"task.score": score}, split, name)
+    found = missing_values.complete(found, {"task.score": score}, split, name, run.data.drop_missing)
+    for first, part in column_scan.lists(found, score):
+        for row, value in enumerate(part, first):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not ends[0] <= value <= ends[1]:
+                remedy = "" if not number else "; say which there are, such as task.score_range=[0,5]"
+                raise RunError(
+                    f"task.score: row {row} of the {split} split of {name} holds {str(value)[:60]!r} in column "
+                    f"{score!r}, which is no number from {ends[0]:g} to {ends[1]:g}{remedy}"
+                )
+    return found
+
+
+def told_apart(
+    dataset: Dataset, columns: Mapping[str, str], numbers: Sequence[np.ndarray], split: str, name: str
+) -> None:
+    """Refuse a negative that is its row's anchor or positive. Errors: `RunError`."""
+    keys = list(columns)
+    for key, negative in zip(keys[2:], numbers[2:], strict=True):
+        for other, theirs in zip(keys[:2], numbers[:2], strict=True):
+            if len(rows := np.flatnonzero(negative == theirs)):
+                text = str(dataset[int(rows[0])][columns[key]])[:60]
+                raise RunError(
+                    f"{key}: in {len(rows)} of {len(dataset)} rows of the {split} split of {name} it is the same text "
+                    f"as {other}; the first is row {rows[0]}: {text!r}. Nothing can be told apart there: mend these "
+                    "rows, or take them out"
+                )
+
+
+def batches(train: Dataset, texts: list[str]) -> Iterator[list[str]]:
+    """The texts that a tokenizer is trained on."""
+    for start in range(0, len(train), 1000):
+        rows = train[start : start + 1000]
+        yield [text for column in texts for text in rows[column]]
+
+
+def read(tokenizer: Any, texts: list[str], most: int) -> list[list[int]]:
+    """The tokens of each text, one at least."""
+    end = lm_documents.end_of(tokenizer)
+    instead = int(tokenizer.pad_token_id if end is None else end)
+    found = tokenizer(texts, truncation=True, max_length=most, return_attention_mask=False)["input_ids"]
+    return [ids or [instead] for ids in found]
+
+
+def encoded(
+    dataset: Dataset,
+    texts: list[str],
+    numbers: np.ndarray,
+    score: str | None,
+    ends: tuple[float, float],
+    tokenizer: Any,
+    most: int,
+    key: str,
+) -> str:
+    """The shards of a split. `numbers`: of each row's texts, int64 [N, sides]."""
+    import datasets
+
+    lists = datasets.List(datasets.Value("int32"))
+    features = datasets.Features(
+        {"input_ids": lists, "sizes": lists, "numbers": datasets.List(datasets.Value("int64"))}
+        | {"width": datasets.Value("int64")}
+        | ({"score": datasets.Value("int64")} if score is not None else {})
+    )
+
+    def encoder(rows: dict[str, list]) -> dict[str, list]:
+        sides = [read(tokenizer, rows[column], most) for column in texts]
+        each = list(zip(*sides, strict=True))
+        found = {
+            "input_ids": [[token for ids in row for token in ids] for row in each],
+            "sizes": [[len(ids) for ids in row] for row in each],
+            "numbers": rows[_NUMBERS],
+            "width": [max(len(ids) for ids in row) for row in each],
+        }
+        if score is not None:
+            low, high = ends
+            found["score"] = [round((value - low) / (high - low) * ONE) for value in rows[score]]
+        return found
+
+    columns = [*texts, *([score] if score is not None else [])]
+    told = dataset.select_columns(columns).add_column(_NUMBERS, numbers.tolist())
+    return encode(told, encoder, features, key)
+
+
+def true_of(columns: Columns, rows: np.ndarray) -> np.ndarray:
+    """The scores of these pairs, from 0 to 1: float64 [B]; or the numbers of their texts: int64 [B, sides]."""
+    if "score" in columns.names:
+        return np.asarray(columns.flat("score")[rows], dtype=np.float64) / ONE
+    return np.asarray(columns.ragged("numbers").padded(rows, 0)[0], dtype=np.int64)
+
+
+def laid(columns: Columns, rows: np.ndarray, pad: int) -> Laid:
+    """The texts at these rows. The target of a first text is its score, or its number; that of another, below the one
+    that counts for nothing, its number."""
+    sizes, _ = columns.ragged("sizes").padded(rows, 0)  # [B, sides]
+    numbers, _ = columns.ragged("numbers").padded(rows, 0)
+    tokens = columns.ragged("input_ids")
+    count, sides = sizes.shape
+    ids = np.full((sides * count, int(sizes.max())), pad, dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for place, row in enumerate(rows):
+        parts = np.split(tokens.row(int(row)), np.cumsum(sizes[place])[:-1])
+        for side, part in enumerate(parts):
+            ids[side * count + place, : len(part)] = part
+            mask[side * count + place, : len(part)] = 1
+    if "score" in columns.names:
+        targets = np.concatenate([columns.flat("score")[rows], np.full((sides - 1) * count, _IGNORED)])
+    else:
+        targets = np.concatenate([numbers[:, 0], number(numbers[:, 1:].T.ravel())])
+    return Laid(ids, mask, targets.astype(np.int64))

@@ -1,0 +1,118 @@
+"""Do all processes of a job do the same thing? Compared before training, on every rank, whoever started it.
+
+In: a run, its data and this process's device, threads and versions. Out: nothing, or a `RunError` that names the keys
+that differ, with hosts and ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep import __version__
+from lockstep.config import error_messages as messages
+from lockstep.config import user_code
+from lockstep.config.run import Run, RunError
+
+if TYPE_CHECKING:
+    from lockstep.distributed.world import World
+
+# What may differ from machine to machine: where it runs, what it is called, where its results go.
+_OWN = ("name", "output", "launch")
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+# Local files: their contents are compared, not their names.
+_PATHS = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
+
+
+def facts(run: Run, data: str) -> dict[str, str]:
+    """What must be the same on every machine before a process starts: keys of the run file, versions, contents. `data`:
+    the hash of the tokens."""
+    values: dict[str, Any] = run.model_dump(mode="json")
+    for key in _OWN:
+        del values[key]
+    for entry in values["data"]["sources"] or ():  # of a mixture
+        for key in ("source", "train", "validation", "test"):
+            if _is_local({"data": entry}, f"data.{key}"):
+                del entry[key]
+    found = {key: repr(value) for key, value in messages.flat(values).items()}
+    for key in _PATHS:
+        found = {k: v for k, v in found.items() if not (k.split("[")[0] == key and _is_local(values, key))}
+    found["the data"] = data[:16]
+    if run.model.source is not None and (folder := Path(run.model.source).expanduser()).is_dir():
+        found["the model's files"] = fingerprint(folder)
+    own = user_code.hashes_of(user_code.named(run).values())
+    found |= {f"the code of {file}": seal for file, seal in own.items()}
+    found["the code of lockstep"] = user_code.hash_of_lockstep()
+    found["version of lockstep"] = __version__
+    for package in _PACKAGES:
+        try:
+            found[f"version of {package}"] = version(package)
+        except PackageNotFoundError:
+            found[f"version of {package}"] = "not installed"
+    return found
+
+
+def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
+    """Refuse to train when the ranks do not agree, also in `more` facts. Collective. Errors: `RunError`, the same on
+    every rank."""
+    mine = facts(run, data) | dict(more)
+    if run.strategy.exact:
+        mine["launch.threads"] = str(world.threads)
+        mine["kind of device"] = f"{world.device.type} {platform.machine()}"
+    seal = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    world.agreed = seal
+    if len(set(world.all_gather(seal))) == 1:
+        return
+    everyone = world.all_gather((f"{world.host} (rank {world.rank})", mine))
+    raise RunError(disagreement(everyone))
+
+
+def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
+    """The message: every key that differs, with its values and who has them; at most ten keys. Empty: none differs."""
+    keys = sorted({key for _, mine in everyone for key in mine})
+    rows = []
+    for key in keys:
+        held: dict[str, list[str]] = {}
+        for who, mine in everyone:
+            held.setdefault(mine.get(key, "not given"), []).append(who)
+        if len(held) > 1:
+            sides = [f"{value} on {_some(names)}" for value, names in held.items()]
+            rows.append(f"  {key}: {', '.join(sides)}")
+    if not rows:
+        return ""
+    more = f"\n  and {len(rows) - 10} more" if len(rows) > 10 else ""
+    return (
+        "the machines of this job do not agree:\n"
+        + "\n".join(rows[:10])
+        + more
+        + "\nStart every machine with the same run file, data, code and package versions"
+    )
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a model's folder: names and sizes of its files, and the first and last MiB of each."""
+    seen = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
+        size = path.stat().st_size
+        seen.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            seen.update(file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            seen.update(file.read(2**20))
+    return seen.hexdigest()[:16]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _is_local(values: dict[str, Any], key: str) -> bool:
+    section, _, name = key.partition(".")
+    given = values[section].get(name)
+    paths = given if isinstance(given, list) else [given]
+    return any(isinstance(path, str) and Path(path).expanduser().exists() for path in paths)

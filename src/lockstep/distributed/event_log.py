@@ -1,0 +1,172 @@
+"""What happened when: `OUTPUT/events.jsonl` (starts, checkpoints, evaluations, ends, on the clock) and
+`OUTPUT/ranks.jsonl` (seconds of each rank in each phase between log points).
+
+In: events, and each rank's phases at log points. Out: lines, written by rank 0 and never taken back: a step that is
+trained twice has two. Nothing here holds up training: a line that cannot be written is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.output import led_away
+from lockstep.config.redaction import redact_all
+from lockstep.config.run import Run
+from lockstep.distributed import step_timer
+from lockstep.distributed.processor import processor
+from lockstep.distributed.world import World
+
+
+class EventLog:
+    """The journal of one run; `EventLog(None)` keeps none."""
+
+    def __init__(self, world: World | None, folder: Path | None = None) -> None:
+        self._world, self._given = world, folder.resolve() if folder is not None else None
+        self._folder = self._given if world is not None and world.is_main else None
+        self._asked: tuple[float, int, int, Callable[[], list[list[float]]]] | None = None
+        self._last = 0  # the step of the last log point
+        self._saved: int | None = None  # the step of the newest checkpoint
+
+    def event(self, event: str, step: int, **facts: Any) -> None:
+        """Something happened after `step` updates."""
+        self._write("events", {"time": round(time.time(), 3), "event": event, "step": step, **facts})
+        if event == "start":
+            self._last, self._saved = step, step or None
+
+    def saved(self, newest: int | None) -> None:
+        """An event where the newest whole checkpoint is another one than before."""
+        if newest is not None and newest != self._saved:
+            self._saved = newest
+            self.event("checkpoint", newest)
+
+    def failed(self, caught: BaseException, place: str) -> None:
+        """The run ends with an error; its text stays out of the journal."""
+        self.event("failed", self._last, error=type(caught).__name__, place=place)
+
+    def times(self, step: int, seconds: Sequence[float]) -> None:
+        """Begin to gather what ranks spent their time on, as `Phases.take` gave it; `answer` writes it. Collective."""
+        self.answer()
+        if self._world is not None:
+            steps, self._last = step - self._last, step
+            self._asked = time.time(), step, steps, self._world.all_gather_numbers(seconds)
+
+    def answer(self) -> None:
+        """Write what was gathered last, if anything. Collective, and waits for nobody who has come to `times`."""
+        if self._asked is None:
+            return
+        (when, step, steps, answer), self._asked = self._asked, None
+        ranks = answer()
+        columns = {name: [round(rank[i], 6) for rank in ranks] for i, name in enumerate(step_timer.NAMES)}
+        columns = {name: each for name, each in columns.items() if any(each)}
+        line = {"time": round(when, 3), "step": step, "steps": steps, "ranks": len(ranks), "seconds": columns}
+        self._write("ranks", line)
+
+    def last_times(self, step: int, seconds: Sequence[float]) -> None:
+        """The same, and waits for the answer: no step follows that would. Collective."""
+        self.times(step, seconds)
+        self.answer()
+
+    def regroup(self, step: int) -> None:
+        """Other ranks are left after `step` updates, and another one may write; what was being gathered is left
+        out."""
+        self._asked, self._last = None, step
+        if self._world is not None and self._given is not None:
+            self._folder = self._given if self._world.is_main else None
+
+    def _write(self, name: str, line: dict[str, Any]) -> None:
+        if self._folder is None or led_away(self._folder) is not None:
+            return
+        with suppress(OSError), open(self._folder / f"{name}.jsonl", "ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")  # after half a line, which a kill has left
+            file.write((json.dumps(redact_all(line)) + "\n").encode())
+
+
+def facts(run: Run, world: World, opening: dict[str, str], clock: str, waits_inside: Sequence[str]) -> dict[str, Any]:
+    """What a start is told with: processes, hosts, hardware, versions, git. Collective."""
+    places = world.all_gather((world.host, _device(world)))
+    return {
+        "processes": world.size,
+        "launch": launched_by(run),
+        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        "hosts": [host for host, _ in places],
+        "devices": [device for _, device in places],
+        "threads": world.threads,
+        "clock": clock,
+        "waits_inside": list(waits_inside) if world.size > 1 else [],
+        "versions": versions(run),
+        "git": git_state(Path.cwd()) if world.is_main else None,
+        "opening": opening,
+    }
+
+
+def launched_by(run: Run) -> str:
+    """How this rank was started, in words."""
+    if "RANK" not in os.environ or multiprocessing.parent_process() is not None:
+        return f"launcher {run.launch.name}"
+    for variable, name in (
+        ("LOCKSTEP_LAUNCHER", f"launcher {run.launch.name}"),
+        ("SLURM_PROCID", "srun"),
+        ("ACCELERATE_MIXED_PRECISION", "accelerate launch"),
+        ("TORCHELASTIC_RUN_ID", "torchrun, or what starts ranks as it does"),
+    ):
+        if variable in os.environ:
+            return name
+    return "ranks that were started by hand"
+
+
+def versions(run: Run) -> dict[str, str]:
+    """Of Python and of the packages that decide what is computed and how."""
+    found = {"python": platform.python_version()}
+    names = {"hf_accelerate": "accelerate", "hf_trainer": "accelerate"}
+    engine = names.get(run.strategy.name, "deepspeed" if run.strategy.name.startswith("zero") else None)
+    quantizer = "bitsandbytes" if run.model.quantization else None
+    for name in ("lockstep-train", "torch", "transformers", "tokenizers", "datasets", engine, "peft", quantizer):
+        if name is None or (name == "peft" and not run.model.adapter):
+            continue
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found | {"torch": torch.__version__}
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, branch and number of changed files of the repository that a folder is in; None where there is none."""
+
+    def ask(*words: str) -> str | None:
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=False
+            )
+            return done.stdout.strip() if done.returncode == 0 else None
+        return None
+
+    commit = ask("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = ask("status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": commit,
+        "branch": ask("rev-parse", "--abbrev-ref", "HEAD"),
+        "changed": len(changed.splitlines()) if changed is not None else None,
+    }
+
+
+def _device(world: World) -> str:
+    """A GPU's name, or the processor's."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return f"{processor()}, {os.cpu_count()} cores"

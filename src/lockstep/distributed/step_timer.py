@@ -1,0 +1,133 @@
+"""What a rank spends its time on: each moment between two log points belongs to one phase.
+
+In: `with phases("forward"): ...`, in the loop and in strategies. Out: seconds of each phase since they were last taken.
+On a CPU a change of phase reads a clock. On CUDA it records an event on the current stream, and a phase is the time
+between two events there; nothing waits for the device but `take`, at log points, where the host waits for it anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+# In this order over the wire. What they mean is told in docs/report.md.
+NAMES = (
+    "other",
+    "data",
+    "forward",
+    "backward",
+    "forward+backward",
+    "overlapped",
+    "reduction",
+    "optimizer",
+    "evaluation",
+    "checkpoint",
+    "profile",
+)
+COMPUTING = ("forward", "backward", "forward+backward", "overlapped")  # micro-batches go through the model
+_PLACES = {name: place for place, name in enumerate(NAMES)}
+_MOST_EVENTS = 4096  # pending at a time, where log points are far apart
+
+T = TypeVar("T")
+
+
+class StepTimer:
+    """The clock of one rank. Phases nest: the inner one's time is not the outer one's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = [0.0] * len(NAMES)
+        self._computed = 0.0  # of what was taken
+        self._now = 0
+        self._since = time.perf_counter()
+        self._marks: deque[tuple[int, Any]] | None = None  # CUDA: (phase that ends, event)
+        self._spare: list[Any] = []
+        if device.type == "cuda":
+            self._device = device
+            self._marks = deque([(0, self._record())])
+
+    @property
+    def clock(self) -> str:
+        """`host` or `device`: whose seconds these are."""
+        return "host" if self._marks is None else "device"
+
+    def __call__(self, name: str) -> _Phase:
+        """A phase, for `with`."""
+        return _Phase(self, _PLACES[name])
+
+    def during(self, name: str, items: Iterable[T]) -> Generator[T]:
+        """The same items; the time it takes to get them belongs to this phase."""
+        found = iter(items)
+        try:
+            while True:
+                with self(name):
+                    try:
+                        item = next(found)
+                    except StopIteration:
+                        return
+                yield item
+        finally:
+            if (close := getattr(found, "close", None)) is not None:
+                close()
+
+    def take(self) -> list[float]:
+        """Seconds of each phase since this was last called, in the order of NAMES. On CUDA the host waits here."""
+        self.change(self._now)
+        if self._marks is not None:
+            self._marks[-1][1].synchronize()
+            self._fold()
+        self._computed = self.computed()
+        found, self._seconds = self._seconds, [0.0] * len(NAMES)
+        return found
+
+    def computed(self) -> float:
+        """Seconds since there is this clock in which micro-batches went through the model, up to the last change of
+        phase. On CUDA, up to where the device is: nobody waits."""
+        if self._marks is not None:
+            self._fold()
+        return self._computed + sum(self._seconds[_PLACES[name]] for name in COMPUTING)
+
+    def change(self, place: int) -> int:
+        """Another phase begins. Returns the one that ends."""
+        before, self._now = self._now, place
+        if self._marks is None:
+            now = time.perf_counter()
+            self._seconds[before] += now - self._since
+            self._since = now
+        else:
+            self._marks.append((before, self._record()))
+            if len(self._marks) > _MOST_EVENTS:
+                self._fold()
+        return before
+
+    def _record(self) -> Any:
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _fold(self) -> None:
+        """Add up what the device has reached already."""
+        assert self._marks is not None
+        while len(self._marks) > 1 and self._marks[1][1].query():
+            _, begin = self._marks.popleft()
+            phase, end = self._marks[0]
+            self._seconds[phase] += begin.elapsed_time(end) / 1e3
+            self._spare.append(begin)
+
+
+class _Phase:
+    """A context manager without a generator: it costs well under a microsecond."""
+
+    __slots__ = ("_before", "_phases", "_place")
+
+    def __init__(self, phases: StepTimer, place: int) -> None:
+        self._phases, self._place = phases, place
+
+    def __enter__(self) -> None:
+        self._before = self._phases.change(self._place)
+
+    def __exit__(self, *_: object) -> None:
+        self._phases.change(self._before)

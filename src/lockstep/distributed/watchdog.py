@@ -1,0 +1,238 @@
+"""A rank that stops answering is named, with its host, its step and its stack, and the job ends instead of waiting.
+
+In: every rank's place in the program (`World.at`), which costs an assignment. Out: one message, and status 1, so that a
+launcher starts the job again. Each rank has a thread that beats in the store the ranks met in. Two things can be seen:
+a beat that stays away (a stopped process, a machine that is gone), and a place that stays the same while hearts beat
+(a rank in an endless loop, or ranks that wait in different collectives); torch's flight recorder knows in which one a
+rank waits. Time-outs of collectives stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+from lockstep.config.exit_status import FAILED
+from lockstep.distributed import secret, torch_internals
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.stores import Sealed
+from lockstep.distributed.world import World
+from lockstep.track.console import error
+
+LEFT_S = 2.0  # a rank whose peers have come to their end needs no longer to come to its own
+
+
+class Watchdog:
+    """Watches over one job from `start` to `stop`; `limit_s` is how long a rank may stay silent or in one place."""
+
+    def __init__(self, world: World, limit_s: float) -> None:
+        self.world, self.limit_s = world, limit_s
+        self.interval_s = min(1.0, limit_s / 10)
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._asked: float | None = None  # when it asked the store something that is not answered yet
+        self._found: dict[int, dict[str, Any]] = {}  # the last beats it heard of
+        self._left = False  # whether it has waited for the others to go on without a silent one
+
+    def start(self) -> Watchdog:
+        """Begin to beat and to watch. A job of one process has nobody to wait for."""
+        if self.world.size > 1 and self.limit_s > 0:
+            store = torch_internals.default_store().clone()  # a connection of its own
+            # a beat names a process that may be killed: it bears the job's seal
+            self._store: Any = Sealed(dist.PrefixStore("lockstep-watch", store), "watch", secret.given())
+            self._main = threading.get_ident()
+            self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
+            self._thread.start()
+            threading.Thread(target=self._guard, name="lockstep-guard", daemon=True).start()
+        return self
+
+    def anew(self) -> Watchdog:
+        """Over the ranks that there are now."""
+        return Watchdog(self.world, self.limit_s).start()
+
+    def stop(self) -> None:
+        """This rank is through: the others stop waiting for its beats. Not collective."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join(self.interval_s * 5)
+            self._thread = None
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        beats = 0
+        seen: dict[int, tuple[Any, float]] = {}  # rank -> its last beat, and when it was new here
+        since = time.monotonic()  # when this rank came to where it is
+        place = -1
+        try:
+            while not self._over.wait(self.interval_s if beats else 0.0):
+                beats += 1
+                now = time.monotonic()
+                if ACTIVITY.moves != place:
+                    place, since = ACTIVITY.moves, now
+                stuck = now - since > self.limit_s
+                self._asked = now
+                self._store.set(str(self.world.rank), json.dumps(self._beat(beats, stuck)))
+                found = self._found = self._others(seen, now)
+                self._asked = None
+                silent = [r for r, (_, when) in seen.items() if now - when > self.limit_s]
+                everyone_waits = len(found) == self.world.size and all(b["stack"] for b in found.values())
+                if silent or (stuck and everyone_waits):
+                    self._tell(found, silent)
+            self._store.set(str(self.world.rank), json.dumps({"over": True}))
+        except RendezvousStateError as caught:
+            error(f"rank {self.world.rank} cannot read what the others say: {caught}", self.world.log)
+            os._exit(FAILED)
+        except RuntimeError as caught:  # the store is gone, and with it whoever held it
+            if self._over.wait(LEFT_S):
+                return
+            text = " ".join(str(caught).split())[:200]
+            error(f"rank {self.world.rank} lost contact with the store: {text}", self.world.log)
+            while not self.world.stop.wait(self.interval_s):
+                if self._over.is_set():
+                    return
+            os._exit(FAILED)  # its launcher ends it, and a rank that hangs would not; alone it has nothing to save
+
+    def _guard(self) -> None:
+        """In a thread beside: a store that does not answer has a holder that is stopped, which is rank 0."""
+        while not self._over.wait(self.interval_s):
+            asked = self._asked
+            if asked is None or time.monotonic() - asked <= self.limit_s:
+                continue
+            if 0 not in self._found:
+                error(f"no sign of life for {self.limit_s:g} s from rank 0. The job ends here", self.world.log)
+            elif self.world.rank == min(set(self._found) - {0}, default=self.world.rank):
+                self._end_silent(self._found, [0])
+            else:
+                time.sleep(self.interval_s)
+            sys.stderr.flush()
+            os._exit(FAILED)
+
+    def _beat(self, beats: int, stuck: bool) -> dict[str, Any]:
+        frame = sys._current_frames().get(self._main) if stuck else None
+        return {
+            "beat": beats,
+            "host": self.world.host,
+            "pid": os.getpid(),
+            "place": ACTIVITY.name,
+            "progress": ACTIVITY.moves,
+            "stack": traceback.format_stack(frame)[-12:] if frame is not None else [],
+            "collectives": torch_internals.open_collectives() if stuck else [],
+            "over": False,
+        }
+
+    def _others(self, seen: dict[int, tuple[Any, float]], now: float) -> dict[int, dict[str, Any]]:
+        """The last beat of every rank that has begun and is not through."""
+        found = {}
+        for rank in range(self.world.size):
+            if not self._store.check([str(rank)]):
+                continue
+            beat = parsed(self._store.get(str(rank)))
+            if beat["over"]:
+                seen.pop(rank, None)
+                continue
+            found[rank] = beat
+            if rank not in seen or seen[rank][0] != beat["beat"]:
+                seen[rank] = (beat["beat"], now)
+        return found
+
+    def _tell(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
+        """Say who it is, once for the job, and end this rank; it lives on where ranks may be lost, and one is."""
+        if first := self._store.add("told", 1) == 1:
+            self._end_silent(found, silent)
+        if silent and self.world.members is not None and not self._left:
+            self._left = True
+            self._over.wait(
+                self.world.members.place.soon_s
+            )  # until ranks have met again, with another watch; else as ever
+            return
+        if not first:
+            time.sleep(self.interval_s)  # whoever speaks shall have spoken before the launcher ends us all
+        sys.stderr.flush()
+        os._exit(FAILED)
+
+    def _end_silent(self, found: dict[int, dict[str, Any]], silent: list[int]) -> None:
+        text = verdict(found, silent, self.limit_s)
+        if silent and self.world.members is not None:
+            text = text.replace("The job ends here", "It counts as lost")
+        error(text, self.world.log)
+        for rank in silent:
+            if self.world.members is not None and found[rank]["host"] != self.world.host:
+                self.world.members.accuse(rank)
+            if found[rank]["host"] == self.world.host and sibling(found[rank]["pid"]):
+                with contextlib.suppress(OSError):  # a stopped process does not end when it is asked to
+                    os.kill(found[rank]["pid"], signal.SIGKILL)
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """A beat, or `{"over": True}`. Errors: `RendezvousStateError` for what no rank writes."""
+    try:
+        found = json.loads(text)
+        if found == {"over": True}:
+            return dict(found)
+        lists = [found["stack"], found["collectives"]]
+        right = (
+            found["over"] is False
+            and all(type(found[name]) is int for name in ("beat", "pid", "progress"))
+            and all(type(word) is str for word in [found["host"], found["place"], *lists[0], *lists[1]])
+            and all(type(each) is list for each in lists)
+        )
+    except (ValueError, TypeError, LookupError, RecursionError):
+        right = False
+    if not right:
+        raise RendezvousStateError(f"{text[:80]!r} is no sign of life")
+    return dict(found)
+
+
+def sibling(pid: int) -> bool:
+    """Whether that process has the parent of this one, as ranks of one launcher have: without a secret, anybody who
+    reaches the store can name any process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return pid > 1 and sys.platform != "linux"  # which does not tell
+    return pid > 1 and int(stat.rpartition(")")[2].split()[1]) == os.getppid()
+
+
+def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float) -> str:
+    """What a person should read. Silent ranks first; else those that are furthest behind or not in a collective."""
+
+    def who(rank: int) -> str:
+        return f"rank {rank} (pid {beats[rank]['pid']}) on {beats[rank]['host']}, {beats[rank]['place']}"
+
+    def inside(rank: int) -> str:
+        found = beats[rank].get("collectives")
+        return f", in {'; '.join(found)}" if found else ""
+
+    if silent:
+        names = "; ".join(who(rank) for rank in silent)
+        return (
+            f"no sign of life for {limit_s:g} s from {names}. It is stopped, or its machine is gone. The job ends here"
+        )
+    least = min(b["progress"] for b in beats.values())
+    behind = [rank for rank, b in beats.items() if b["progress"] == least]
+    if len(behind) == len(beats):  # all at one place: those that do not wait for the others
+        behind = [rank for rank, b in beats.items() if not waits(b["stack"])] or behind
+    others = sorted(set(beats) - set(behind))
+    lines = [f"nothing has moved for {limit_s:g} s. Held up by:"]
+    for rank in behind:
+        lines += [f"  {who(rank)}{inside(rank)}; its stack:", "".join(beats[rank]["stack"]).rstrip()]
+    if others:
+        lines.append("  waiting for it: " + "; ".join(who(rank) + inside(rank) for rank in others))
+    return "\n".join(lines)
+
+
+def waits(stack: list[str]) -> bool:
+    """Whether a stack ends in a collective, or in waiting for one."""
+    return any("torch/distributed" in entry or ".wait()" in entry for entry in stack[-3:])

@@ -1,0 +1,387 @@
+"""Whose OUTPUT is it? One job at a time writes there, over all machines that see the folder: `OUTPUT/.lock`.
+
+In: OUTPUT. Out: a `Lock` that beats until it is released, or a `RunError` that names who has it. Three signs tell
+whether a holder lives. flock ends with its process, however that ends. Where that does not work: the process's number,
+when it started, and the boot of its machine. Between machines: a heartbeat. What cannot be told is alive, until the
+heart has not beaten for `STALE_S` while this machine watched. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.config.exit_status import FAILED
+from lockstep.config.output import check_output
+from lockstep.config.run import Run, RunError
+from lockstep.distributed import job_record
+from lockstep.distributed.job_record import JobRecord, Process, State
+from lockstep.launchers.processes.output import check_ours
+from lockstep.track.console import error
+
+FILE = ".lock"
+BEAT_S, STALE_S = 5.0, 60.0
+VARIABLE = "LOCKSTEP_LOCK"  # for the ranks of a job whose launcher holds the lock: its token
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has a lock."""
+
+    token: str
+    process: Process
+    kernel: str  # one boot of one machine, whatever containers call it
+    space: str  # in which the process has its number
+    flocks: bool  # whether flock worked for it
+    since: float  # seconds since 1970
+
+    def __str__(self) -> str:
+        return f"process {self.process.pid} on {self.process.host}"
+
+
+@dataclass(frozen=True)
+class OutputState:
+    """A lock as it was found."""
+
+    holder: Holder | None  # None: it cannot be read
+    alive: bool | None  # None: only the heartbeat can tell
+    beat: tuple[bytes, int]  # changes with every beat
+    age_s: float  # of the last beat, by two clocks that may differ
+
+
+def look(path: Path) -> OutputState | None:
+    """Who has the lock, and whether they live; None where there is none. Errors: `OSError`."""
+    try:
+        descriptor = _opened(path)
+    except FileNotFoundError:
+        return None
+    try:
+        free = _flock(descriptor)
+        text, found = os.read(descriptor, 65536), os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    holder = _parsed(text)
+    alive: bool | None = None
+    if free is False:
+        alive = True
+    elif holder is not None and holder.kernel == _kernel():
+        if free and holder.flocks:
+            alive = False
+        elif holder.space == _space():
+            alive = job_record.born(holder.process.pid) == holder.process.born
+    return OutputState(holder, alive, (text, found.st_mtime_ns), time.time() - found.st_mtime)
+
+
+class Lock:
+    """OUTPUT is this process's own, until `release`. A thread beats, and notices when it is not any more."""
+
+    def __init__(self, folder: Path, descriptor: int, holder: Holder, made: list[Path], beat_s: float) -> None:
+        self.folder, self.holder, self.lost = folder, holder, False
+        self._path, self._descriptor, self._made, self._beat_s = folder / FILE, descriptor, made, beat_s
+        self._beats, self._over, self._turn = 0, threading.Event(), threading.Lock()
+        self._folder = os.open(folder, os.O_RDONLY)  # while it is open, no other folder has its number
+        self._real = folder.resolve()
+        self._written = False  # whether a run has written here
+        self._thread = threading.Thread(target=self._run, name="lockstep-lock", daemon=True)
+        self._thread.start()
+
+    def verdict(self, status: int) -> int:
+        """The exit status of a job that has ended with this one: OUTPUT must have been there all the time."""
+        with self._turn:
+            if not self._over.is_set():
+                self._look_after()
+        if self.lost and status != FAILED and self._elsewhere() is None:
+            job_record.note(self.folder, status=FAILED)
+        return FAILED if self.lost else status
+
+    def release(self) -> None:
+        """Give OUTPUT back; once is enough. Folders that were made for the lock alone go with it."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        with self._turn:
+            if self._state() == "mine":
+                with suppress(OSError):
+                    self._path.unlink()
+            os.close(self._descriptor)
+            os.close(self._folder)
+        for path in self._made:
+            with suppress(OSError):  # not empty: a run was there
+                path.rmdir()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._beat_s):
+            with self._turn:
+                if self._over.is_set():
+                    return
+                lost = self.lost
+                self._look_after()
+            if self.lost and not lost:  # as if stopped by a person: what was learned goes into a checkpoint
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _look_after(self) -> None:
+        """Beat; make the lock anew where somebody has deleted it, alone or with all that is in OUTPUT; end this process
+        at once where another has it."""
+        there = self._there()
+        elsewhere = None if there else self._elsewhere()
+        state = self._state() if elsewhere is None else "unknown"
+        if not there and state != "taken" and not self.lost and (elsewhere is not None or state != "unknown"):
+            self.lost = True
+            what, rest = "deleted or moved away", "what it could still save is in a new folder of that name"
+            if elsewhere is not None:
+                what, rest = f"replaced by a link to {elsewhere}", "nothing is written through the link"
+            error(
+                f"{self.folder} was {what} while it was trained into: what the run had written is not there any more. "
+                f"The run ends with status 1; {rest}"
+            )
+        elif state == "gone":
+            error(f"{self._path} was deleted while {self.folder} is trained into; it is made anew")
+        if state == "gone":
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if (created := _created(self._path, self.holder)) is None:
+                    state = self._state()
+                else:
+                    os.close(self._descriptor)
+                    self._descriptor = created
+        if state == "taken":
+            error(f"{self.folder} belongs to another process now: this one was thought to be gone. It ends here")
+            os._exit(FAILED)
+        self._beats += 1
+        with suppress(OSError):
+            os.pwrite(self._descriptor, b"%012d" % self._beats, 0)
+            os.fsync(self._descriptor)
+
+    def _elsewhere(self) -> Path | None:
+        """The folder that a link leads to which is in OUTPUT's place now, or in that of a folder above it."""
+        now = self.folder.resolve()
+        return None if now == self._real else now
+
+    def _there(self) -> bool:
+        """Whether OUTPUT is the folder that it was, with what the run has written there."""
+        try:
+            here, own = os.stat(self.folder), os.fstat(self._folder)
+        except FileNotFoundError:
+            return False
+        except OSError:  # a network disk that does not answer
+            return True
+        written = any((self.folder / name).exists() for name in ("run.yaml", job_record.FILE))
+        gone, self._written = self._written and not written, self._written or written
+        return (here.st_dev, here.st_ino) == (own.st_dev, own.st_ino) and not gone
+
+    def _state(self) -> Literal["mine", "gone", "taken", "unknown"]:
+        try:
+            here, own = os.stat(self._path), os.fstat(self._descriptor)
+            if (here.st_dev, here.st_ino) == (own.st_dev, own.st_ino):
+                return "mine"
+            found = _parsed(self._path.read_bytes())
+        except FileNotFoundError:
+            return "gone"
+        except OSError:  # a network disk that does not answer
+            return "unknown"
+        return "mine" if found is not None and found.token == self.holder.token else "taken"
+
+
+@contextmanager
+def owned(run: Run, say: Callable[[str], None]) -> Iterator[Lock]:
+    """The lock of OUTPUT for as long as this lasts, for this process and those it starts. Errors: `RunError`, where
+    another job has it, or where the folder is not one of a run."""
+    check_output(run)
+    check_ours(run)
+    lock = take(run.folder, say)
+    os.environ[VARIABLE] = lock.holder.token
+    try:
+        yield lock
+    finally:
+        os.environ.pop(VARIABLE, None)
+        lock.release()
+
+
+def held_by_launcher(folder: Path) -> bool:
+    """Whether the launcher that this rank was started by holds the lock."""
+    token = os.environ.get(VARIABLE)
+    with suppress(OSError):
+        found = _parsed((folder / FILE).read_bytes())
+        return token is not None and found is not None and found.token == token
+    return False
+
+
+def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale_s: float = STALE_S) -> Lock:
+    """The lock of a folder, which is made where it is not there. Waits, and says so, where a holder on another machine
+    may be dead. Errors: `RunError`, where it lives, or the folder cannot be written to."""
+    path = folder / FILE
+    holder = Holder(secrets.token_hex(8), Process.this(), _kernel(), _space(), True, time.time())
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while (descriptor := _created(path, holder)) is None:
+            if (found := look(path)) is not None:
+                _wait_for_the_end(path, found, say, beat_s, stale_s)
+    except OSError as caught:
+        raise RunError(f"output: cannot write to {folder}: {caught.strerror}") from caught
+    return Lock(folder, descriptor, holder, made, beat_s)
+
+
+def _wait_for_the_end(
+    path: Path, found: OutputState, say: Callable[[str], None], beat_s: float, stale_s: float
+) -> None:
+    """Take the lock of a dead holder away. Errors: `RunError` where it lives, `OSError`."""
+    since = time.monotonic()
+    patience_s = 3 * beat_s if _clock_of(path.parent) - found.beat[1] / 1e9 > stale_s else stale_s
+    told = False
+    now: OutputState | None = found
+    while now is not None:
+        if now.alive or now.beat != found.beat:
+            raise RunError(taken(path.parent, now))
+        watched_s = time.monotonic() - since
+        if now.alive is False or watched_s >= patience_s:
+            _take_away(path, now)
+            return
+        if not told and (now.holder is not None or watched_s > beat_s / 2):  # else it may be about to write its name
+            told = True
+            say(
+                f"{path.parent} is held by {now.holder or 'a process that cannot be read'}, which cannot be asked from "
+                f"{socket.gethostname()}; its last heartbeat is {now.age_s:.0f} s old. Watching it for "
+                f"{patience_s:g} s: the run begins if there is none. Where you know that it is gone, delete {path}"
+            )
+        time.sleep(min(1.0, beat_s / 5))
+        now = look(path)
+
+
+def now(folder: Path, record: JobRecord | None) -> tuple[JobRecord | None, State | None]:
+    """What the lock of OUTPUT adds to what its launch.json says: who is there, where that is another one (it prepares
+    its data, or was started by hand), and how they are, also on another machine; else the record and None."""
+    try:
+        found = look(folder / FILE)
+    except OSError:
+        found = None
+    if found is None or found.holder is None or found.alive is False:
+        return record, None
+    process = found.holder.process
+    if found.alive is None and found.age_s > STALE_S:
+        text = f"{found.holder} has given no sign of life for {found.age_s:.0f} s"
+        return record, State("gone", text) if record is not None and record.process == process else None
+    if record is not None and record.job is not None and record.status is None:
+        return record, None  # its scheduler knows
+    if record is None or record.status is not None or process not in (record.process, record.main):
+        record = JobRecord("local", 1, found.holder.since, process)
+    return record, State("running", str(found.holder))
+
+
+def taken(folder: Path, found: OutputState) -> str:
+    """The message for whoever comes second."""
+    who = "another process"
+    if found.holder is not None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.holder.since))
+        who = f"{found.holder}, since {when}"
+    return (
+        f"output: {folder} is being trained already ({who}). `lockstep stop {folder}` ends that, or give another "
+        "output=FOLDER"
+    )
+
+
+def _take_away(path: Path, found: OutputState) -> None:
+    """Remove the lock of a dead holder, and no other that has come meanwhile. Errors: `OSError`."""
+    try:
+        descriptor = _opened(path)
+    except FileNotFoundError:
+        return
+    try:
+        if _flock(descriptor) is False:
+            return  # somebody else is doing this
+        here, own = os.stat(path), os.fstat(descriptor)
+        if (here.st_dev, here.st_ino) != (own.st_dev, own.st_ino) or os.read(descriptor, 65536) != found.beat[0]:
+            return
+        aside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
+        os.rename(path, aside)
+        if _parsed(aside.read_bytes()) != found.holder:  # without flock, one may have come in between: it goes back
+            with suppress(FileExistsError):
+                os.link(aside, path)
+        aside.unlink()
+    except FileNotFoundError:
+        return
+    finally:
+        os.close(descriptor)
+
+
+def _created(path: Path, holder: Holder) -> int | None:
+    """A new lock, open; None where there is one. Errors: `OSError`; nothing is left then."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return None
+    try:
+        values = asdict(holder) | {"flocks": _flock(descriptor) is True}
+        os.pwrite(descriptor, b"%012d\n" % 0 + json.dumps(values).encode() + b"\n", 0)
+        os.fsync(descriptor)
+    except OSError:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR)
+    except PermissionError:  # another user's
+        return os.open(path, os.O_RDONLY)
+
+
+def _flock(descriptor: int, limit_s: float = 1.0) -> bool | None:
+    """Lock the open file: True; False where another process has done so for longer than a look takes; None where the
+    file system cannot."""
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        except OSError:
+            return None
+
+
+def _parsed(text: bytes) -> Holder | None:
+    try:
+        values = json.loads(text.partition(b"\n")[2])
+        return Holder(**values | {"process": Process(**values["process"])})
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _clock_of(folder: Path) -> float:
+    """Seconds since 1970 by the clock that stamps the folder's files, which may be a server's. Errors: `OSError`."""
+    probe = folder / f"{FILE}.{secrets.token_hex(4)}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _kernel() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _space() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

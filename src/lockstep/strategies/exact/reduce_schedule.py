@@ -1,0 +1,209 @@
+"""Which messages bring partial sums together: who sends what to whom, stage by stage, at any number of ranks.
+
+In: the partial sums that each rank holds, and which host each rank is on. Out: a `ReduceSchedule`, from which the
+strategies send and receive (`reduction.py`) and `benchmarks/exchange_table.py` counts.
+
+Ranks are grouped like the leaves of the tree: neighbours first, within a host, then hosts. A vector is cut into slots,
+one a rank. A stage brings the groups within a group together: of two ranks that held the same slots each keeps the half
+that it will answer for and sends the other half. So a rank sends half of what it holds, then a quarter, and the large
+pieces stay on its host; log2(W) stages instead of W - 1 messages. Which partial sums are added where does not change a
+bit: only siblings of the one tree ever are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+
+import torch.distributed as dist
+
+from lockstep.config.run import Run
+from lockstep.distributed.world import World
+
+Node = tuple[int, int]  # (level, index): the sum of the leaves [index * 2^level, (index + 1) * 2^level) that exist
+
+AT_ONCE = 8  # ranks of one host that send to each other directly
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """How sums travel between the ranks of a process group."""
+
+    exchange: str = "auto"  # as `strategy.exchange` says
+    hosts: tuple[str, ...] = ()  # of each rank; none: all on one
+
+    def tree(self, ranks: int) -> bool:
+        """Whether they travel in stages: between hosts, and where one all-to-all would be many messages."""
+        if self.exchange == "auto":
+            return ranks > AT_ONCE or len(set(self.hosts)) > 1
+        return self.exchange == "tree"
+
+
+def links(run: Run, world: World, group: dist.ProcessGroup | None = None) -> LinkSpeeds:
+    """Of a run, between the ranks of a group; all by default."""
+    ranks = range(world.size) if group is None else dist.get_process_group_ranks(group)
+    return LinkSpeeds(run.strategy.exchange, tuple(world.hosts[rank] for rank in ranks))
+
+
+def merged(nodes: Iterable[Node], leaves: int) -> tuple[Node, ...]:
+    """What partial sums come to when siblings have merged as far as they can, in leaf order."""
+    found: set[Node] = set()
+    for level, index in nodes:
+        while (1 << level) < leaves:
+            sibling = index ^ 1
+            if sibling << level < leaves:  # the sibling covers leaves; otherwise this node is its parent already
+                if (level, sibling) not in found:
+                    break
+                found.remove((level, sibling))
+            level, index = level + 1, index >> 1
+        found.add((level, index))
+    return tuple(sorted(found, key=lambda node: node[1] << node[0]))
+
+
+@dataclass(frozen=True, eq=False)
+class RankGroup:
+    """Ranks that together hold every slot of the sum of what they hold, each slot once."""
+
+    ranks: range
+    nodes: tuple[Node, ...]  # the partial sums that they come to
+    parts: tuple[RankGroup, ...]  # the groups that it is made of; none for one rank
+    height: int  # stages until it has come together
+
+    def answers(self, other: range, rank: int) -> int:
+        """The rank of this group that holds what `rank`, of another group beside it, will answer for: that of the same
+        place, and where this group is larger one of several by turns."""
+        at = rank - other.start
+        places = range(at % len(self.ranks), len(self.ranks), len(other))
+        return self.ranks[places[at % len(places)]]
+
+
+@dataclass(frozen=True)
+class ReduceStage:
+    """What one rank does when the parts of a group come together. Rows are slots, counted within those that the rank
+    holds before; a message is of all `nodes` of its sender's part."""
+
+    height: int
+    nodes: tuple[Node, ...]  # the partial sums that the rank holds before
+    kept: slice  # rows that it goes on with
+    sends: tuple[tuple[int, slice], ...]  # to whom, which rows
+    receives: tuple[tuple[int, tuple[Node, ...]], ...]  # from whom, of which partial sums; as many rows as it keeps
+
+    @property
+    def rows(self) -> int:
+        return self.kept.stop - self.kept.start
+
+
+class ReduceSchedule:
+    """Of one group of ranks. `layout`: the partial sums of each rank, in leaf order; maybe none."""
+
+    def __init__(self, leaves: int, layout: tuple[tuple[Node, ...], ...], hosts: tuple[str, ...] = ()) -> None:
+        self.leaves, self.layout, self._hosts = leaves, layout, hosts
+        self._above: dict[RankGroup, RankGroup] = {}
+        self._given: dict[tuple[RankGroup, RankGroup], Mapping[int, list[int]]] = {}
+        self._rows: dict[tuple[RankGroup, int], tuple[int, ...]] = {}
+        self._stages: dict[int, tuple[ReduceStage, ...]] = {}
+        self._alone: dict[int, RankGroup] = {}
+        self.root = self._grouped(range(len(layout)))
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """What all ranks' partial sums come to: the root, where every leaf is there."""
+        return self.root.nodes
+
+    @property
+    def height(self) -> int:
+        """Stages, the same on every rank; one that has nothing to do in a stage waits for its turn."""
+        return self.root.height
+
+    def order(self, rank: int) -> tuple[int, ...]:
+        """The slots as the rank lays them out: then every message is one piece of memory."""
+        return self._held(self._alone[rank], rank)
+
+    def stages(self, rank: int) -> tuple[ReduceStage, ...]:
+        """What a rank does, from the first stage to the last. To gather, it goes back: it sends what it received and
+        receives what it sent."""
+        if rank not in self._stages:
+            found: list[ReduceStage] = []
+            part = self._alone[rank]
+            while part is not self.root:
+                group = self._above[part]
+                found.append(self._stage(group, part, rank))
+                part = group
+            self._stages[rank] = tuple(found)
+        return self._stages[rank]
+
+    def _stage(self, group: RankGroup, part: RankGroup, rank: int) -> ReduceStage:
+        sends: list[tuple[int, slice]] = []
+        at, kept = 0, slice(0, 0)
+        for other in group.parts:
+            for peer in self._peers(part, other).get(rank, ()):
+                rows = slice(at, at := at + len(self._held(group, peer)))
+                if peer == rank:
+                    kept = rows
+                else:
+                    sends.append((peer, rows))
+        others = [other for other in group.parts if other is not part]
+        receives = [(other.answers(part.ranks, rank), other.nodes) for other in others]
+        return ReduceStage(group.height, part.nodes, kept, tuple(sends), tuple(receives))
+
+    def _held(self, group: RankGroup, rank: int) -> tuple[int, ...]:
+        """The slots that a rank holds when its group has come together."""
+        if group is self.root:
+            return (rank,)
+        if (group, rank) not in self._rows:
+            above = self._above[group]
+            found = [
+                self._held(above, peer) for other in above.parts for peer in self._peers(group, other).get(rank, ())
+            ]
+            self._rows[group, rank] = tuple(chain.from_iterable(found))
+        return self._rows[group, rank]
+
+    def _peers(self, part: RankGroup, other: RankGroup) -> Mapping[int, list[int]]:
+        """For each rank of a part those of another, or of itself, that go on with what it holds."""
+        if part is other:
+            return {rank: [rank] for rank in part.ranks}
+        if (part, other) not in self._given:
+            given: dict[int, list[int]] = {}
+            for peer in other.ranks:
+                given.setdefault(part.answers(other.ranks, peer), []).append(peer)
+            self._given[part, other] = given
+        return self._given[part, other]
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    def _grouped(self, ranks: range) -> RankGroup:
+        if len(ranks) == 1:
+            group = RankGroup(ranks, merged(self.layout[ranks.start], self.leaves), (), 0)
+            self._alone[ranks.start] = group
+            return group
+        parts = tuple(self._grouped(part) for part in self._cut(ranks))
+        nodes = merged(chain.from_iterable(part.nodes for part in parts), self.leaves)
+        group = RankGroup(ranks, nodes, parts, 1 + max(part.height for part in parts))
+        self._above |= dict.fromkeys(parts, group)
+        return group
+
+    def _cut(self, ranks: range) -> list[range]:
+        """Between two hosts, as near to the middle as can be; on one host in halves, where fewest partial sums are
+        left, and a few ranks into single ones."""
+        hosts = self._hosts
+        between = [r for r in ranks[1:] if hosts[r] != hosts[r - 1]] if hosts else []
+        if not between and len(ranks) <= AT_ONCE:
+            return [range(rank, rank + 1) for rank in ranks]
+        middle = (ranks.start + ranks.stop) / 2
+        between = between or [int(middle), int(middle + 0.5)]
+        near = min(abs(cut - middle) for cut in between)
+        cut = min((c for c in between if abs(c - middle) == near), key=lambda c: self._left(ranks, c))
+        return [range(ranks.start, cut), range(cut, ranks.stop)]
+
+    def _left(self, ranks: range, cut: int) -> int:
+        """How many partial sums two halves would come to."""
+        halves = (range(ranks.start, cut), range(cut, ranks.stop))
+        return sum(len(merged(chain.from_iterable(self.layout[rank] for rank in half), self.leaves)) for half in halves)
+
+
+@lru_cache(maxsize=64)
+def plan(leaves: int, layout: tuple[tuple[Node, ...], ...], hosts: tuple[str, ...] = ()) -> ReduceSchedule:
+    """The same plan for whoever asks; making one takes longer than a step of a small model."""
+    return ReduceSchedule(leaves, layout, hosts)

@@ -1,0 +1,105 @@
+"""What a model's weights are kept in: float32, bfloat16, or the frozen ones of an adapter in bfloat16.
+
+In: a model of transformers and `model.dtype`. Out: the same model. With an adapter, the matrices of its frozen linear
+layers and embeddings are kept in bfloat16, and computed with as `precision` says: what they give is what float32
+weights of the same values would have given, to the bit. Vectors (norms, biases) and what is trained stay float32.
+Without one, all weights are bfloat16, and so is what is computed.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from lockstep.config.run import Run
+from lockstep.tasks.models import quantized
+
+
+def loaded_in(run: Run) -> dict[str, Any]:
+    """What transformers is told of it when it builds or loads the model."""
+    return {"dtype": torch.bfloat16} if run.model.dtype == "bfloat16" else {}
+
+
+def cast_weights(run: Run, model: nn.Module) -> nn.Module:
+    """The model, each weight in what it is kept in; in place. Errors: `RunError`."""
+    model = _in_dtypes(run, model)
+    if run.model.quantization is not None:
+        quantized.pack(run, model)
+    return model
+
+
+def _in_dtypes(run: Run, model: nn.Module) -> nn.Module:
+    if run.model.dtype == "float32":
+        model = model.float()
+        assert all(p.dtype == torch.float32 for p in model.parameters()), "weights must be float32"
+        return model
+    narrow = {id(p) for p in model.parameters()}
+    if run.model.adapter:
+        modules = [m for m in model.modules() if type(m) in (nn.Linear, nn.Embedding, Conv1D)]
+        modules = [m for m in modules if not m.weight.requires_grad]
+        narrow = {id(m.weight) for m in modules}
+        for module in modules:
+            _widen(module)
+        for buffer in model.buffers():
+            if buffer.dtype == torch.bfloat16:
+                buffer.data = buffer.data.float()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16 if id(parameter) in narrow else torch.float32)
+    return model
+
+
+def _widen(module: nn.Module) -> None:
+    """Let a layer with a frozen bfloat16 weight compute as if it were float32."""
+    if isinstance(module, nn.Embedding):
+        module.register_forward_hook(_float)
+    else:
+        module.forward = MethodType(_forward, module)
+
+
+def _float(module: nn.Module, given: Any, found: Tensor) -> Tensor:
+    return found.float()
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    """A linear layer's. Autocast casts a weight of any dtype to its own. Without it the weight is float32 while it is
+    used: autograd keeps the bfloat16 one, and widens it once more in backward."""
+    if torch.is_autocast_enabled(x.device.type):
+        return _linear(layer, x, layer.weight)
+    wide = layer.weight.float()
+    start = wide.untyped_storage().data_ptr()
+
+    def pack(kept: Tensor) -> Any:
+        own = kept.untyped_storage().data_ptr() == start
+        return (kept.shape, kept.stride(), kept.storage_offset()) if own else kept
+
+    def unpack(kept: Any) -> Tensor:
+        return kept if isinstance(kept, Tensor) else layer.weight.detach().float().as_strided(*kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return _linear(layer, x, wide)
+
+
+def _linear(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """As torch and transformers compute it."""
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, layer.bias)
+    return torch.addmm(layer.bias, x.view(-1, x.size(-1)), weight).view((*x.size()[:-1], layer.nf))
+
+
+def merged(model: Any, low: bool) -> nn.Module:
+    """A model of peft with its adapter merged into its weights; all of them bfloat16 (`low`) or float32. The sums are
+    made in float32, and rounded once. Weights in 4 bits are merged into as what they stand for."""
+    quantized.unpack(model)
+    dtype = torch.bfloat16 if low else torch.float32
+    for parameter in () if low else model.parameters():
+        parameter.data = parameter.data.float()
+    whole = model.merge_and_unload()
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.to(dtype)
+    whole.config.dtype = dtype
+    return whole

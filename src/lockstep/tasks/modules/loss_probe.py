@@ -1,0 +1,407 @@
+"""What nobody says about a model, a loss and metrics of the user's, found out on a few items before any process starts.
+
+In: the user's functions. Out: `Found`, which the prepared data keep; or a `RunError` where it cannot be told.
+
+A loss is a mean when a batch and the same batch twice over have the same loss, and a sum when the second is twice the
+first. A mean is taken only if it adds up: weighted by targets, the means of two batches must give that of both
+together, also where the model's weights are random and items hold much and little (`contrast.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import user_code
+from lockstep.config.run import Run, RunError
+from lockstep.distributed.randomness import seed_everything
+from lockstep.tasks.modules import contrast, dataset, user_functions, wrapped_module
+from lockstep.tasks.modules.wrapped_module import Calling
+
+FIRST, SECOND = 8, 5  # items of the two batches
+NEAR = 1e-3  # how far sums in float32 may be apart, relatively
+
+
+@dataclass
+class Found:
+    """What was found out."""
+
+    loss: str  # "sum", "mean", or "each"
+    each: int  # targets of an example, unless `task.targets` says it
+    metrics: dict[str, str] = field(default_factory=dict)  # name -> "sum", "mean", "each", or "pair"
+    called_once: list[str] = field(default_factory=list)  # modules that every forward calls exactly once
+    doubts: list[str] = field(default_factory=list)  # what may make the result depend on the number of processes
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The model on the CPU, and batches of a few items: A, B, A with A again, A with B."""
+
+    run: Run
+    model: nn.Module
+    calling: Calling
+    batches: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    weights: Mapping[str, int]  # targets of each batch; examples where nobody says more
+    fresh: Callable[[], nn.Module] | None = None  # a new model for every batch: this one keeps state between them
+
+    def forward(self, name: str) -> tuple[Any, Any]:
+        """The model's outputs for a batch, and what the loss sees of it. Errors: `RunError`."""
+        (arguments, named), seen = self.calling.arguments(self.batches[name])
+        model = self.fresh() if self.fresh else self.model
+        seed_everything(self.run.seed, -3)
+        with user_functions.asked(self.run, "model", ": forward"):
+            return model(*arguments, **named), seen
+
+    def loss(self, name: str) -> Any:
+        """The user's loss of a batch. Errors: `RunError`."""
+        outputs, seen = self.forward(name)
+        with user_functions.asked(self.run, "loss"):
+            return self.calling.loss(outputs, seen)
+
+
+def probe(run: Run, data: Any, places: np.ndarray) -> Found:
+    """Try the user's functions on items of the training split. Errors: `RunError`."""
+    chosen = places[np.linspace(0, len(places) - 1, FIRST + SECOND).astype(np.int64)]
+    read = [dataset.item(run, data, int(place), -1) for place in chosen]
+    doubts = _unsteady(run, data, chosen, read)
+    parts = {"A": read[:FIRST], "B": read[FIRST:], "AA": read[:FIRST] * 2, "AB": read}
+    batches, weights = _batches(run, parts)
+    model = user_functions.model(run)
+    calling = Calling(
+        run,
+        user_functions.function(run, "loss"),
+        "",
+        user_functions.function(run, "metrics"),
+        {},
+        None,
+        wrapped_module.names_of(model),
+    )
+    trial = _Trial(run, model, calling, batches, {name: len(part) for name, part in parts.items()}, weights)
+    model.eval()
+    with torch.no_grad():
+        with _Calls(model) as calls:
+            first, again = trial.loss("AB"), trial.loss("AB")
+        steady = dataset.same(first, again)
+        tried = trial if steady else replace(trial, fresh=lambda: user_functions.model(run).eval())
+        kind, each, doubt = _kind_of_loss(tried)
+        metrics = _kinds_of_metrics(tried)
+        if kind == "mean" or "mean" in metrics.values():
+            _check_means(tried, kind, metrics, contrast.groups(run, data, places))
+    found = Found(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
+    new = user_functions.model(run).train()  # has seen nothing yet
+    with torch.no_grad(), _Calls(new) as training_calls:
+        found.doubts += _remembers(replace(trial, model=new))
+    found.called_once = [name for name in calls.once() if name in training_calls.once()]
+    return found
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+
+
+def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
+    """Its kind, targets of an example, and doubts. Errors: `RunError`."""
+    with contrast.MeansByClass() as by_class:
+        values = {name: trial.loss(name) for name in trial.batches}
+    for value in values.values():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise RunError(f"task.loss: wanted is a tensor of floats, and it gave {wrapped_module.kind_of(value)}")
+    named = trial.run.task.options.get("targets") is not None
+    if values["A"].numel() > 1:
+        ratios = {value.numel() / trial.sizes[name] for name, value in values.items()}
+        each = ratios.pop()
+        if not named and (ratios or each != int(each)):
+            raise RunError(
+                f"task.loss: it gives {values['A'].numel()} numbers for {trial.sizes['A']} examples and "
+                f"{values['B'].numel()} for {trial.sizes['B']}, so it does not say how many targets there are; "
+                f"{wrapped_module.COUNT}"
+            )
+        return "each", 1 if named else int(each), []
+    numbers = {name: float(value) for name, value in values.items()}
+    if not all(map(math.isfinite, numbers.values())):
+        raise RunError(f"task.loss: the loss of the untrained model is {numbers['A']}, which is no finite number")
+    kind = _kind(numbers)
+    if kind is None:
+        raise RunError(
+            f"task.loss: a batch has the loss {numbers['A']:.6g}, and the same batch twice over {numbers['AA']:.6g}: "
+            "that is neither a sum over targets nor their mean; return a sum, or one number a target "
+            "(reduction='none')"
+        )
+    if kind == "mean" and by_class.seen:
+        raise _no_mean(trial, "its cross entropy divides by the weights of the classes that a batch holds")
+    if _adds_up(kind, numbers, trial.weights):
+        return kind, 1, []
+    if kind == "mean":
+        raise _no_mean(
+            trial,
+            f"batches of {trial.weights['A']} and {trial.weights['B']} with {numbers['A']:.6g} and "
+            f"{numbers['B']:.6g} have {numbers['AB']:.6g} together",
+        )
+    return kind, 1, [
+        f"task.loss: the loss of two batches together ({numbers['AB']:.6g}) is not the sum of both "
+        f"({numbers['A'] + numbers['B']:.6g}): what an example counts depends on the others in its micro-batch, and so "
+        "on micro_batches (not on the number of processes)"
+    ]  # fmt: skip
+
+
+def _no_mean(trial: _Trial, seen: str) -> RunError:
+    over = "targets" if trial.run.task.options.get("targets") is not None else "examples"
+    return RunError(
+        f"task.loss: it is a mean, but not over {over}: {seen}. Return a sum (reduction='sum'), or one number a "
+        f"target; {wrapped_module.COUNT}. (Or an example's loss depends on the others: padding without a mask, a "
+        "normalisation over the batch)"
+    )
+
+
+def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: list[contrast.ContrastGroup]) -> None:
+    """Refuse a mean that is over something else than examples (or targets), which shows once these differ. Errors:
+    `RunError`."""
+    for strength in (1.0, 0.1, 0.0):  # less where a loss is no finite number any more; at last the model as it is
+        model = user_functions.model(trial.run).eval()
+        measured = []
+        for group, moved in zip(groups, contrast.shaken(model, strength), strict=False):
+            batches, weights = _batches(trial.run, dict(zip("012", group.batches, strict=True)))
+            fresh = lambda of=moved: copy.deepcopy(of)  # noqa: E731 - where it keeps state, a batch changes the next
+            sizes = {name: len(part) for name, part in zip("012", group.batches, strict=True)}
+            one = replace(trial, model=moved, batches=batches, sizes=sizes, weights=weights)
+            try:
+                if trial.fresh is not None or not dataset.same(one.loss("0"), one.loss("0")):
+                    one = replace(one, fresh=fresh)
+                losses = {name: float(one.loss(name)) for name in batches} if kind == "mean" else {}
+                measured.append((group, one, losses, _means(one, metrics)))
+            except (RunError, ValueError, TypeError):  # what these weights put out is not for this loss
+                break
+        numbers_of_groups = [losses | {f"metric {k} {b}": n for k, v in means.items() for b, n in v.items()}
+                for _, _, losses, means in measured]  # fmt: skip
+        if len(measured) == len(groups) and all(math.isfinite(n) for each in numbers_of_groups for n in each.values()):
+            break
+    for group, one, losses, means in measured:
+        if losses and not _sums_up(group, losses, one.weights):
+            raise _no_mean(
+                trial,
+                f"with random weights {one.weights['0']} have {losses['0']:.6g}, and with some of them "
+                f"{contrast.TIMES} times {losses['1']:.6g}, with the others {losses['2']:.6g}",
+            )
+        for name, numbers in means.items():
+            if not _sums_up(group, numbers, one.sizes):
+                raise RunError(f"task.metrics: {name} is a mean, but not over examples; {METRICS}")
+
+
+def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Metrics that are means, of each batch."""
+    found: dict[str, dict[str, float]] = {name: {} for name, kind in metrics.items() if kind == "mean"}
+    for batch in trial.batches if found else ():
+        outputs, seen = trial.forward(batch)
+        with user_functions.asked(trial.run, "metrics"):
+            values = trial.calling.metrics(outputs, seen) if trial.calling.metrics else {}
+        for name in found:
+            found[name][batch] = float(values[name])
+    return found
+
+
+def _sums_up(group: contrast.ContrastGroup, numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
+    totals = whole, one, other = tuple(numbers[name] * weights[name] for name in "012")
+    return not all(map(math.isfinite, totals)) or group.adds_up((whole, one, other), NEAR)
+
+
+def _batches(run: Run, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Items as batches, and the targets of each; its examples where nobody says more. Errors: `RunError`."""
+    targets = user_functions.function(run, "targets")
+    collate = user_functions.function(run, "collate") or dataset.default_collate
+    batches, weights = {}, {}
+    for name, part in parts.items():
+        seed_everything(run.seed, -3)
+        batches[name] = dataset.collated(run, collate, list(part))
+        with user_functions.asked(run, "targets"):
+            weights[name] = sum(int(targets(each)) for each in part) if targets else len(part)
+    return batches, weights
+
+
+def _kind(numbers: Mapping[str, float]) -> str | None:
+    """Whether a number is a sum or a mean; None: neither, or it cannot be told."""
+    one, two = numbers["A"], numbers["AA"]
+    if abs(one) < 1e-12:
+        return None
+    if abs(two - one) <= NEAR * abs(one):
+        return "mean"
+    return "sum" if abs(two - 2 * one) <= NEAR * abs(one) else None
+
+
+def _adds_up(kind: str, numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
+    factors = weights if kind == "mean" else dict.fromkeys(weights, 1)
+    a, b, both = (numbers[name] * factors[name] for name in ("A", "B", "AB"))
+    return abs(both - (a + b)) <= NEAR * max(abs(a), abs(b), abs(both))
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
+    """Errors: `RunError`."""
+    if trial.calling.metrics is None:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for batch in trial.batches:
+        outputs, seen = trial.forward(batch)
+        with user_functions.asked(trial.run, "metrics"):
+            values = trial.calling.metrics(outputs, seen)
+        if not isinstance(values, Mapping) or not values:
+            raise RunError(
+                f"task.metrics: wanted is a mapping of names to numbers, it gave {wrapped_module.kind_of(values)}"
+            )
+        for name, value in values.items():
+            found.setdefault(str(name), {})[batch] = value
+    if taken := {"loss", "examples"} & found.keys():
+        raise RunError(f"task.metrics: {taken.pop()} is there already; choose another name")
+    return {name: _kind_of_metric(trial, name, values) for name, values in found.items()}
+
+
+def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
+    """Errors: `RunError` for one that cannot be put together from batches."""
+    if len(values) < len(trial.batches):
+        raise RunError(f"task.metrics: {name} is not there for every batch")
+    if isinstance(values["A"], tuple) and len(values["A"]) == 2:
+        return "pair"
+    if isinstance(values["A"], Tensor) and values["A"].dim() > 0:
+        return "each"
+    try:
+        numbers = {batch: float(value) for batch, value in values.items()}
+    except (TypeError, ValueError):
+        raise RunError(f"task.metrics: {name} is {wrapped_module.kind_of(values['A'])}; {METRICS}") from None
+    kind = _kind(numbers)
+    if kind is None or not _adds_up(kind, numbers, trial.sizes):
+        why = "is 0 for the items it was tried on, so it cannot be told whether it is a sum or a mean"
+        why = why if kind is None and not numbers["A"] else "is neither a sum over examples nor their mean"
+        raise RunError(f"task.metrics: {name} {why}; {METRICS}")
+    return kind
+
+
+METRICS = "return one number an example (a tensor), or a pair (sum, count)"
+
+
+# -- what would depend on the number of processes --------------------------------------------------------------------
+
+
+def _unsteady(run: Run, data: Any, chosen: np.ndarray, read: list[Any]) -> list[str]:
+    """Items that are something else when they are read again with the same random numbers."""
+    for place, before in zip(chosen, read, strict=True):
+        if not dataset.same(before, dataset.item(run, data, int(place), -1)):
+            return [
+                f"task.data: item {place} is something else when it is read again, though Python's, numpy's and "
+                "torch's generators are seeded alike: the data set keeps state, or has a generator of its own"
+            ]
+    return []
+
+
+def _remembers(trial: _Trial) -> list[str]:
+    """A model whose loss is another one for the same batch and the same random numbers. Buffers are put back between:
+    those that training changes are looked at elsewhere."""
+    buffers = {name: b.detach().clone() for name, b in trial.model.named_buffers()}
+    before = _attributes(trial.model)
+    losses, counts = [], []
+    for _ in range(2):
+        try:
+            losses.append(trial.loss("AB"))
+            counts.append({n: v for n, v in _attributes(trial.model).items() if type(v) in (bool, int, float)})
+        except RunError as caught:
+            if losses:
+                return [f"task.model: the second batch fails where the same one did not before: {caught}"]
+            raise
+        for name, buffer in trial.model.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
+    if torch.equal(*losses):
+        counting = [name for name, value in counts[1].items() if value != counts[0].get(name, value)]
+        return [
+            f"task.model: forward counts in {', '.join(counting[:4])}: how far depends on the number of processes"
+        ] * bool(counting)
+    changed = [name for name, value in _attributes(trial.model).items() if not _alike(value, before.get(name))]
+    which = f": {', '.join(changed[:4])}" if changed else ", or draws from a generator of its own"
+    return [
+        f"task.model: the same batch with the same random numbers has another loss the second time: the model keeps "
+        f"state between batches{which}"
+    ]
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """What modules hold beside weights, buffers and modules, by name."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not (name.startswith("_") and name.endswith(("hooks", "_parameters", "_buffers", "_modules"))):
+                found[f"{path}.{name}" if path else name] = value.clone() if isinstance(value, Tensor) else (
+                    list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else value
+                )  # fmt: skip
+    return found
+
+
+def _alike(first: Any, second: Any) -> bool:
+    try:
+        return dataset.same(first, second)
+    except Exception:  # an object of the user's that cannot be looked into
+        return first is second
+
+
+def foreign_sums(run: Run, model: nn.Module) -> list[str]:
+    """Where the user's own code speaks with other ranks, or its model normalises over them."""
+    found = [
+        f"task.model: {name} is a SyncBatchNorm, which normalises over what all ranks compute at the same moment; "
+        "BatchNorm normalises over a micro-batch, which is the same at any number of processes"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+    ][:1]
+    for file, path in sorted(user_code.files_of(user_code.named(run, strategy=False).values()).items()):
+        for line, name in _named(ast.parse(path.read_bytes())):
+            if f"{name}.".startswith("torch.distributed."):
+                told = (
+                    f"{file}, line {line}: code of yours uses torch.distributed: what it gets depends on the number of "
+                    "processes and on which micro-batches they run at the same moment"
+                )
+                return [*found, told]
+    return found
+
+
+def _named(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of what code imports and of the attributes that it asks for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+
+
+class _Calls:
+    """Counts how often each module is called in a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.counts: dict[str, int] = {}
+
+    def __enter__(self) -> _Calls:
+        self.hooks = [m.register_forward_pre_hook(self._counter(name)) for name, m in self.model.named_modules()]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _counter(self, name: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+        return count
+
+    def once(self) -> list[str]:
+        """Those that every forward calls once."""
+        forwards = self.counts.get("", 0)
+        return [name for name, count in self.counts.items() if name and count == forwards]

@@ -1,0 +1,186 @@
+"""A module of the user's as lockstep runs it: a batch goes in, the sum of its losses comes out.
+
+In: a `torch.nn.Module` and the functions beside it. Out: the same module, with the same names of weights, which also
+takes a `Bundle`. The loss is computed inside of `forward`: what the user's loss wants to see never leaves it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from lockstep.config.run import Run, RunError
+from lockstep.tasks.modules import user_functions
+from lockstep.tasks.modules.dataset import Bundle
+
+COUNT = "where items hold different numbers of targets, give task.targets, which says how many one holds"
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Computed(ModelOutput):
+    """What comes out. In evaluation `logits` are numbers: the loss, then sum and count of each metric."""
+
+    loss: Tensor | None = None  # float32 scalar: summed over targets
+    logits: Tensor | None = None  # float64 [1 + 2 x metrics]; of what was generated: uint8, JSON
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How a model and the functions beside it are called."""
+
+    run: Run
+    loss: Callable[[Any, Any], Any]
+    loss_kind: str  # "sum", "mean", or "each": one number a target
+    metrics: Callable[[Any, Any], Any] | None
+    metric_kinds: Mapping[str, str]  # name -> "sum", "mean", "each", or "pair"
+    generate: Callable[[Any, Any], Any] | None
+    names: tuple[str, ...] | None  # of what `forward` takes by name; None: anything
+
+    def arguments(self, batch: Any) -> tuple[Arguments, Any]:
+        """What the model is given of a batch, and what the loss is. Errors: `RunError`."""
+        seen = batch
+        if type(batch) in (list, tuple):  # and none with names for its parts
+            if len(batch) != 2:
+                raise RunError(
+                    f"task.data: a batch is {len(batch)} things in a row; wanted is a pair (the model sees the first, "
+                    "the loss the second), a mapping, or one tensor"
+                )
+            batch, seen = batch
+        if not isinstance(batch, Mapping):
+            return ((batch,), {}), seen
+        given = {str(k): v for k, v in batch.items() if self.names is None or k in self.names}
+        if not given:
+            raise RunError(
+                f"task.model: forward takes {', '.join(self.names or ())}, and a batch holds {', '.join(batch)}: what "
+                "is passed to the model goes by these names"
+            )
+        return ((), given), seen
+
+    def summed(self, value: Any, bundle: Bundle) -> Tensor:
+        """What the user's loss gave, as the sum over targets: float32 scalar. Errors: `RunError`."""
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise RunError(f"task.loss: wanted is a tensor of floats, and it gave {kind_of(value)}")
+        if self.loss_kind == "each":
+            if self.run.task.options.get("targets") is None and value.numel() != bundle.targets:
+                raise RunError(
+                    f"task.loss: it gave {value.numel()} numbers for a batch of {bundle.examples} examples, and "
+                    f"{bundle.targets} were expected; {COUNT}"
+                )
+            found = value.float().sum()
+        elif value.numel() != 1:
+            raise RunError(f"task.loss: it gave one number for the batches it was tried on, now {kind_of(value)}")
+        else:
+            found = value.float().reshape(()) * (bundle.targets if self.loss_kind == "mean" else 1)
+        return nothing(found) if bundle.blank else found
+
+    def measured(self, outputs: Any, seen: Any, bundle: Bundle) -> list[Any]:
+        """Sum and count of each metric, one after the other. Errors: `RunError`."""
+        if self.metrics is None:
+            return []
+        found = self.metrics(outputs, seen)
+        if not isinstance(found, Mapping) or {*found} != {*self.metric_kinds}:
+            raise RunError(f"task.metrics: wanted is a mapping with {', '.join(self.metric_kinds)}, it gave {found!r}")
+        numbers: list[Any] = []
+        for name, kind in self.metric_kinds.items():
+            value = found[name]
+            if kind == "pair":
+                numbers += value
+            elif kind == "each":
+                numbers += [value.double().sum(), value.numel()]
+            else:
+                numbers += [value * (bundle.examples if kind == "mean" else 1), bundle.examples]
+        return numbers
+
+
+def nothing(found: Tensor) -> Tensor:
+    """A zero that hangs on `found`, so that every rank's backward runs, also through a loss that is no number."""
+    return torch.where(torch.zeros_like(found, dtype=torch.bool), found, 0)
+
+
+def kind_of(value: Any) -> str:
+    """What something is, in words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def names_of(model: nn.Module) -> tuple[str, ...] | None:
+    """What `forward` takes by name; None where it takes anything."""
+    found = inspect.signature(model.forward).parameters.values()
+    if any(p.kind == p.VAR_KEYWORD for p in found):
+        return None
+    return tuple(p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+class Adapted(nn.Module):
+    """Goes in front of the user's class: its `forward` is called as ever, or with a bundle."""
+
+    calling: Calling
+
+    def forward(self, *arguments: Any, lockstep_batch: Bundle | None = None, **named: Any) -> Any:
+        """The user's own, or a `Computed`."""
+        if lockstep_batch is None:
+            return super().forward(*arguments, **named)
+        return computed(self, super().forward, self.lockstep_calling, lockstep_batch)  # type: ignore[arg-type]
+
+
+def computed(model: nn.Module, forward: Callable[..., Any], calling: Calling, bundle: Bundle) -> Computed:
+    """One batch through the user's `forward` and the functions beside it."""
+    if bundle.asks == "generate":
+        return generated(model, forward, calling, bundle)
+    (arguments, named), seen = calling.arguments(bundle.batch)
+    return finished(calling, forward(*arguments, **named), seen, bundle, model.training)
+
+
+def finished(calling: Calling, outputs: Any, seen: Any, bundle: Bundle, training: bool) -> Computed:
+    """From the outputs of the user's model to a loss, and to metrics unless it is training."""
+    if isinstance(calling.loss, nn.Module) and isinstance(outputs, Tensor):  # it may hold weights of classes
+        calling.loss.to(outputs.device)
+    loss = calling.summed(calling.loss(outputs, seen), bundle)
+    if training:
+        return Computed(loss=loss)
+    numbers = [loss.detach(), *calling.measured(outputs, seen, bundle)]
+    logits = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=loss.device) for n in numbers])
+    return Computed(loss=loss, logits=logits)
+
+
+def generated(model: nn.Module, forward: Callable[..., Any], calling: Calling, bundle: Bundle) -> Computed:
+    """What the user's `generate` makes of a batch, as JSON in bytes: every strategy hands out tensors."""
+    assert calling.generate is not None
+    with user_functions.asked(calling.run, "generate"):
+        made = calling.generate(Plain(model, forward), bundle.batch)
+        text = json.dumps([rows if isinstance(rows, dict) else {"written": str(rows)} for rows in made], default=str)
+    device = next(model.parameters()).device
+    return Computed(logits=torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device))
+
+
+class Plain:
+    """The user's model for their own `generate`: called past the hooks of engines, which are around it already."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        self.__model, self.__forward = model, forward
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.__forward(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__model, name)
+
+
+def adapt(model: nn.Module, calling: Calling) -> nn.Module:
+    """The model itself, which now takes a bundle too. Errors: `RunError`."""
+    kind = type(model)
+    try:
+        model.__class__ = type(kind.__name__, (Adapted, kind), {"__module__": kind.__module__})
+    except TypeError as error:
+        raise RunError(f"task.model: {kind.__name__} cannot be adapted: {error}") from error
+    model.lockstep_calling = calling  # type: ignore[assignment]
+    return model

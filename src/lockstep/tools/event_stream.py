@@ -1,0 +1,137 @@
+"""What a run does, as it does it, for a program: events in place of lines of text.
+
+In: OUTPUT, and again and again the question what is new. Out: `Event`s, from what the job itself writes there:
+launch.json, events.jsonl (the journal), metrics.jsonl and samples.jsonl. Nothing is parsed that was made for people.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.distributed import job_record
+
+Kind = Literal[
+    "prepared", "start", "step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish", "end"
+]  # docs/python.md says what each is
+_ORDER: tuple[Kind, ...] = ("step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a run."""
+
+    kind: Kind
+    step: int  # updates done
+    steps: int | None  # of the whole run, once it is known
+    split: str | None = None  # of numbers and samples: train, validation or test
+    numbers: Mapping[str, float] = field(default_factory=dict)  # of a step or an evaluation, as in metrics.jsonl
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what else is known of it, by kind
+
+
+class Following:
+    """The events of one run from now on; what OUTPUT holds already is passed over."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._journal, self._metrics, self._samples = (
+            _Tail(folder / f"{name}.jsonl") for name in ("events", "metrics", "samples")
+        )
+        record = job_record.read(folder)
+        self._began = record.began if record else None
+        self._steps: int | None = None
+        self._after = 0  # updates done at the newest start
+        self._told: set[tuple[str, int, str]] = set()  # since then: a step that is trained again is told again
+
+    def new(self) -> Iterator[Event]:
+        """What happened since this was last asked; of one question in the order of steps."""
+        record = job_record.read(self._folder)
+        if record is not None and record.began != self._began:
+            self._began = record.began
+            yield Event("prepared", 0, None, facts={"launcher": record.launcher, "processes": record.processes})
+        # What stands in these by now was written after its start, which the journal has by then.
+        sizes = self._metrics.size, self._samples.size
+        found = []
+        for line in self._journal.lines(self._journal.size, ("event", "step")):
+            what = line["event"]
+            if what == "start":
+                self._after, self._told = line["step"], set()
+                record = job_record.read(self._folder)
+                self._steps = record.steps if record else None
+                yield Event("start", line["step"], self._steps, facts=_rest(line))
+            elif what in _ORDER and what != "evaluation":  # its numbers tell of that
+                found.append(Event(what, line["step"], self._steps, facts=_rest(line)))
+        for line in self._metrics.lines(sizes[0], ("step", "split")):
+            kind: Kind = "step" if line["split"] == "train" else "evaluation"
+            if self._is_new(kind, line):
+                numbers = {k: float("nan") if v is None else v for k, v in line.items() if k not in ("step", "split")}
+                found.append(Event(kind, line["step"], self._steps, line["split"], numbers))
+        for line in self._samples.lines(sizes[1], ("step", "split", "samples")):
+            if self._is_new("samples", line):
+                found.append(
+                    Event("samples", line["step"], self._steps, line["split"], facts={"samples": line["samples"]})
+                )
+        yield from sorted(found, key=lambda event: (event.step, _ORDER.index(event.kind)))
+
+    def end(self, status: str) -> Event:
+        """The last event: how the call ends."""
+        return Event(
+            "end", max((step for _, step, _ in self._told), default=self._after), self._steps, facts={"status": status}
+        )
+
+    def _is_new(self, kind: str, line: Mapping[str, Any]) -> bool:
+        key = (kind, line["step"], line["split"])
+        if line["step"] <= self._after or key in self._told:
+            return False
+        self._told.add(key)
+        return True
+
+
+def _rest(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key not in ("event", "step")}
+
+
+class _Tail:
+    """The lines that are added to a file of JSON objects, which may be replaced by another one meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file, self._at = self._now()
+
+    @property
+    def size(self) -> int:
+        """Bytes that the file has now; one that was replaced is read from its beginning."""
+        file, size = self._now()
+        if file != self._file or size < self._at:
+            self._file, self._at = file, 0
+        return size
+
+    def lines(self, until: int, needed: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+        """The whole lines up to a byte that have the keys that are needed."""
+        if until <= self._at:
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._at)
+            data = file.read(until - self._at)
+        whole = data.rpartition(b"\n")[0] + b"\n" if b"\n" in data else b""
+        self._at += len(whole)
+        for text in whole.splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:  # what a kill has left
+                continue
+            if isinstance(line, dict) and all(key in line for key in needed):
+                yield line
+
+    def _now(self) -> tuple[int, int]:
+        """Which file it is, and its size."""
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return 0, 0
+        return found.st_ino, found.st_size

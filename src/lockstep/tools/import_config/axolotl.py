@@ -1,0 +1,390 @@
+"""axolotl's YAML. In: its keys. Out: keys of a run file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.config.run import RunError
+from lockstep.config.unsupported_keys import AGAIN
+from lockstep.tools.import_config.table import (
+    CACHED,
+    EIGHT_BITS,
+    OPTIMIZERS,
+    SCHEDULES,
+    Imported,
+    Row,
+    Table,
+    apply,
+    batches,
+    length,
+    lora,
+    number,
+    optimizer,
+    quantized,
+    schedule,
+    whole,
+)
+
+_KERNELS = "the model's own kernels are used; model.attention chooses attention's"
+_TOKENS = "a tokenizer is used as it is: save one with these tokens, and give tokenizer.source"
+
+TABLE: Table = {
+    "base_model": Row("model.source"),
+    "revision_of_model": Row("model.revision"),
+    "trust_remote_code": Row("model.trust_remote_code"),
+    "tokenizer_config": Row("tokenizer.source"),
+    "datasets": Row("data.source", "path of the one there is; its type says the task's columns", joined=True),
+    "test_datasets": Row("data.validation", "path of the one there is, of local files", joined=True),
+    "val_set_size": Row("data.validation_fraction", "a share", joined=True),
+    "sequence_len": Row("task.block_size", "of preference and reward: data.max_length"),
+    "pretraining_dataset": Row("data.source", "path of the one there is, with data.stream: true", joined=True),
+    "streaming": Row("data.stream", joined=True),
+    "sample_packing": Row("task.packing", "true: with task.cross_documents: false", joined=True),
+    "chat_template_jinja": Row("task.chat_template"),
+    "field_messages": Row("task.messages"),
+    "adapter": Row("model.adapter", "lora; qlora: with model.quantization", joined=True),
+    "lora_r": Row("model.adapter", "r", joined=True),
+    "lora_alpha": Row("model.adapter", "lora_alpha", joined=True),
+    "lora_dropout": Row("model.adapter", "lora_dropout", joined=True),
+    "lora_target_modules": Row("model.adapter", "target_modules", joined=True),
+    "lora_target_linear": Row("model.adapter", "target_modules: all-linear", joined=True),
+    "lora_modules_to_save": Row("model.adapter", "modules_to_save", joined=True),
+    "peft_use_dora": Row("model.adapter", "use_dora", joined=True),
+    "peft_use_rslora": Row("model.adapter", "use_rslora", joined=True),
+    "micro_batch_size": Row("batch_size", "times gradient_accumulation_steps and processes", joined=True),
+    "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
+    "num_epochs": Row("epochs", joined=True),
+    "max_steps": Row("steps", joined=True),
+    "optimizer": Row(
+        "optim.name", "AdamW (also in 8 bits), SGD, Lion, Muon, schedule-free AdamW, Adafactor", values=OPTIMIZERS
+    ),
+    "lr_scheduler": Row("optim.schedule", "all but restarts and those that follow the scores", values=SCHEDULES),
+    "learning_rate": Row("optim.learning_rate", joined=True),
+    "warmup_steps": Row("optim.warmup_steps", joined=True),
+    "warmup_ratio": Row("optim.warmup_fraction", joined=True),
+    "weight_decay": Row("optim.weight_decay"),
+    "max_grad_norm": Row("optim.clip"),
+    "adam_beta1": Row("optim.betas", "with adam_beta2", joined=True),
+    "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
+    "adam_epsilon": Row("optim.eps"),
+    "bf16": Row("precision", "true, auto: bf16", values={True: "bf16", "true": "bf16", "auto": "bf16", "full": "bf16"}),
+    "fp16": Row("precision", "true: fp16", values={True: "fp16", "true": "fp16"}),
+    "group_by_length": Row("data.group_by_length", "true: 50 steps together", values={True: 50}),
+    "attn_implementation": Row("model.attention"),
+    "flash_attention": Row("model.attention", "flash_attention_2", values={True: "flash_attention_2"}),
+    "sdp_attention": Row("model.attention", "sdpa", values={True: "sdpa"}),
+    "eager_attention": Row("model.attention", "eager", values={True: "eager"}),
+    "evals_per_epoch": Row("evaluate.every", "the steps of an epoch, divided", joined=True),
+    "eval_steps": Row("evaluate.every", joined=True),
+    "saves_per_epoch": Row("checkpoint.every", "the steps of an epoch, divided", joined=True),
+    "save_steps": Row("checkpoint.every", joined=True),
+    "eval_strategy": Row("evaluate.every", "epoch; steps: eval_steps", joined=True),
+    "evaluation_strategy": Row("evaluate.every", "the older name of eval_strategy", joined=True),
+    "save_strategy": Row("checkpoint.every", "epoch; steps: save_steps; no: 0", joined=True),
+    "save_total_limit": Row("checkpoint.keep"),
+    "logging_steps": Row("track.every"),
+    "eval_batch_size": Row("evaluate.batch_size"),
+    "wandb_project": Row("track.wandb.project", "with track.to: [wandb]", joined=True),
+    "wandb_entity": Row("track.wandb.entity", joined=True),
+    "wandb_name": Row("name", joined=True),
+    "use_tensorboard": Row("track.to", "[tensorboard]", joined=True),
+    "use_mlflow": Row("track.to", "[mlflow]", joined=True),
+    "output_dir": Row("output"),
+    "seed": Row("seed"),
+    "hub_model_id": Row("hub.push_to"),
+    "early_stopping_patience": Row("evaluate.patience", "by checkpoint.best; its default is -loss"),
+    "ddp_timeout": Row("launch.timeout_s"),
+    "fsdp": Row("strategy.name", "fsdp2", joined=True),
+    "fsdp_version": Row("strategy.name", "fsdp2", joined=True),
+    "deepspeed": Row("strategy.name", "see DeepSpeed: `lockstep init --from` its JSON", joined=True),
+    "rl": Row("task.name", "dpo, ipo and simpo: preference", joined=True),
+    "rl_beta": Row("task.beta", "of preference", joined=True),
+    "dpo_beta": Row("task.beta", "the older name of rl_beta", joined=True),
+    "simpo_gamma": Row("task.gamma", "of preference with loss simpo", joined=True),
+    "dpo_label_smoothing": Row("task.label_smoothing", "of preference with loss dpo", joined=True),
+    "reward_model": Row("task.name", "true: reward", joined=True),
+    "center_rewards_coefficient": Row("task.center", "of reward", joined=True),
+    "load_in_4bit": Row("model.quantization", "nf4, as axolotl has it", joined=True),
+    "bnb_4bit_quant_type": Row("model.quantization", "with load_in_4bit", joined=True),
+    # what has no counterpart
+    "tf32": Row("", "torch's own setting; it changes the bits", default=True),
+    "load_in_8bit": Row("", EIGHT_BITS, decides=True, by=("model.quantization", "model.dtype")),
+    "strict": Row("", "an unknown key is always an error"),
+    "model_type": Row("", "the task says which class of transformers it is"),
+    "tokenizer_type": Row("", "found by the tokenizer's own files"),
+    "is_llama_derived_model": Row("", "found by the model's own config"),
+    "base_model_config": Row("", "model.config sets entries of the model's own config"),
+    "special_tokens": Row("", _TOKENS, joined=True),
+    "tokens": Row("", _TOKENS, decides=True, by=("tokenizer.source",)),
+    "chat_template": Row(
+        "",
+        "the tokenizer's own, or task.chat_template as Jinja",
+        default="tokenizer_default",
+        decides=True,
+        by=("task.chat_template",),
+    ),
+    "train_on_inputs": Row("", "of prompts and conversations the response alone is learned", decides=True),
+    "neftune_noise_alpha": Row("", "no noise is added to embeddings", decides=True),
+    "pad_to_sequence_len": Row("", "blocks are full, and others are padded to the longest of their micro-batch"),
+    "eval_sample_packing": Row("", "validation is cut as training is", default=True),
+    "dataset_prepared_path": Row("", CACHED),
+    "dataset_processes": Row("", CACHED),
+    "shuffle_merged_datasets": Row("", "the order is drawn anew for each epoch", default=True),
+    "gradient_checkpointing": Row("model.checkpoint_activations", values={True: True}),
+    "gradient_checkpointing_kwargs": Row("", AGAIN),
+    "activation_offloading": Row("model.offload_activations", values={True: True}),
+    "remove_unused_columns": Row("", "columns that no key names are not read"),
+    "xformers_attention": Row("", _KERNELS),
+    "torch_compile": Row("model.compile", values={True: True}),
+    "plugins": Row("", "a task, strategy, launcher or tracker of your own is one class: CONTRIBUTING.md"),
+    "liger_rope": Row("", _KERNELS),
+    "liger_rms_norm": Row("", _KERNELS),
+    "liger_glu_activation": Row("", _KERNELS),
+    "liger_fused_linear_cross_entropy": Row("", _KERNELS),
+    "resume_from_checkpoint": Row("", "the same command goes on from the newest checkpoint that is whole"),
+    "auto_resume_from_checkpoints": Row("", "the same command goes on from the newest checkpoint that is whole"),
+    "local_rank": Row("", "a launcher tells a process who it is"),
+    "debug": Row("", "lockstep --debug shows tracebacks"),
+    "wandb_watch": Row("", "gradients are written as their norm"),
+    "wandb_log_model": Row("", "the export is uploaded by hub.push_to"),
+    "wandb_run_id": Row("", "a run keeps its own, also when it is resumed"),
+    "hub_strategy": Row("", "only the finished model is uploaded", default="every_save"),
+    "fsdp_config": Row("", "strategy.options of fsdp2: docs/strategies"),
+    "lora_model_dir": Row("", "merge that adapter first, or go on with lockstep's own checkpoint", decides=True),
+    "lora_fan_in_fan_out": Row("", "peft finds it out"),
+    "save_safetensors": Row("", "always", default=True),
+    "save_first_step": Row("", "checkpoints begin with the first interval"),
+    "eval_table_size": Row("", "task.samples shows what the model writes"),
+    "eval_max_new_tokens": Row("", "task.sample_tokens"),
+    "unfrozen_parameters": Row(
+        "", "model.freeze names the weights that are not trained", decides=True, by=("model.freeze",)
+    ),
+    "s2_attention": Row("", _KERNELS, decides=True),
+    "lora_mlp_kernel": Row("", _KERNELS),
+    "lora_qkv_kernel": Row("", _KERNELS),
+    "lora_o_kernel": Row("", _KERNELS),
+}
+# type of a data set -> the task's keys
+TYPES = {
+    "completion": {"task.text": "text"},
+    "alpaca": {"task.prompt": "instruction", "task.response": "output"},
+    "chat_template": {"task.messages": "messages"},
+    "input_output": None,
+}
+_ALPACA = (
+    "axolotl writes Alpaca's sentences around instruction and input; here a prompt is one column, as it is: make a "
+    "column of the whole prompt and name it, or say task.prompt=instruction"
+)
+_PAIRS = {"prompt": "messages", "chosen": "chosen", "rejected": "rejected"}  # axolotl's columns of pairs
+_LOSSES = ("dpo", "ipo", "simpo")
+
+
+def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
+    """Its task is language modelling, or learning from pairs of answers. Errors: `RunError`."""
+    apply(TABLE, theirs, moved)
+    _task(theirs, moved)
+    _data(theirs, moved)
+    for key, value, told in (("optim.weight_decay", 0.0, "weight_decay"), ("optim.schedule", "cosine", "lr_scheduler")):
+        if key not in moved.keys:
+            moved.set(key, value, f"{told}, by axolotl's default")
+    optimizer(moved, "optimizer", theirs.get("optimizer"))
+    for name, token in (theirs.get("special_tokens") or {}).items():
+        moved.drop(f"special_tokens: {name}", token, _TOKENS, name != "pad_token", ("tokenizer.source",))
+    each, times = whole(theirs.get("micro_batch_size")), whole(theirs.get("gradient_accumulation_steps"))
+    batches(moved, each, times, processes, ("micro_batch_size", "gradient_accumulation_steps"))
+    length(moved, theirs.get("num_epochs", 1), theirs.get("max_steps"), ("num_epochs", "max_steps"))
+    schedule(moved, theirs, "warmup_steps", "warmup_ratio", theirs.get("lr_scheduler"))
+    if (rate := number(theirs.get("learning_rate"))) is not None:
+        moved.set("optim.learning_rate", rate, "learning_rate")
+    if "adam_beta1" in theirs or "adam_beta2" in theirs:
+        betas = [number(theirs.get("adam_beta1", 0.9)), number(theirs.get("adam_beta2", 0.999))]
+        moved.set("optim.betas", betas, "adam_beta1 and adam_beta2")
+    _intervals(theirs, moved)
+    _packing(theirs, moved)
+    _adapter(theirs, moved)
+    _tracking(theirs, moved)
+    if theirs.get("fsdp") or theirs.get("fsdp_config"):
+        moved.set("strategy.name", "fsdp2", "fsdp")
+    if theirs.get("deepspeed"):
+        moved.drop("deepspeed", theirs["deepspeed"], "`lockstep init --from` that file moves it, too")
+
+
+def _task(theirs: Mapping[str, Any], moved: Imported) -> None:
+    """`rl` and `reward_model`. Errors: `RunError` for a way of learning that there is none of here."""
+    way = theirs.get("rl")
+    if theirs.get("reward_model") or theirs.get("process_reward_model"):
+        way = "process_reward_model" if theirs.get("process_reward_model") else "reward_model"
+    if moved.task is None and way and way not in (*_LOSSES, "reward_model"):
+        raise RunError(
+            f"--from: {'rl: ' if theirs.get('rl') else ''}{way} has no counterpart: preference learns from pairs of "
+            f"answers by {', '.join(_LOSSES)} and hinge, reward scores them; to write another task's file, give --task"
+        )
+    if way in _LOSSES:
+        moved.set("task.name", "preference", f"rl {way}")
+        moved.set("task.loss", way, f"rl {way}")
+        own = theirs.get("dpo") if isinstance(theirs.get("dpo"), Mapping) else {}
+        beta = theirs.get("rl_beta", theirs.get("dpo_beta", (own or {}).get("beta")))
+        for key, value, told in (
+            ("task.beta", beta, "rl_beta"),
+            ("task.gamma", theirs.get("simpo_gamma"), "simpo_gamma"),
+            ("task.label_smoothing", theirs.get("dpo_label_smoothing"), "dpo_label_smoothing"),
+        ):
+            if value is not None:
+                moved.set(key, number(value), told)
+    elif way:
+        moved.set("task.name", "reward", "reward_model")
+        if theirs.get("center_rewards_coefficient") is not None:
+            moved.set("task.center", number(theirs["center_rewards_coefficient"]), "center_rewards_coefficient")
+    else:
+        moved.set("task.name", "language_modeling", "")
+
+
+def _pairs(entry: Mapping[str, Any], moved: Imported) -> None:
+    """The columns of a data set of pairs: `type` says how they become texts."""
+    kind, fields = entry.get("type"), {}
+    names = ("task.prompt", "task.chosen", "task.rejected")
+    if isinstance(kind, Mapping):
+        fields = {part: kind.get(f"field_{part}", part) for part in ("prompt", "chosen", "rejected")}
+        if written := [name for name in ("prompt_format", "chosen_format", "rejected_format") if kind.get(name)]:
+            moved.drop("datasets: type", ", ".join(written), "columns are read as they are", True, names)
+    elif str(kind).partition(".")[0] == "chat_template" or str(kind).endswith(".chat_template"):
+        fields = {part: entry.get(f"field_{column}", column) for part, column in _PAIRS.items()}
+        moved.set("task.conversations", True, f"datasets: type {kind}")
+    else:
+        moved.drop("datasets: type", kind, "name the columns: task.prompt, task.chosen, task.rejected", True, names)
+    for part, column in fields.items():
+        moved.set(f"task.{part}", column, "datasets: type")
+
+
+def _data(theirs: Mapping[str, Any], moved: Imported) -> None:
+    sets = theirs.get("datasets") or []
+    if theirs.get("pretraining_dataset") and not sets:
+        sets = _streamed(theirs["pretraining_dataset"], moved)
+    elif theirs.get("pretraining_dataset"):
+        moved.drop("pretraining_dataset", None, "several are written by hand: data.sources", True, ("data.source",))
+    if theirs.get("streaming"):
+        moved.set("data.stream", True, "streaming")
+    if len(sets) > 1:
+        for more in sets[1:]:
+            moved.drop(
+                "datasets", more.get("path"), "several are written by hand: data.sources", True, ("data.source",)
+            )
+    if sets:
+        entry = sets[0]
+        moved.set("data.source", entry.get("path"), "datasets: path")
+        if entry.get("name"):
+            moved.set("data.config", entry["name"], "datasets: name")
+        if entry.get("split"):
+            moved.set("data.train", entry["split"], "datasets: split")
+        if entry.get("data_files"):
+            moved.set("data.train", entry["data_files"], "datasets: data_files")
+        if moved.task in ("preference", "reward"):
+            _pairs(entry, moved)
+        else:
+            _texts(entry, moved)
+    for entry in (theirs.get("test_datasets") or [])[:1]:
+        moved.set("data.validation", entry.get("path"), "test_datasets: path")
+    if share := number(theirs.get("val_set_size")):
+        if share < 1:
+            moved.set("data.validation_fraction", share, "val_set_size")
+        else:
+            why = "data.validation_fraction is a share, below 1"
+            moved.drop("val_set_size", theirs["val_set_size"], why, True, ("data.validation_fraction",))
+
+
+def _streamed(given: Any, moved: Imported) -> list[Mapping[str, Any]]:
+    """The entries of `pretraining_dataset`, a path or entries, as those of `datasets`: texts, read while training."""
+    moved.set("data.stream", True, "pretraining_dataset")
+    entries = given if isinstance(given, list) else [given]
+    entries = [{"path": each} if isinstance(each, str) else each for each in entries]
+    for entry in entries:
+        if entry.get("skip"):
+            moved.drop("pretraining_dataset: skip", entry["skip"], "all rows are read", True, ("data.source",))
+    return [{**entry, "type": "completion", "field": entry.get("text_column", "text")} for entry in entries]
+
+
+def _texts(entry: Mapping[str, Any], moved: Imported) -> None:
+    kind = entry.get("type", "completion")
+    keys = TYPES.get(kind) if isinstance(kind, str) else None
+    if keys is None:
+        names = ("task.text", "task.prompt", "task.messages")
+        why = "name the columns: task.text, task.prompt and task.response, task.messages"
+        moved.drop("datasets: type", kind, why, True, names)
+    if kind == "alpaca":
+        moved.drop("datasets: type", kind, _ALPACA, True, ("task.prompt", "task.messages", "task.text"))
+    for key, column in (keys or {}).items():
+        if key == "task.messages":
+            column = entry.get("field_messages", column)
+        elif key == "task.text":
+            column = entry.get("field", column)
+        moved.set(key, column, f"datasets: type {kind}")
+
+
+def _adapter(theirs: Mapping[str, Any], moved: Imported) -> None:
+    kind = theirs.get("adapter")
+    if kind in ("lora", "qlora"):
+        linear = "all-linear" if theirs.get("lora_target_linear") else None
+        entries = {
+            "r": theirs.get("lora_r"),
+            "lora_alpha": theirs.get("lora_alpha"),
+            "lora_dropout": theirs.get("lora_dropout"),
+            "target_modules": theirs.get("lora_target_modules") or linear,
+            "modules_to_save": theirs.get("lora_modules_to_save"),
+            "use_dora": theirs.get("peft_use_dora"),
+            "use_rslora": theirs.get("peft_use_rslora"),
+        }
+        lora(moved, entries, f"adapter {kind}")
+        if kind == "qlora" or theirs.get("load_in_4bit"):
+            nested = theirs.get("bnb_4bit_use_double_quant", True)
+            quantized(moved, theirs.get("bnb_4bit_quant_type", "nf4"), nested, f"adapter {kind}, load_in_4bit")
+    elif kind:
+        moved.drop("adapter", kind, "model.adapter takes kinds that peft knows: {type: ...}", True, ("model.adapter",))
+    elif theirs.get("load_in_4bit"):
+        moved.drop("load_in_4bit", True, "weights in 4 bits are the base of an adapter", True, ("model.adapter",))
+
+
+def _intervals(theirs: Mapping[str, Any], moved: Imported) -> None:
+    """Evaluations and checkpoints: by epoch, so often an epoch, or every so many steps (below 1: a share of all)."""
+    for ours, count, steps, strategies in (
+        ("evaluate.every", "evals_per_epoch", "eval_steps", ("eval_strategy", "evaluation_strategy")),
+        ("checkpoint.every", "saves_per_epoch", "save_steps", ("save_strategy",)),
+    ):
+        name = next((each for each in strategies if each in theirs), strategies[0])
+        strategy = str(theirs.get(name)).lower()  # YAML reads no as false
+        if (times := whole(theirs.get(count), 0)) > 0:
+            moved.set(ours, "epoch" if times == 1 else f"1/{times} epoch", f"{count} {times}")
+        elif strategy in ("no", "false"):
+            moved.set(ours, 0, f"{name} no")
+        elif strategy == "epoch":
+            moved.set(ours, "epoch", f"{name} epoch")
+        elif (every := number(theirs.get(steps))) is not None:
+            moved.set(ours, int(every) if every >= 1 else every, f"{steps} {every:g}")
+
+
+def _packing(theirs: Mapping[str, Any], moved: Imported) -> None:
+    """Packed samples do not see each other; without sample_packing each text is by itself."""
+    packed = bool(theirs.get("sample_packing"))
+    if moved.task != "language_modeling":
+        if packed:
+            moved.drop("sample_packing", True, f"{moved.task} reads each pair by itself")
+        return
+    if packed or "sample_packing" in theirs:
+        moved.set("task.packing", packed, "sample_packing")
+    elif "task.text" in moved.keys:  # texts alone are packed by default here
+        moved.set("task.packing", False, "sample_packing, by axolotl's default")
+    if packed:
+        moved.set("task.cross_documents", False, "sample_packing")
+
+
+def _tracking(theirs: Mapping[str, Any], moved: Imported) -> None:
+    to = ["wandb"] if theirs.get("wandb_project") else []
+    to += ["tensorboard"] if theirs.get("use_tensorboard") else []
+    to += ["mlflow"] if theirs.get("use_mlflow") else []
+    if to:
+        moved.set("track.to", to, "wandb_project, use_tensorboard, use_mlflow")
+    for name in ("project", "entity"):
+        if value := theirs.get(f"wandb_{name}"):
+            moved.set(f"track.wandb.{name}", value, f"wandb_{name}")
+    if theirs.get("wandb_name"):
+        moved.set("name", theirs["wandb_name"], "wandb_name")

@@ -1,0 +1,274 @@
+"""`lockstep init --from FILE`: another system's file becomes a commented run file.
+
+In: its path, the data where they are named, overrides. Out: a run file that loads and can be planned; what was read,
+what was not understood and what has no counterpart is said, with why. Nothing is written that would train another
+model, unless it is asked for (`--partial`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.config.sections import DataSection
+from lockstep.tools.import_config import reading
+from lockstep.tools.import_config.table import FILL_IN, Imported, decides, only_its_own
+from lockstep.tools.init import columns, detect_layout, fit, init, machine_defaults, planning, render
+from lockstep.tools.init.columns import Look
+from lockstep.tools.init.prompts import Ask, Prompter
+from lockstep.track.console import Console
+
+_INTERVALS = ("evaluate.every", "checkpoint.every")
+_COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
+_BESIDE = ("input", "context", "system")  # columns of instructions that a prompt is made of, besides the instruction
+_PLACES = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
+
+
+def move(
+    path: Path,
+    origin: Path,
+    flags: dict[str, str | None],
+    overrides: list[str],
+    force: bool,
+    ask: Ask | None,
+    partial: bool = False,
+) -> int:
+    """The whole command. `partial`: write the file also where it would train another model. Errors: `RunError`; then
+    nothing was written."""
+    init.free(path, force)
+    talk, given = Prompter(ask, Console(True)), init.keys_of(overrides)
+    names = {"data": "data.source", "task": "task.name", "model": "model.source"}
+    by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **given}
+    moved = Imported(by_hand=by_hand)
+    source = reading.read(origin)
+    asked = given.get("launch.processes")
+    source.move(moved, asked if isinstance(asked, int) else None)
+    only_its_own(moved)
+    talk.console.say(f"{origin}: {source.called}")
+    for line in moved.read:
+        talk.console.say(f"read: {line}")
+    for key, value in by_hand.items():
+        moved.set(key, value, "")
+    looked = _look(moved, flags["data"] is not None, talk)
+    _fit(moved, looked, talk)
+    for check in moved.at_end:
+        check(moved)
+    if moved.keys.get("model.source") == machine_defaults.SCRATCH:
+        _from_scratch(moved, looked)
+    _settle(path, moved, looked, talk)
+    text = _text(path, origin, source.called, moved, talk)
+    for gap in moved.gaps:
+        talk.console.say(str(gap))
+    _complete(origin, moved, partial)
+    run = _written(path, text, partial, talk)
+    listed = "; what is left out is listed in it, too" if moved.gaps else ""
+    talk.console.say(f"wrote {path}: {run.task.name}{listed}")
+    empty = [key for key, value in moved.keys.items() if value == FILL_IN]
+    first = f"fill in {' and '.join(empty)}; then " if empty else ""
+    talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
+    return 0
+
+
+def _complete(origin: Path, moved: Imported, partial: bool) -> None:
+    """Errors: `RunError` where the run file lacks what decides the training."""
+    deciding = moved.deciding()
+    if partial or not deciding:
+        return
+    keys = list(dict.fromkeys(key for gap in deciding for key in gap.by))
+    hint = f"give what stands in for it ({', '.join(f'{key}=...' for key in keys[:6])}), or " if keys else ""
+    raise RunError(
+        "\n".join(
+            [
+                f"--from: a run file from {origin} would train something else, so none is written. Left out would be:",
+                *(f"  {gap}" for gap in deciding),
+                f"To go on, {hint}write the rest with --partial",
+            ]
+        )
+    )
+
+
+def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
+    """The file, planned before. What this machine lacks is said, and no fault of the file. Errors: `RunError`."""
+    run = init.loaded(path, text)
+    try:
+        for lacking in planning.plan(planning.with_small_model(run) if run.model.source == FILL_IN else run):
+            talk.console.note(f"on this machine lockstep plan refuses it: {lacking}")
+    except RunError as error:
+        if not partial:
+            raise RunError(
+                f"--from: what would be written cannot be planned, so nothing is: {error}. Give another value, as "
+                "key=value, or write it all the same with --partial"
+            ) from None
+        talk.console.note(f"lockstep plan refuses it: {error}")
+    return init.checked(path, text, planned=False)
+
+
+def _look(moved: Imported, wanted: bool, talk: Prompter) -> Look | None:
+    """A look at the data, where they are here. Errors: `RunError` of data that were given on the command line."""
+    own = {key.partition(".")[2]: value for key, value in moved.keys.items() if key.startswith("data.")}
+    source = own.get("source")
+    if source is None and "train" not in own:
+        return None
+    if not wanted and not (source is not None and Path(str(source)).expanduser().exists()):
+        return None
+    try:
+        section = detect_layout.recognised(DataSection(**own), talk)
+        looked = columns.look(section)
+    except ValueError as error:
+        raise RunError(f"data: {error}") from None
+    for key in ("source", "train", "validation", "test", "layout", "columns", "separator", "quote"):
+        value = getattr(section, key)
+        if value is None:
+            moved.keys.pop(f"data.{key}", None)
+        elif key in section.model_fields_set or value != DataSection.model_fields[key].default:
+            moved.set(f"data.{key}", value, moved.told.get(f"data.{key}", ""))
+    return looked
+
+
+def _fit(moved: Imported, looked: Look | None, talk: Prompter) -> None:
+    """The task and its columns: as the file says, or as the data are."""
+    if "task.name" not in moved.keys:
+        if looked is None:
+            moved.set("task.name", fit.TASKS[0], "(to be filled in, with its columns)")
+            talk.note("nothing says which task it is: classification is written, to be filled in")
+        else:
+            name, found = fit.guess(looked)
+            moved.set("task.name", name, "(by the columns of the data)")
+            _columns(moved, found, looked, talk)
+    elif looked is not None and moved.keys["task.name"] in fit.TASKS:
+        there = list(looked.languages or looked.kinds)
+        if not any(k.startswith("task.") and str(v) in there for k, v in moved.keys.items()):
+            if (other := fit.fit(moved.keys["task.name"], looked)) is None:
+                raise RunError(
+                    f"--data: {looked.source} seems to have no columns for {moved.keys['task.name']}; it has "
+                    f"{looked.described()}. Name them: task.text=... task.label=..., or another --task"
+                )
+            for key in _COLUMNS:
+                moved.keys.pop(key, None)
+            _columns(moved, other, looked, talk)
+    if "." in (task := str(moved.keys["task.name"])):
+        return
+    known = {"name", *plugins.find("tasks", task).Options.model_fields}  # type: ignore[attr-defined]
+    lengths = ("data.max_length", "task.block_size")  # the same, of other tasks and of language modelling
+    theirs, ours = lengths if "block_size" in known else lengths[::-1]
+    if theirs in moved.keys:
+        value, told = moved.keys.pop(theirs), moved.told.pop(theirs, "")
+        if ours not in moved.keys:
+            moved.set(ours, value, told)
+    for key in [k for k in moved.keys if k.startswith("task.") and k.partition(".")[2] not in known]:
+        why = f"the task {task} has no such key"
+        moved.drop(moved.told.get(key) or key, moved.keys.pop(key), why, decides(key) and key not in _COLUMNS)
+
+
+def _columns(moved: Imported, found: fit.Fit, looked: Look, talk: Prompter) -> None:
+    for key, column in found.keys.items():
+        moved.keys.setdefault(f"task.{key}", column)
+    for key, why in found.doubts.items():
+        talk.note(f"task.{key}: {found.keys.get(key)}; {why}")
+    more = [name for name in _BESIDE if name in looked.kinds and name not in moved.keys.values()]
+    if "task.prompt" in moved.keys and more and moved.keys["task.prompt"] not in moved.by_hand.values():
+        why = f"a prompt is one column, and {moved.keys['task.prompt']} is read: join the two, or say task.prompt=..."
+        moved.drop(f"column {more[0]} of {looked.source}", None, why, True, ("task.prompt",))
+
+
+def _from_scratch(moved: Imported, looked: Look | None) -> None:
+    """A small model, instead of one of that name."""
+    del moved.keys["model.source"]
+    if "model.adapter" in moved.keys:
+        moved.drop("adapter", moved.keys.pop("model.adapter"), "a model from scratch is trained as a whole")
+    length = int(moved.keys.get("task.block_size") or moved.keys.get("data.max_length") or 128)
+    rows = looked.sizes["train"] if looked is not None else 0
+    for section, values in machine_defaults.scratch(str(moved.keys["task.name"]), length, rows).items():
+        for key, value in values.items():
+            moved.keys.setdefault(f"{section}.{key}", value)
+
+
+def _settle(path: Path, moved: Imported, looked: Look | None, talk: Prompter) -> None:
+    """What depends on other keys: names, paths, lengths, and intervals that were shares of an epoch or of the run."""
+    for note in moved.notes:
+        talk.note(note)
+    own = moved.keys.get("task.name") == "module"  # which has its own data and model
+    if not own and "data.source" not in moved.keys and "data.train" not in moved.keys:
+        moved.set("data.source", FILL_IN, "(to be filled in: the file does not say)")
+    if not own and not {"model.source", "model.type"} & moved.keys.keys():
+        moved.set("model.source", FILL_IN, "(to be filled in: the file does not say)")
+    for key in _PLACES:
+        if key in moved.keys:
+            moved.keys[key] = init.local(path, moved.keys[key])
+    moved.keys.setdefault("name", path.stem)
+    moved.keys["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", str(moved.keys["name"])).lstrip("._-") or "run"
+    if moved.keys.get("steps") is not None:
+        moved.keys.pop("epochs", None)
+    batch = int(moved.keys.get("batch_size", 128))
+    if int(moved.keys.get("micro_batches", 8)) > batch:
+        moved.set("micro_batches", batch, "no more than examples a step")
+    epoch = total = None
+    if looked is not None:
+        rows = looked.sizes["train"] * (0.9 if "validation" not in looked.sizes else 1)
+        epoch, total = machine_defaults.steps_of({"batch_size": batch, **moved.keys}, round(rows))
+    total = total if total is not None else moved.keys.get("steps")
+    for key in _INTERVALS:
+        _interval(moved, key, epoch, total)
+        if total is not None and isinstance(every := moved.keys.get(key), int) and every > total:
+            talk.note(f"{key} is {moved.keys[key]}, and the run has about {total} steps: it never comes due")
+    for key in ("checkpoint.best", "evaluate.patience"):
+        if moved.keys.get(key) and not moved.keys.get("evaluate.every"):
+            moved.drop(key, moved.keys.pop(key), "it needs evaluations: set evaluate.every", True, ("evaluate.every",))
+    if "evaluate.patience" not in moved.keys:
+        moved.keys.pop("evaluate.min_delta", None)
+    if not {"data.validation", "data.validation_fraction"} & moved.keys.keys():
+        talk.note("where the data have no validation split, a tenth of train is cut off: data.validation_fraction")
+
+
+def _interval(moved: Imported, key: str, epoch: int | None, total: int | None) -> None:
+    """An interval in steps; a share of an epoch, or of the run, where that many steps are known."""
+    value = moved.keys.get(key)
+    if isinstance(value, float) and value < 1:
+        share, whole = value, total
+    elif isinstance(value, str) and value.endswith(" epoch"):  # 1/4 epoch
+        share, whole = 1 / int(value.partition("/")[2].split()[0]), epoch
+    else:
+        return
+    told = moved.told.get(key, "")
+    if whole is None:
+        del moved.keys[key]
+        moved.drop(told, None, f"{key} counts steps, which are known with the data: give them with --data")
+    else:
+        moved.set(key, max(1, round(whole * share)), f"{told}, about: of {whole} steps")
+
+
+def _text(path: Path, origin: Path, called: str, moved: Imported, talk: Prompter) -> str:
+    """What the file says; a value that will not do here becomes a gap. Errors: `RunError`."""
+    while True:
+        filled: dict[str, Any] = {}
+        for key, value in moved.keys.items():
+            init.set_key(filled, key, value)
+        told = {key: f"+{text}" if text[:1] == "(" else f"+from {text}" for key, text in moved.told.items() if text}
+        filled = {key: _name_first(filled[key]) for key in Run.model_fields if filled.get(key) not in (None, {})}
+        text = render.write(filled, _header(origin, called, moved, talk), told)
+        try:
+            init.loaded(path, text)
+            return text
+        except RunError as error:
+            wrong = [line for line in str(error).splitlines() if moved.told.get(line.partition(":")[0])]
+            if not wrong:
+                raise
+            for line in wrong:
+                key, _, why = line.partition(": ")
+                name = moved.told.pop(key) or key
+                moved.drop(name, moved.keys.pop(key), why.partition(f" ({path}")[0], decides(key), (key,))
+
+
+def _name_first(value: Any) -> Any:
+    return {k: value[k] for k in sorted(value, key=lambda k: k != "name")} if isinstance(value, dict) else value
+
+
+def _header(origin: Path, called: str, moved: Imported, talk: Prompter) -> list[str]:
+    lines = [f"From {origin.name} ({called}), by `lockstep init --from`.", *(f"Note: {note}." for note in talk.notes)]
+    for title, understood in (("No counterpart here:", True), ("Not understood:", False)):
+        if gaps := [gap for gap in moved.gaps if gap.understood is understood]:
+            lines += ["", title, *(f"  {gap.name} ({gap.why})" for gap in gaps)]
+    return [*lines, "", "All keys: `lockstep schema`. The tables: docs/coming-from.md."]

@@ -1,0 +1,352 @@
+"""A script with a training loop of its own: plain PyTorch, DDP, Accelerate, Lightning.
+
+In: a `Script`. Out: what moves it: the loop's settings, and the task: the model's own loss where it is one of
+transformers', else `module` with the script's functions named, as far as they can be.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.tools.import_config import libraries, loading, own_functions, trainer_script
+from lockstep.tools.import_config.loading import Reading
+from lockstep.tools.import_config.script import Arguments, Call, Script, shown
+from lockstep.tools.import_config.table import Imported, batches, number, trackers
+
+OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw", "SGD": "sgd", "AdamW8bit": "adamw_8bit", "Adam8bit": "adamw_8bit"}
+OPTIMIZERS |= {"Lion": "lion", "Adafactor": "adafactor", "Muon": "muon"}
+_DECAY = {"AdamW": 0.01, "AdamW8bit": 0.01}  # torch's default, where it is not 0
+_RATE = 1e-3  # torch's default of all of these
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+_SCHEDULES |= {"inverse_sqrt": "inverse_sqrt", "polynomial": "polynomial"}
+_PRECISIONS = {"bf16-mixed": "bf16", "bf16": "bf16", "16-mixed": "fp16", "16": "fp16", "fp16": "fp16", "no": "fp32"}
+_PRECISIONS |= {"32": "fp32", "32-true": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_STRATEGIES = {"ddp": "ddp", "ddp_find_unused_parameters_true": "ddp", "ddp_spawn": "ddp", "fsdp": "fsdp2"}
+_STRATEGIES |= {f"deepspeed_stage_{stage}": f"zero{stage}" for stage in (1, 2, 3)} | {"auto": "ddp"}
+# Constants by their names, in the manner of nanoGPT.
+_NAMES = {
+    "max_iters": "steps",
+    "max_steps": "steps",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+    "epochs": "epochs",
+    "grad_clip": "optim.clip",
+    "warmup_iters": "optim.warmup_steps",
+    "warmup_steps": "optim.warmup_steps",
+}
+_ACCUMULATED = ("gradient_accumulation_steps", "accumulation_steps", "accum_steps", "grad_accum_steps", "accumulate")
+_OWN_LOSSES = ("cross_entropy", "mse_loss", "nll_loss", "binary_cross_entropy_with_logits", "kl_div", "l1_loss")
+
+
+def read(script: Script) -> tuple[str, Callable[[Imported, int | None], None]] | None:
+    """None: it has no loop."""
+    if any("LightningModule" in ast.unparse(base) for kind in script.classes.values() for base in kind.bases):
+        name = "a script of Lightning"
+    elif any(c.origin.endswith("accelerate.Accelerator") or c.name == "Accelerator" for c in script.calls):
+        name = "a loop of Accelerate"
+    elif any(c.name == "backward" for c in script.calls):
+        name = "a training loop"
+    else:
+        return None
+    return name, lambda moved, processes: _move(script, moved, processes)
+
+
+def _move(script: Script, moved: Imported, processes: int | None) -> None:
+    at = Loop(script, moved, processes)
+    for call in script.calls:
+        at.call(call)
+    at.constants()
+    at.settle()
+    if at.is_transformers():
+        at.library_task()
+    else:
+        own_functions.name(script, moved, at.optimizers, at.loader)
+
+
+class Loop:
+    """What a loop's calls say."""
+
+    def __init__(self, script: Script, moved: Imported, processes: int | None) -> None:
+        self.script, self.moved, self.processes = script, moved, processes
+        self.batch: int | None = None
+        self.accumulated = 1
+        self.optimizers: list[Call] = []
+        self.loader: Call | None = None
+        self.scheduled = False
+
+    def read(self, call: Call, what: str) -> None:
+        self.moved.read.append(f"{call} -> {what}")
+
+    def call(self, call: Call) -> None:
+        name = call.name
+        root = call.origin.partition(".")[0]
+        if name in OPTIMIZERS and root in ("torch", "transformers", "bitsandbytes", "bnb", "optim", "lion_pytorch"):
+            self._optimizer(call)
+        elif (
+            call.origin.startswith(("torch.optim.", "optim.")) and name[:1].isupper() and "lr_sched" not in call.origin
+        ):
+            self.optimizers.append(call)
+            self.moved.drop(str(call), None, "`lockstep list` names the optimizers", True, ("optim.name",))
+        elif name == "DataLoader":
+            self._loader(call)
+        elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
+            self._known(call, "optim.clip", ("parameters", "max_norm"), "max_norm")
+        elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
+            self._known(call, "seed", ("seed",), "seed")
+        elif name in ("autocast", "Accelerator", "GradScaler"):
+            self._precision(call)
+        elif name == "Trainer" and root in trainer_script.LOOPS:
+            self._lightning(call)
+        elif name in ("EarlyStopping", "ModelCheckpoint"):
+            self._lightning_callback(call)
+        elif name in ("DistributedDataParallel", "DDP"):
+            self._set(call, "strategy.name", "ddp")
+        elif name in ("FullyShardedDataParallel", "FSDP", "fully_shard"):
+            self._set(call, "strategy.name", "fsdp2")
+        elif name == "get_scheduler" or ("schedule" in name and name.startswith("get_")):
+            self._schedule(call)
+        elif ("lr_scheduler" in call.origin and name[:1].isupper()) or name == "LambdaLR":
+            self.scheduled = True
+            why = "optim.schedule is the rate as a function of the step"
+            self.moved.drop(str(call), None, why, True, ("optim.schedule",))
+        elif call.origin == "torch.compile":
+            self._set(call, "model.compile", True)
+
+    def _set(self, call: Call, key: str, value: Any) -> None:
+        self.moved.set(key, value, f"{call.name}, line {call.line}")
+        self.read(call, key)
+
+    def _known(self, call: Call, key: str, names: tuple[str, ...], name: str) -> None:
+        given = self.script.arguments(call, names)
+        if name in given.known:
+            self._set(call, key, given.known[name])
+        else:
+            self.moved.unclear(f"{call}", loading.RUNS, key != "seed", (key,))
+
+    def _unknown(self, call: Call, given: Arguments, keys: Mapping[str, str]) -> None:
+        for name, key in keys.items():
+            if name in given.unknown:
+                code = f"line {call.line}: {call.name}({name}={given.unknown[name]})"
+                self.moved.unclear(code, loading.RUNS, by=(key,))
+
+    def _optimizer(self, call: Call) -> None:
+        self.optimizers.append(call)
+        given = self.script.arguments(call, ("params", "lr"))
+        if len(self.optimizers) > 1:
+            self.moved.unclear(str(call), "a second optimizer", by=("optim.name",))
+            return
+        own = given.nodes.get("params")
+        if own is not None and not (isinstance(own, ast.Call) and ast.unparse(own.func).endswith("parameters")):
+            self.moved.unclear(
+                f"line {call.line}: {shown(own)}", "weights with rates of their own: optim.groups", by=("optim.groups",)
+            )
+        decay = given.known.get("weight_decay", _DECAY.get(call.name, 0.0))
+        if call.name in ("Adam", "Adam8bit") and decay:
+            why = "Adam adds the decay to the gradient; AdamW, which is here, does not"
+            self.moved.drop(str(call), None, why, True, ("optim.name",))
+        self.moved.set("optim.name", OPTIMIZERS[call.name], f"line {call.line}")
+        self.moved.set("optim.learning_rate", given.known.get("lr", _RATE), f"lr, line {call.line}")
+        self.moved.set("optim.weight_decay", decay, f"line {call.line}")
+        if decay:
+            self.moved.set(
+                "optim.groups", [{"match": "*", "weight_decay": decay}], "biases and norms decay, too, as torch's do"
+            )
+        for name in ("betas", "eps", "momentum"):
+            if name in given.known:
+                self.moved.set(f"optim.{name}", given.known[name], f"line {call.line}")
+        if call.name == "SGD":
+            self.moved.keys.setdefault("optim.momentum", 0.0)
+        keys = {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay", "betas": "optim.betas"}
+        self._unknown(call, given, keys | {"momentum": "optim.momentum", "eps": "optim.eps"})
+        self.read(call, "optim")
+
+    def _loader(self, call: Call) -> None:
+        given = self.script.arguments(call, ("dataset", "batch_size", "shuffle", "sampler"))
+        about = ast.unparse(call.node).lower()
+        trains = given.known.get("shuffle") or "train" in about or "sampler" in given.nodes
+        if self.loader is not None and (not trains or self.batch is not None):
+            return
+        if not trains and any(c.name == "DataLoader" and c is not call for c in self.script.calls):
+            return
+        self.loader = call
+        size = given.known.get("batch_size", None if "batch_size" in given.unknown else 1)
+        self.batch = size if isinstance(size, int) and not given.more else None
+        self._unknown(call, given, {"batch_size": "batch_size"})
+        self.read(call, "batch_size")
+
+    def _precision(self, call: Call) -> None:
+        given = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
+        kind = given.known.get("mixed_precision", given.known.get("dtype"))
+        if call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in given.nodes):
+            kind = None if "enabled" in given.unknown else "fp16" if given.known.get("enabled", True) else "no"
+        if kind is not None:
+            self._set(call, "precision", _PRECISIONS.get(str(kind), kind))
+        self._unknown(call, given, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
+        if call.name == "Accelerator":
+            self.accumulated = int(given.known.get("gradient_accumulation_steps", 1))
+            self._unknown(call, given, {"gradient_accumulation_steps": "micro_batches"})
+            if given.known.get("log_with"):
+                trackers(self.moved, "log_with", given.known["log_with"])
+
+    def _lightning(self, call: Call) -> None:
+        given = self.script.arguments(call)
+        keys = {
+            "max_epochs": "epochs",
+            "max_steps": "steps",
+            "gradient_clip_val": "optim.clip",
+            "log_every_n_steps": "track.every",
+            "num_nodes": "launch.machines",
+        }
+        for name, key in keys.items():
+            if given.known.get(name) not in (None, -1) and (name != "num_nodes" or given.known[name] > 1):
+                self.moved.set(key, given.known[name], f"{name}, line {call.line}")
+        self.accumulated = int(given.known.get("accumulate_grad_batches", 1))
+        if isinstance(devices := given.known.get("devices"), int) and devices > 0:
+            self.processes = self.processes or devices
+            self.moved.set("launch.processes", devices, f"devices, line {call.line}")
+        if (strategy := given.known.get("strategy")) is not None:
+            if strategy in _STRATEGIES:
+                self.moved.set("strategy.name", _STRATEGIES[strategy], f"strategy, line {call.line}")
+            else:
+                self.moved.drop(f"line {call.line}: strategy={strategy}", None, "`lockstep list` names strategies")
+        if (kind := given.known.get("precision")) is not None:
+            self.moved.set("precision", _PRECISIONS.get(str(kind), kind), f"precision, line {call.line}")
+        if isinstance(every := given.known.get("val_check_interval"), int):
+            self.moved.set("evaluate.every", every, f"val_check_interval, line {call.line}")
+        by = keys | {
+            "accumulate_grad_batches": "micro_batches",
+            "devices": "launch.processes",
+            "precision": "precision",
+        }
+        self._unknown(call, given, by)
+        self.read(call, "the settings of the loop")
+
+    def _lightning_callback(self, call: Call) -> None:
+        given = self.script.arguments(call, ("monitor",) if call.name == "EarlyStopping" else ())
+        metric = str(given.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
+        if metric:
+            less = given.known.get("mode", "min") == "min"
+            self.moved.set("checkpoint.best", f"-{metric}" if less else metric, f"monitor, line {call.line}")
+        if call.name == "EarlyStopping":
+            self.moved.set("evaluate.patience", given.known.get("patience", 3), f"patience, line {call.line}")
+            self.moved.keys.setdefault("evaluate.every", "epoch")
+        elif every := given.known.get("every_n_train_steps"):
+            self.moved.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
+        self.read(call, "checkpoint, evaluate")
+
+    def _schedule(self, call: Call) -> None:
+        self.scheduled = True
+        names = ("optimizer", "num_warmup_steps", "num_training_steps")
+        given = self.script.arguments(call, ("name", *names) if call.name == "get_scheduler" else names)
+        name = given.known.get("name") or call.name.removeprefix("get_").partition("_schedule")[0]
+        if "constant" in call.name and "warmup" in call.name:
+            name = "constant_with_warmup"
+        if name not in _SCHEDULES:
+            self.moved.drop(str(call), None, "optim.schedule has no such one", True, ("optim.schedule",))
+            return
+        self.moved.set("optim.schedule", _SCHEDULES[name], f"line {call.line}")
+        if name not in ("constant", "constant_with_warmup"):
+            code = shown(given.nodes["num_training_steps"]) if "num_training_steps" in given.nodes else "its end"
+            self.moved.notes.append(
+                f"optim.schedule ends with the run: num_training_steps ({code}) is taken to be that"
+            )
+        if (steps := given.known.get("num_warmup_steps")) and name != "constant":
+            self.moved.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
+        if name != "constant":
+            self._unknown(call, given, {"num_warmup_steps": "optim.warmup_steps"})
+        self.read(call, "optim.schedule")
+
+    # -- what no call says ---------------------------------------------------------------------------------------------
+
+    def constants(self) -> None:
+        """`for epoch in range(3)`, and names such as max_iters."""
+        for node in ast.walk(self.script.tree):
+            if isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range":
+                target, last = ast.unparse(node.target).lower(), node.iter.args[-1] if node.iter.args else None
+                key = (
+                    "epochs"
+                    if "epoch" in target
+                    else "steps"
+                    if target in ("step", "iter", "iteration", "it")
+                    else None
+                )
+                if key is not None and len(node.iter.args) in (1, 2) and key not in self.moved.keys:
+                    first = number(self.script.known(node.iter.args[0], 0)) if len(node.iter.args) == 2 else 0
+                    self._count(key, last, int(first or 0), node.lineno)
+        for name, key in _NAMES.items():
+            value = number(self._constant(name))
+            if (
+                value is not None
+                and key not in self.moved.keys
+                and not (key == "epochs" and "steps" in self.moved.keys)
+            ):
+                self.moved.set(key, int(value) if value == int(value) else value, name)
+                self.moved.read.append(f"{name} = {value:g} -> {key}")
+        for name in _ACCUMULATED:
+            if self.accumulated == 1 and (times := number(self._constant(name))):
+                self.accumulated = int(times)
+                self.moved.read.append(f"{name} = {times:g} -> micro_batches")
+        if self.batch is None and (size := number(self._constant("batch_size"))):
+            self.batch = int(size)
+
+    def _constant(self, name: str) -> Any:
+        values = self.script.bindings.get((id(None), name), [])
+        return self.script.known(values[0]) if len(values) == 1 else None
+
+    def _count(self, key: str, node: ast.expr | None, first: int, line: int) -> None:
+        value = number(self.script.known(node))
+        if value is not None:
+            self.moved.set(key, int(value) - first, f"line {line}")
+            self.moved.read.append(f"line {line}: range({value:g}) -> {key}")
+        elif node is not None:
+            self.moved.unclear(f"line {line}: range({shown(node)})", loading.RUNS, by=("epochs", "steps"))
+
+    def settle(self) -> None:
+        """What a loop does where it says nothing."""
+        moved = self.moved
+        if self.batch is not None:
+            batches(moved, self.batch, self.accumulated, self.processes, ("batch_size", "accumulation"))
+        else:
+            moved.unclear("the batch size", "no DataLoader with one was seen", by=("batch_size",))
+        if "optim.clip" not in moved.keys:
+            moved.set("optim.clip", 0.0, "no gradient is clipped in the script")
+        if not self.scheduled:
+            if any(
+                "lr" in ast.unparse(n.targets[0]) and "param_group" in ast.unparse(n.targets[0])
+                for n in _assignments(self.script)
+            ):
+                why = "the script sets the rate itself: optim.schedule is the rate as a function of the step"
+                moved.unclear("param_group['lr'] = ...", why, by=("optim.schedule",))
+            moved.keys.setdefault("optim.schedule", "constant")
+        if not self.optimizers:
+            moved.unclear("the optimizer", "none of torch's was seen", by=("optim.name",))
+        if not {"epochs", "steps"} & moved.keys.keys():
+            moved.unclear("how long it trains", "no loop over epochs or steps was seen", by=("epochs", "steps"))
+
+    def is_transformers(self) -> bool:
+        """Whether it learns by the loss of a model of transformers'."""
+        loaded = any(c.name == "from_pretrained" and "AutoModelFor" in c.origin for c in self.script.calls)
+        own = any(c.name in _OWN_LOSSES or c.name.endswith("Loss") for c in self.script.calls)
+        by_model = any(isinstance(n, ast.Attribute) and n.attr == "loss" for n in ast.walk(self.script.tree))
+        return loaded and by_model and not own
+
+    def library_task(self) -> None:
+        """The model, the tokenizer and the rows, as in a script with a Trainer."""
+        at = Reading(self.script, self.moved)
+        loading.task_first(self.script, self.moved)
+        for call in self.script.calls:
+            if call.name not in (*OPTIMIZERS, "set_seed") and "schedule" not in call.name:  # which are read above
+                trainer_script.read_call(call, at)
+        libraries.settings(at)
+        trainer_script.own_tokenizer(at)
+        if not at.mapped:
+            why = "no function was seen that makes tokens of them"
+            self.moved.unclear(
+                "which texts are read, and where they are cut", why, by=("data.max_length", "task.block_size")
+            )
+
+
+def _assignments(script: Script) -> list[ast.Assign]:
+    return [node for node in ast.walk(script.tree) if isinstance(node, ast.Assign)]

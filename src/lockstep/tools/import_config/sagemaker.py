@@ -1,0 +1,389 @@
+"""Calls of the sagemaker package's estimators -> keys of `launch`.
+
+In: a Python file that calls `HuggingFace`, `PyTorch`, `Estimator` or `ModelTrainer` with literals; it is parsed, and
+never run. Out: where and how the job runs, with what has no counterpart. What is trained stands in the script that the
+estimator names: of its hyperparameters those that TrainingArguments has are read.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config import key_aliases
+from lockstep.config.error_messages import keys_of, secret
+from lockstep.config.run import Run, RunError
+from lockstep.launchers.cloud.aws import TAGS as CONTAINERS
+from lockstep.tools.import_config import trainer
+from lockstep.tools.import_config.script import Script
+from lockstep.tools.import_config.table import Imported, Row, Table, number
+
+CALLED = "an estimator of SageMaker"
+ESTIMATORS = ("HuggingFace", "PyTorch", "Estimator", "ModelTrainer")
+_CONTAINER = "the container has AWS's PyTorch; transformers is installed in the version that you have"
+_SENT = "the run file's own modules are packed and sent by themselves"
+_DEBUGGED = "profile.steps looks into steps, report.html shows them"
+
+TABLE: Table = {
+    "role": Row("launch.role", "an ARN"),
+    "instance_type": Row("launch.instance", "local and local_gpu: launch.name: local", joined=True),
+    "instance_count": Row("launch.machines"),
+    "volume_size": Row("launch.volume_gb"),
+    "image_uri": Row("launch.image"),
+    "pytorch_version": Row("launch.pytorch", "one that AWS has a container of; older ones are not run on", joined=True),
+    "framework_version": Row("launch.pytorch", "of PyTorch", joined=True),
+    "max_run": Row("launch.max_hours", "seconds", joined=True),
+    "use_spot_instances": Row("launch.spot"),
+    "max_wait": Row("launch.wait_hours", "seconds, max_run among them", joined=True),
+    "output_path": Row("launch.s3", "checkpoints, code and the model are below it"),
+    "environment": Row("launch.environment", "as VARIABLE=value", joined=True),
+    "inputs": Row("launch.inputs", "of fit or train: as CHANNEL=s3://...", joined=True),
+    "base_job_name": Row("name"),
+    "subnets": Row("launch.extra", "VpcConfig: Subnets", joined=True),
+    "security_group_ids": Row("launch.extra", "VpcConfig: SecurityGroupIds", joined=True),
+    "tags": Row("launch.extra", "Tags", joined=True),
+    "output_kms_key": Row("launch.extra", "OutputDataConfig: KmsKeyId", joined=True),
+    "volume_kms_key": Row("launch.extra", "ResourceConfig: VolumeKmsKeyId", joined=True),
+    "keep_alive_period_in_seconds": Row("launch.extra", "ResourceConfig: KeepAlivePeriodInSeconds", joined=True),
+    "max_retry_attempts": Row("launch.extra", "RetryStrategy: MaximumRetryAttempts", joined=True),
+    "metric_definitions": Row("launch.extra", "AlgorithmSpecification: MetricDefinitions", joined=True),
+    "encrypt_inter_container_traffic": Row("launch.extra", "EnableInterContainerTrafficEncryption", joined=True),
+    "distribution": Row(
+        "strategy.name", "torch_distributed, pytorchddp, Torchrun, smdistributed's data parallelism: ddp", joined=True
+    ),
+    "hyperparameters": Row("", "those with names of TrainingArguments are read; others are the script's", joined=True),
+    # what has no counterpart
+    "entry_point": Row("", "there is no script: the run file says what is trained"),
+    "source_dir": Row("", _SENT),
+    "dependencies": Row("", _SENT),
+    "git_config": Row("", _SENT),
+    "command": Row("", "there is no script: the run file says what is trained"),
+    "requirements": Row("", "name the packages in launch.requirements"),
+    "py_version": Row("", _CONTAINER),
+    "transformers_version": Row("", _CONTAINER),
+    "checkpoint_s3_uri": Row("", "checkpoints are below launch.s3"),
+    "checkpoint_local_path": Row("", "OUTPUT is /opt/ml/checkpoints"),
+    "code_location": Row("", "code is below launch.s3"),
+    "sagemaker_session": Row("", "launch.region, and AWS's own configuration"),
+    "input_mode": Row("", "launch.inputs are copied; data.stream: true reads shards", default="File"),
+    "enable_network_isolation": Row("", "the containers install packages, and reach the Hub"),
+    "instance_groups": Row("", "all machines are alike: launch.instance"),
+    "model_uri": Row("", "model.source, or launch.inputs and its folder in the containers"),
+    "model_channel_name": Row("", "model.source, or launch.inputs and its folder in the containers"),
+    "disable_profiler": Row("", _DEBUGGED, default=True),
+    "profiler_config": Row("", _DEBUGGED),
+    "debugger_hook_config": Row("", _DEBUGGED),
+    "rules": Row("", _DEBUGGED),
+    "tensorboard_output_config": Row("", "track.to: tensorboard"),
+    "compiler_config": Row("", "model.compile"),
+    "container_log_level": Row("", "what is said: track.console"),
+}
+# Where ModelTrainer has the same, in its configs.
+NEWER = {
+    "compute.instance_type": "instance_type",
+    "compute.instance_count": "instance_count",
+    "compute.volume_size_in_gb": "volume_size",
+    "compute.volume_kms_key_id": "volume_kms_key",
+    "compute.keep_alive_period_in_seconds": "keep_alive_period_in_seconds",
+    "compute.enable_managed_spot_training": "use_spot_instances",
+    "compute.instance_groups": "instance_groups",
+    "stopping_condition.max_runtime_in_seconds": "max_run",
+    "stopping_condition.max_wait_time_in_seconds": "max_wait",
+    "output_data_config.s3_output_path": "output_path",
+    "output_data_config.kms_key_id": "output_kms_key",
+    "networking.subnets": "subnets",
+    "networking.security_group_ids": "security_group_ids",
+    "networking.enable_network_isolation": "enable_network_isolation",
+    "networking.enable_inter_container_traffic_encryption": "encrypt_inter_container_traffic",
+    "source_code.source_dir": "source_dir",
+    "source_code.entry_script": "entry_point",
+    "source_code.requirements": "requirements",
+    "source_code.command": "command",
+    "checkpoint_config.s3_uri": "checkpoint_s3_uri",
+    "checkpoint_config.local_path": "checkpoint_local_path",
+    "training_image": "image_uri",
+    "training_input_mode": "input_mode",
+    "distributed": "distribution",
+    "distributed_runner": "distribution",
+    "input_data_config": "inputs",
+    "session": "sagemaker_session",
+}
+# Fields of AWS's own interface that stand in `launch.extra`: where there.
+_EXTRA = {
+    "subnets": ("VpcConfig", "Subnets"),
+    "security_group_ids": ("VpcConfig", "SecurityGroupIds"),
+    "tags": ("Tags",),
+    "output_kms_key": ("OutputDataConfig", "KmsKeyId"),
+    "volume_kms_key": ("ResourceConfig", "VolumeKmsKeyId"),
+    "keep_alive_period_in_seconds": ("ResourceConfig", "KeepAlivePeriodInSeconds"),
+    "max_retry_attempts": ("RetryStrategy", "MaximumRetryAttempts"),
+    "metric_definitions": ("AlgorithmSpecification", "MetricDefinitions"),
+    "encrypt_inter_container_traffic": ("EnableInterContainerTrafficEncryption",),
+}
+# Names that scripts for these estimators usually have -> the field of TrainingArguments that they are given to.
+_USUAL = {
+    "epochs": "num_train_epochs",
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "lr": "learning_rate",
+    "model_name": "model_name_or_path",
+    "model_id": "model_name_or_path",
+}
+_DDP = ("torch_distributed", "pytorchddp", "Torchrun", "dataparallel")
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A value that is known when the script runs."""
+
+    text: str
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def read(script: Script) -> tuple[str, Callable[[Imported, int | None], None]] | None:
+    """None: it makes no estimator of sagemaker's. Errors: `RunError` for several."""
+    found = arguments(script.tree, str(script.path))
+    if found is None:
+        return None
+    return f"{CALLED}, {len(found)} key(s)", lambda moved, processes: move(found, moved, processes)
+
+
+def arguments(tree: ast.Module, where: str = "the file") -> dict[str, Any] | None:
+    """The arguments of the one estimator that a Python file makes, by their names in `TABLE` (others by their own), and
+    `inputs`, what it is fitted to; None: it makes none of sagemaker's. Errors: `RunError` for several."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    ours = _imported(tree)
+    made = [call for call in calls if ours.get(name := ast.unparse(call.func), name).rpartition(".")[2] in ESTIMATORS
+            and ours.get(name.partition(".")[0], "").partition(".")[0] == "sagemaker"]  # fmt: skip
+    if not made:
+        return None
+    if len(made) > 1:
+        raise RunError(f"--from: {where} makes estimators on lines {', '.join(str(c.lineno) for c in made)}; leave one")
+    known = _assigned(tree)
+    found: dict[str, Any] = {}
+    for word in made[0].keywords:
+        value = _read(word.value, known)
+        if word.arg is None:
+            found |= value if isinstance(value, dict) else {f"**{ast.unparse(word.value)}": value}
+        elif isinstance(value, dict) and any(path.startswith(f"{word.arg}.") for path in NEWER):
+            found |= {f"{word.arg}.{name}": inner for name, inner in value.items() if name}
+        else:
+            found[word.arg] = value
+    fitted = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("fit", "train")]
+    for call in fitted[:1]:
+        given = {word.arg: word.value for word in call.keywords}
+        node = call.args[0] if call.args else given.get("inputs") or given.get("input_data_config")
+        if node is not None:
+            found["inputs"] = _read(node, known)
+    return {NEWER.get(name, name): value for name, value in found.items()}
+
+
+def _imported(tree: ast.Module) -> dict[str, str]:
+    """Names in the file -> what they stand for."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {each.asname or each.name.partition(".")[0]: each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    return found
+
+
+def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
+    """Names that are given a value once."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            found.setdefault(node.targets[0].id, []).append(node.value)
+    return {name: values[0] for name, values in found.items() if len(values) == 1}
+
+
+def _read(node: ast.expr, known: Mapping[str, ast.expr]) -> Any:
+    """A literal; of a mapping, a list, or a config that is made in place, what it is made of (a config's class is at
+    the key ""). Else `Unread`."""
+    if isinstance(node, ast.Name) and node.id in known:
+        return _read(known[node.id], {name: value for name, value in known.items() if name != node.id})
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {key.value: _read(value, known) for key, value in pairs if isinstance(key, ast.Constant)}
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_read(each, known) for each in node.elts]
+    if isinstance(node, ast.Call) and not node.args and all(word.arg for word in node.keywords):
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name[:1].isupper():
+            return {"": name} | {str(word.arg): _read(word.value, known) for word in node.keywords}
+    try:
+        return _product(node)
+    except ValueError:
+        return Unread(ast.unparse(node))
+
+
+def _product(node: ast.expr) -> Any:
+    """A literal, or a product of literals (24 * 60 * 60). Errors: `ValueError`."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = _product(node.left), _product(node.right)
+        if isinstance(left, int | float) and isinstance(right, int | float):
+            return left * right
+    return ast.literal_eval(node)
+
+
+# -- what becomes of it ----------------------------------------------------------------------------------------------
+
+
+def row(name: str) -> str:
+    """A row of the table in docs/coming-from.md."""
+    of, newer = TABLE[name], [path for path, older in NEWER.items() if older == name]
+    names = ", ".join(f"`{each}`" for each in [name, *newer])
+    return f"| {names} | `{of.here}` | {of.how} |" if of.here else f"| {names} | {of.how} |"
+
+
+def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> None:
+    """What `arguments` gives. All of `launch`, and what the hyperparameters say."""
+    moved.set("launch.name", "sagemaker", "the estimator")
+    read = {}
+    for name, value in theirs.items():
+        row = TABLE.get(name)
+        if isinstance(value, Unread):
+            here = f"; set {row.here}" if row is not None and row.here else ""
+            moved.drop(f"{name}={value.text}", None, f"its value is known when the script runs{here}")
+        elif row is None:
+            moved.drop(name, _plain(value), "not an argument that is known here")
+        elif row.joined:
+            read[name] = value
+        elif row.here:
+            moved.set(row.here, value, name)
+        elif value not in (None, False, row.default):
+            moved.drop(name, _plain(value), row.how)
+    _where(read, moved)
+    _times(read, moved)
+    _extra(read, moved)
+    _distribution(read.get("distribution"), moved)
+    _hyperparameters(read.get("hyperparameters"), moved, processes)
+
+
+def _where(theirs: Mapping[str, Any], moved: Imported) -> None:
+    """The instance, its container, and what is in it."""
+    instance = theirs.get("instance_type")
+    if instance in ("local", "local_gpu"):
+        moved.set("launch.name", "local", f"instance_type {instance}")
+        for key in [key for key in moved.keys if key.startswith("launch.") and key != "launch.name"]:
+            moved.drop(moved.told.pop(key), moved.keys.pop(key), "of jobs in the cloud")
+    elif instance is not None:
+        moved.set("launch.instance", instance, "instance_type")
+    for name in ("pytorch_version", "framework_version"):
+        version = ".".join(str(theirs.get(name) or "").split(".")[:2])
+        if version in CONTAINERS:
+            moved.set("launch.pytorch", version, name)
+        elif version:
+            moved.drop(name, theirs[name], f"launch.pytorch is one of {', '.join(CONTAINERS)}; its default is taken")
+    for name, key in (("environment", "launch.environment"), ("inputs", "launch.inputs")):
+        pairs, unread = _pairs(name, theirs.get(name))
+        for left in [left for left, right in pairs.items() if secret({"launch": {name: [f"{left}={right}"]}})]:
+            del pairs[left]
+            moved.drop(f"{name}: {left}", None, "a secret: AWS Secrets Manager holds it, launch.secrets names it")
+        if pairs:
+            moved.set(key, [f"{left}={right}" for left, right in pairs.items()], name)
+        for text in unread:
+            moved.drop(f"{name}: {text}", None, f"its value is known when the script runs; set {key}")
+
+
+def _pairs(name: str, value: Any) -> tuple[dict[str, str], list[str]]:
+    """Name -> text, of a mapping, of channels, or of one address; and what could not be read."""
+    if isinstance(value, str):
+        value = {"training": value}  # as fit has it
+    elif isinstance(value, list):
+        value = {
+            str(each.get("channel_name")): each.get("data_source") if isinstance(each, dict) else each
+            for each in value
+            if isinstance(each, dict)
+        }
+    known, unread = {}, []
+    for left, right in (value or {}).items() if isinstance(value, dict) else ():
+        if isinstance(right, dict):  # TrainingInput, S3DataSource
+            right = right.get("s3_data") or right.get("s3_uri")
+        if isinstance(right, str | int | float) and (name != "inputs" or str(right).startswith("s3://")):
+            known[str(left)] = str(right)
+        elif left:
+            unread.append(f"{left}={right.text if isinstance(right, Unread) else right}")
+    return known, unread
+
+
+def _times(theirs: Mapping[str, Any], moved: Imported) -> None:
+    """Theirs are seconds, and waiting counts the training with it."""
+    seconds = number(theirs.get("max_run"))
+    if seconds is not None:
+        moved.set("launch.max_hours", seconds / 3600, f"max_run {seconds:g} s")
+    if (whole := number(theirs.get("max_wait"))) is not None:
+        rest = max(0.0, whole - (seconds if seconds is not None else 24 * 3600))
+        moved.set("launch.wait_hours", rest / 3600, f"max_wait {whole:g} s, less max_run")
+
+
+def _extra(theirs: Mapping[str, Any], moved: Imported) -> None:
+    """Fields that pass to AWS's interface as they are."""
+    extra: dict[str, Any] = {}
+    names = []
+    for name, path in _EXTRA.items():
+        value = theirs.get(name)
+        if value in (None, [], {}, False):
+            continue
+        if _has_unread(value):
+            moved.drop(name, None, f"its value is known when the script runs; set launch.extra.{'.'.join(path)}")
+            continue
+        if name == "tags":
+            value = [{part.capitalize(): text for part, text in tag.items() if part} for tag in value]
+        inner = extra
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = value
+        names.append(name)
+    if extra:
+        moved.set("launch.extra", extra, ", ".join(names))
+
+
+def _has_unread(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(_has_unread(each) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Unread)
+
+
+def _distribution(value: Any, moved: Imported) -> None:
+    """How the ranks work together: each file of ours starts its own."""
+    if not value:
+        return
+    kinds = str(_plain(value))
+    if any(name in kinds for name in _DDP) and "modelparallel" not in kinds:
+        moved.set("strategy.name", "ddp", f"distribution {kinds[:40]}")
+    else:
+        moved.drop("distribution", kinds, "strategy.name: `lockstep list` names what there is")
+
+
+def _hyperparameters(value: Any, moved: Imported, processes: int | None) -> None:
+    if not isinstance(value, dict):
+        return
+    known, ours = {}, keys_of(Run)
+    for name, each in value.items():
+        plain = name.replace("-", "_")
+        field = _USUAL.get(plain, plain)
+        if field in trainer.TABLE and field not in known and not _has_unread(each):
+            known[field] = each
+            if field != plain:
+                moved.notes.append(f"hyperparameters: {name} is taken for {field} of TrainingArguments")
+        else:
+            why = key_aliases.place(name, ours) or "an argument of the script"
+            moved.drop(f"hyperparameters: {name}", _plain(each), why, decides=True)
+    if known:
+        trainer.move(known, moved, processes)
+
+
+def _plain(value: Any) -> Any:
+    """A value as a person reads it."""
+    if isinstance(value, Unread):
+        return value.text
+    if isinstance(value, dict):
+        inside = {name: _plain(each) for name, each in value.items() if name}
+        return f"{value['']}({inside or ''})" if "" in value else inside
+    return [_plain(each) for each in value] if isinstance(value, list) else value

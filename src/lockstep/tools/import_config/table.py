@@ -1,0 +1,295 @@
+"""A row for each key of another system, and what comes of a file of such keys.
+
+In: a table (their key -> `Row`) and the keys of a file. Out: `Imported`: keys of a run file, what their comments say,
+and the gaps: what has no counterpart or is not understood, with why, and whether it decides what is trained.
+docs/coming-from.md shows the same tables; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config import plugins
+
+# Why there is no counterpart, where several systems have the key.
+CACHED = "tokens are cached by their content"
+EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), and not in 8"
+FILL_IN = "FILL-IN"  # where nothing says what the data, the model or a function is
+_OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one key."""
+
+    here: str = ""  # dotted keys of a run file, with commas between them; none: it has no counterpart
+    how: str = ""  # what is done with the value, or why there is no counterpart
+    values: Mapping[Any, Any] | None = None  # their value -> ours; others have no counterpart
+    joined: bool = False  # taken together with others, by the source's own function
+    default: Any = None  # theirs: of a key without a counterpart, nothing is said of it
+    decides: bool = False  # without a counterpart, and another model is trained without it
+    by: tuple[str, ...] = ()  # keys of a run file, one of which given by hand stands in for it
+
+
+Table = dict[str, Row]
+
+
+# Keys of a run file that decide nothing about the weights that a run ends with, or only at which bits.
+_OUTWARD = ("name", "output", "seed", "launch", "track", "hub", "profile", "strategy", "metrics", "evaluate", "mirror")
+_OUTWARD_KEYS: tuple[str, ...] = (
+    "checkpoint.every",
+    "checkpoint.keep",
+    "task.samples",
+    "task.bleu",
+    "task.rouge",
+    "task.beams",
+)
+_OUTWARD_KEYS += ("model.checkpoint_activations", "model.trust_remote_code", "model.compile", "data.workers")
+
+
+def decides(key: str) -> bool:
+    """Whether a key of a run file decides what is trained."""
+    if key == "evaluate.patience":
+        return True
+    return key.partition(".")[0] not in _OUTWARD and key not in _OUTWARD_KEYS
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something of the other system's that the run file does not have."""
+
+    name: str
+    why: str
+    decides: bool = False  # without it, another model would be trained
+    by: tuple[str, ...] = ()  # keys of a run file, one of which given by hand stands in for it
+    understood: bool = True  # False: it could not be read, so whether there is a counterpart is not known
+
+    def __str__(self) -> str:
+        return f"{'no counterpart' if self.understood else 'not understood'}: {self.name} ({self.why})"
+
+
+@dataclass
+class Imported:
+    """What a file says, in keys of a run file."""
+
+    keys: dict[str, Any] = field(default_factory=dict)  # dotted
+    told: dict[str, str] = field(default_factory=dict)  # dotted key -> what its comment says
+    gaps: list[Gap] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was taken to be so
+    read: list[str] = field(default_factory=list)  # of a script: each line that was read, and what for
+    by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys that were given on the command line
+    at_end: list[Callable[[Imported], None]] = field(default_factory=list)  # once the data were looked at
+
+    def set(self, key: str, value: Any, told: str) -> None:
+        self.keys[key] = value
+        self.told[key] = told
+
+    def drop(self, name: str, value: Any, why: str, decides: bool = False, by: tuple[str, ...] = ()) -> None:
+        """Has no counterpart. `value`: None where the name says it all."""
+        text = "" if value is None else f": {value}"
+        self._gap(Gap(name + (text if len(text) <= 60 else f"{text[:57]}..."), why, decides, by))
+
+    def unclear(self, name: str, why: str, decides: bool = True, by: tuple[str, ...] = ()) -> None:
+        """Not understood."""
+        self._gap(Gap(name, why, decides, by, understood=False))
+
+    def _gap(self, gap: Gap) -> None:
+        if gap not in self.gaps:
+            self.gaps.append(gap)
+
+    @property
+    def task(self) -> str | None:
+        """The task, as far as it is known: what was given by hand goes first."""
+        return self.by_hand.get("task.name") or self.keys.get("task.name")
+
+    def deciding(self) -> list[Gap]:
+        """The gaps without which another model would be trained, but for those that a key given by hand closes."""
+        return [gap for gap in self.gaps if gap.decides and not any(key in self.by_hand for key in gap.by)]
+
+
+def apply(table: Table, theirs: Mapping[str, Any], moved: Imported) -> None:
+    """Every row that stands for itself; rows that are `joined` are left to the source's own function."""
+    for name, value in theirs.items():
+        row = table.get(name)
+        if row is None:
+            moved.drop(name, value, "not a key that is known here", decides=not _is_off(value))
+        elif row.joined:
+            continue
+        elif not row.here:
+            if not _is_off(value) and value != row.default:
+                moved.drop(name, value, row.how, row.decides, row.by)
+        elif value is None:
+            continue
+        elif row.values is None:
+            moved.set(row.here, value, name)
+        elif (known := _of(value)) in row.values:
+            if (ours := row.values[known]) is not None:
+                moved.set(row.here, ours, f"{name} {value}")
+        elif not _is_off(value):
+            wanted = ", ".join(dict.fromkeys(str(v) for v in row.values.values() if v is not None))
+            moved.drop(
+                name, value, f"{row.here} is one of {wanted}; its default is taken", decides(row.here), (row.here,)
+            )
+
+
+def number(value: Any) -> float | None:
+    """A number, also one that YAML has read as a text (1e-4)."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def whole(value: Any, otherwise: int = 1) -> int:
+    found = number(value)
+    return otherwise if found is None else int(found)
+
+
+def _of(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _is_off(value: Any) -> bool:
+    return value in _OFF if not isinstance(value, list | dict) else not value
+
+
+# -- what several sources have in common -----------------------------------------------------------------------------
+
+
+def batches(moved: Imported, each: int, accumulated: int, processes: int | None, names: tuple[str, str]) -> None:
+    """Examples a step: of each process and forward pass, times passes, times processes."""
+    told = f"{names[0]} {each} x {names[1]} {accumulated} x {processes or 1} process(es)"
+    moved.set("batch_size", each * accumulated * (processes or 1), told)
+    moved.set(
+        "micro_batches", accumulated * (processes or 1), f"{names[1]} {accumulated} x {processes or 1} process(es)"
+    )
+    if processes is None:
+        moved.notes.append(
+            "the file does not say on how many processes it ran; one is taken. With N, give launch.processes=N and run "
+            "this again, or multiply batch_size and micro_batches by N"
+        )
+
+
+def schedule(moved: Imported, theirs: Mapping[str, Any], steps: str, share: str, kind: Any = None) -> None:
+    """A warm-up in steps, or as a share of all. `kind`: the schedule's name at transformers, where `constant` has no
+    warm-up, whatever is asked for."""
+    fraction, count = number(theirs.get(share)), number(theirs.get(steps))
+    if str(kind).rpartition(".")[2].lower() == "constant" and (count or fraction):
+        name, value = (steps, theirs[steps]) if count else (share, theirs[share])
+        moved.drop(name, value, "transformers' schedule constant has no warm-up, and leaves it out, too")
+    elif count and count >= 1:
+        moved.set("optim.warmup_steps", int(count), f"{steps} {int(count)}")
+    elif count or fraction:
+        name, value = (steps, count) if count else (share, fraction)
+        moved.set("optim.warmup_fraction", value, f"{name} {value}")
+
+
+def length(moved: Imported, epochs: Any, steps: Any, names: tuple[str, str]) -> None:
+    """Steps, where they are given, go before epochs."""
+    if (count := number(steps)) is not None and count > 0:
+        moved.set("steps", int(count), names[1])
+    elif (passes := number(epochs)) is not None:
+        moved.set("epochs", int(passes) if passes == int(passes) else passes, names[0])
+
+
+def only_its_own(moved: Imported) -> None:
+    """Leave out what is said of moments that the optimizer does not have."""
+    options: Any = plugins.find("optimizers", moved.keys.get("optim.name", "adamw"))
+    for key in ("betas", "eps", "momentum"):
+        if key not in options.Options.model_fields:
+            moved.keys.pop(f"optim.{key}", None)
+
+
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
+    "polynomial": "polynomial",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+}
+SCHEDULES |= {f"schedulertype.{name}": ours for name, ours in SCHEDULES.items()}
+_ENDS = {"min_lr_rate": "minimum", "min_lr_ratio": "minimum", "num_decay_steps": "decay_steps", "power": "power"}
+
+
+def schedule_ends(moved: Imported, kind: str, given: Mapping[str, Any], rate: float, name: str) -> None:
+    """How a schedule of transformers ends: what `lr_scheduler_kwargs` says, and its own defaults."""
+    kind, given = kind.rpartition(".")[2], dict(given)
+    if kind == "warmup_stable_decay":
+        shape = str(given.pop("decay_type", "cosine"))
+        moved.set("optim.decay_shape", {"1-sqrt": "sqrt"}.get(shape, shape), f"{name}: decay_type {shape}")
+    for key, value in given.items():
+        if key in _ENDS:
+            moved.set(f"optim.{_ENDS[key]}", value, f"{name}: {key}")
+        elif key in ("min_lr", "lr_end") and (least := number(value)) is not None:
+            moved.set("optim.minimum", least / rate, f"{name}: {key} {least:g} of {rate:g}")
+        else:
+            moved.drop(f"{name}: {key}", value, "optim has no such key")
+
+
+OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "adamw": "adamw",
+    "sgd": "sgd",
+    "lion_32bit": "lion",
+    "schedule_free_adamw": "schedule_free",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "muon": "muon",
+    "adafactor": "adafactor",
+    "adamw_apex_fused": "adamw",
+    "paged_adamw": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "paged_lion_32bit": "lion",
+}
+OPTIMIZERS |= {f"optimizernames.{name}": ours for name, ours in OPTIMIZERS.items()}
+ADAFACTOR = (
+    "Trainer's takes the rate as it is; here, as in torch's, a step is that share of the size of the weights: give "
+    "optim.learning_rate, such as 1e-2"
+)
+
+
+def optimizer(moved: Imported, name: str, value: Any) -> None:
+    """What an optimizer of the same name does otherwise."""
+    if str(value).rpartition(".")[2].lower() == "adafactor":
+        moved.drop(f"{name}: the rate of adafactor", None, ADAFACTOR, True, ("optim.learning_rate",))
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def trackers(moved: Imported, name: str, value: Any) -> None:
+    """A list of trackers, or one."""
+    asked = [str(each) for each in (value if isinstance(value, list) else [value]) if each]
+    if known := [each for each in asked if each in TRACKERS]:
+        moved.set("track.to", known, f"{name} {', '.join(known)}")
+    for each in asked:
+        if each not in (*TRACKERS, "none", "all"):
+            moved.drop(name, each, f"trackers here are {', '.join(TRACKERS)}, or a class of your own")
+    if "all" in asked:
+        moved.drop(name, "all", f"name them: track.to=[...] of {', '.join(TRACKERS)}")
+
+
+def quantized(moved: Imported, kind: Any, nested: Any, told: str) -> None:
+    """An adapter's base in 4 bits: nf4 or fp4."""
+    kind = str(kind).lower()
+    if kind not in ("nf4", "fp4"):
+        moved.drop(told, kind, "model.quantization is nf4 or fp4", True, ("model.quantization",))
+        return
+    moved.set("model.quantization", kind, told)
+    if nested:
+        moved.notes.append("the scales of the 4-bit weights are in float32: they are not quantised a second time")
+
+
+def lora(moved: Imported, entries: Mapping[str, Any], told: str) -> None:
+    """An adapter of peft; entries that were not given are left out."""
+    adapter = {key: value for key, value in entries.items() if value is not None}
+    moved.set("model.adapter", {"type": "lora", **adapter}, told)

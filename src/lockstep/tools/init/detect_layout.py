@@ -1,0 +1,256 @@
+"""What local files are, before they are read: rows with or without a header, folders of labels, files side by side.
+
+In: the `data` section as a person gave it. Out: the same with `layout` and `columns` as the files have them. What can
+be read in two ways is asked, or noted where nobody can be asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data import annotated, compressed, readable, row_files, source, tables, text_files
+from lockstep.tools.init import columns, fit
+from lockstep.tools.init.columns import Look
+from lockstep.tools.init.names import is_known
+from lockstep.tools.init.prompts import Prompter
+
+_TABLES = set(tables.SEPARATORS)
+_ANNOTATED = {
+    "conll": "lines of a word and its tags, with blank lines between sentences",
+    "squad": "questions as SQuAD has them",
+    "columns": "a list of values for each column",
+    "records": "a document with a list of rows",
+}
+_ROWS = 500  # looked at of a file
+_WORDS = {word for words in source.USUAL.values() for word in words}  # what folders of splits are called
+
+
+def recognised(data: DataSection, talk: Prompter) -> DataSection:
+    """Errors: `RunError` for what is not there, or cannot be told."""
+    if data.source == source.BUILTIN:
+        return data
+    if data.layout == "rows" and "layout" not in data.model_fields_set:
+        train = data.train[0] if isinstance(data.train, list) else data.train
+        if (given := data.source or train) is not None:
+            root = Path(given).expanduser()
+            data = _annotated(data, root, talk) or (_layout(data, root, talk) if data.source is not None else data)
+    if data.layout != "rows":
+        return data
+    local = source.local_splits(data)
+    if local is None or data.columns is not None:
+        return data
+    found = {s: files for s, files in local.items() if files and {*map(row_files.format_of, files)} <= _TABLES}
+    return _header(data, found, talk) if found.get("train") else data
+
+
+def looked(data: DataSection, talk: Prompter) -> tuple[DataSection, Look]:
+    """What the rows hold; with `split_column`, where a column says which split they belong to, and with the columns
+    within columns, where those alone fit no task. Errors: `RunError`."""
+    found = columns.look(data)
+    if found.apart is not None and list(found.sizes) == ["train"] and data.split_column is None:
+        talk.console.say(f"column {found.apart} says which split a row belongs to: data.split_column={found.apart}")
+        data = data.model_copy(update={"split_column": found.apart})
+        found = columns.look(data)
+    if found.nearly_apart is not None and data.split_column is None:
+        column, odd = found.nearly_apart
+        words = ", ".join(odd)
+        talk.note(
+            f"column {column} says which split a row belongs to, but for rows that say {words}: all are used as train. "
+            f"To leave these out: data.split_column={column}, and data.filter: {{{column}: {{none_of: [{words}]}}}}"
+        )
+    if found.deep:
+        deep = columns.look(data, deep=True)
+        if _fits(deep) > _fits(found):
+            found = deep
+    return data, found
+
+
+def _fits(found: Look) -> int:
+    """How well columns fit a task: not at all, as texts to read, or as what is to be learned from texts."""
+    try:
+        return 1 if set(fit.guess(found)[1].keys) == {"text"} else 2
+    except RunError:
+        return 0
+
+
+def _annotated(data: DataSection, root: Path, talk: Prompter) -> DataSection | None:
+    """With the layout that its first file seems to have, if that is none of rows."""
+    for layout in annotated.ENDINGS:
+        files = [root] if root.is_file() else []
+        if root.is_dir():
+            files = source.in_folder(root, "train", layout)
+            files = files or sorted(f for f in root.iterdir() if source.is_rows(f, layout))
+        if files and annotated.layout_of(files[0], data.encoding) == layout:
+            talk.console.say(f"{files[0].name}: {_ANNOTATED[layout]}: data.layout={layout}")
+            return data.model_copy(update={"layout": layout})
+    return None
+
+
+def _layout(data: DataSection, root: Path, talk: Prompter) -> DataSection:
+    """Folders of labels and files side by side are recognised by their names."""
+    if root.is_file() and row_files.format_of(root) is None:
+        stem, _ = text_files.named(root)
+        files = text_files.parallel_in(root.parent).get(stem, [])
+        if root not in files:
+            return data
+        talk.console.say(f"{root} goes with {', '.join(str(f) for f in files if f != root)}: a file for each language")
+        return data.model_copy(update={"source": None, "train": [str(f) for f in files], "layout": "parallel"})
+    if not root.is_dir() or any(_is_rows(file) for file in root.iterdir()):
+        return data
+    splits = {
+        split: next((root / w for w in words if (root / w).is_dir()), root) for split, words in source.USUAL.items()
+    }
+    classes = text_files.classes_in(splits["train"])
+    if len(classes) > 1 and not (splits["train"] == root and {c.name for c in classes} & _WORDS):
+        _say_classes(splits, root, talk)
+        return data.model_copy(update={"layout": "class_folders"})
+    if text_files.parallel_in(root) or text_files.parallel_in(splits["train"]):
+        return data.model_copy(update={"layout": "parallel"})
+    return data
+
+
+def _is_rows(file: Path) -> bool:
+    """Whether a file of a folder says that the folder holds rows: train.jsonl, any.csv, test.txt."""
+    ending = row_files.format_of(file) if file.is_file() else None
+    return ending is not None and (ending != ".txt" or compressed.plain(file).stem in _WORDS)
+
+
+def _say_classes(splits: dict[str, Path], root: Path, talk: Prompter) -> None:
+    names = {
+        split: [c.name for c in text_files.classes_in(folder)]
+        for split, folder in splits.items()
+        if split == "train" or folder != root
+    }
+    talk.console.say(f"{root}: a folder for each label: {', '.join(names['train'])}")
+    for split, there in names.items():
+        if there and (more := sorted(set(names["train"]) - set(there))):
+            talk.note(
+                f"{', '.join(more)}: texts in train, none in {split}. Is it a label? If not, name the others: "
+                f"data.train=[{', '.join(str(splits['train'] / name) for name in there)}]"
+            )
+
+
+# -- headers ---------------------------------------------------------------------------------------------------------
+
+
+def _header(data: DataSection, local: dict[str, list[Path]], talk: Prompter) -> DataSection:
+    """Whether the first row of a table names its columns."""
+    file = local["train"][0]
+    readable.check(file, "data.source", data.encoding)
+    data = _dialect(data, file, talk)
+    found = tables.scanned(file, "data.train", data)
+    rows = [row for _, row in itertools.islice(tables.rows(file, data.encoding, found.dialect), _ROWS)]
+    if not rows:
+        return data  # its reader says that it is empty
+    first = rows[0]
+    named = has_header(rows)
+    shown = " | ".join(cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in first)
+    if named is None:
+        named = talk.sure(f"The first row of {file.name} is: {shown}. Does it name the columns?", True)
+        if talk.ask is None:
+            talk.note(
+                f"the first row of {file.name} ({shown}) is taken for the names of its columns; if it is an example, "
+                f"give them: data.columns=[{', '.join(_numbered(len(first)))}]"
+            )
+    if named:
+        return data
+    talk.console.say(f"{file.name} has no header; its first row is: {shown}")
+    test = local.get("test")
+    if test and len(tables.scanned(test[0], "data.test", data).names) < len(first) and data.test is None:
+        data = without_test(data, talk)
+    return data.model_copy(update={"columns": _names(data, len(first), talk)})
+
+
+def without_test(data: DataSection, talk: Prompter) -> DataSection:
+    """The same with its files named, those of the test split left out: they lack a column."""
+    local = source.local_splits(data) or {}
+    talk.note(
+        f"the test split ({', '.join(map(str, local['test']))}) lacks a column: it is not scored, and left out here; "
+        "`lockstep predict` reads it"
+    )
+    given = {split: [str(f) for f in files] for split, files in local.items() if files and split != "test"}
+    return data.model_copy(update={"source": None, "test": None, **given})
+
+
+def has_header(rows: list[list[str]]) -> bool | None:
+    """Whether the first row names columns; None where it may or may not."""
+    first, rest = [cell.strip() for cell in rows[0]], rows[1:]
+    below = [[row[i].strip() for row in rest if i < len(row)] for i in range(len(first))]
+    names = sum(is_known(cell) or text_files.is_language(cell) for cell in first)
+    again = any(cell and cell in column for cell, column in zip(first, below, strict=True))
+    if again or len(set(first)) < len(first):
+        return None if names == len(first) else False
+    if any(_is_number(cell) or _is_sentence(cell) for cell in first):
+        return False if not names else None
+    if names:
+        return True
+    if any(cell and column and all(map(_is_number, column)) for cell, column in zip(first, below, strict=True)):
+        return True
+    return None
+
+
+def _dialect(data: DataSection, file: Path, talk: Prompter) -> DataSection:
+    """With `separator` and `quote`, where they are not what the file's ending says."""
+    if data.separator is not None and data.quote is not None:
+        return data
+    ways = tables.detected(file, data, lambda name: is_known(name) or text_files.is_language(name))
+    chosen = ways[0] if ways else {}
+    if not chosen:
+        return data
+    if "separator" in chosen:
+        mark = chosen["separator"]
+        talk.console.say(f"{file.name} is separated by {tables.NAMES[mark]}: data.separator={mark!r}")
+    if "quote" in chosen:
+        talk.console.say(f"{file.name}: data.quote={chosen['quote']}")
+    return data.model_copy(update=chosen)
+
+
+def _names(data: DataSection, count: int, talk: Prompter) -> list[str]:
+    """Names for columns without any, from what they hold. Errors: `RunError` when that leaves it open."""
+    numbered = _numbered(count)
+    found = columns.look(data.model_copy(update={"columns": numbered, "limit": None}))
+    labels = sorted(
+        (c for c in found.few if found.kinds[c] in ("text", "number", "true/false")), key=lambda c: found.few[c]
+    )
+    texts = sorted((c for c in found.texts if c not in labels), key=lambda c: -found.characters[c])
+    told: dict[str, str] = {}
+    if texts and labels:
+        told = {texts[0]: "text", labels[0]: "label"}
+    elif len(texts) == 1:
+        told = {texts[0]: "text"}
+    elif talk.ask is None:
+        raise RunError(
+            f"what the columns of {found.source} are cannot be told from what they hold; name them, each in its place: "
+            "data.columns=[text,label], [source,target] for translations, [prompt,response] for instructions"
+        )
+    rest = [c for c in texts if c not in told]
+    if talk.ask is None and (rest or len(labels) > 1):
+        others = ", ".join([*rest, *labels[1:]])
+        talk.note(f"which column is the text and which the label is guessed ({others} might be): see data.columns")
+
+    def check(answer: str) -> list[str]:
+        names = [name.strip() for name in answer.split(",")]
+        if len(names) != count or len(set(names)) < count or not all(names):
+            raise RunError(f"wanted are {count} names, all different, with commas between them")
+        return names
+
+    return talk.answer("Names of its columns, in order", ",".join(told.get(c, c) for c in numbered), check)
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"column_{i + 1}" for i in range(count)]
+
+
+def _is_sentence(cell: str) -> bool:
+    return len(cell.split()) > 6 or len(cell) > 60 or (" " in cell and cell[-1:] in (".", "!", "?", "\u3002"))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,383 @@
+"""`lockstep init`: a commented run file for a person's own data, after a few questions.
+
+In: a data source, and answers or flags. Out: a run file that loads, plans and trains as it is: the data were prepared
+with it, as training will. What is not asked follows from the data and from this machine; what might be otherwise is
+asked, or said where nobody can be asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import path_resolution, plugins
+from lockstep.config.mixture import OWN
+from lockstep.config.overrides import overrides_of
+from lockstep.config.run import Run, RunError, load
+from lockstep.config.sections import DataSection, at_length
+from lockstep.data import splitting
+from lockstep.data.source import BUILTIN, local_splits
+from lockstep.tools.init import detect_layout, fit, machine_defaults, multi_source, planning, render
+from lockstep.tools.init.columns import Look
+from lockstep.tools.init.machine_defaults import CHAT, SCRATCH, MachineInfo
+from lockstep.tools.init.prompts import Ask, NoAnswerMends, Prompter, one_of
+from lockstep.track.console import Console
+
+_RETRIES = 5  # remedies tried on one run file
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of preparing the data with a run file."""
+
+    examples: int  # of the training split, as training will have them
+    held: bool  # whether validation examples were cut off them
+    exact: bool  # False: with another tokenizer than the run's, whose blocks may be more or fewer
+    warnings: tuple[str, ...] = ()  # of the data, that training will say
+
+
+def init(
+    path: Path,
+    flags: dict[str, str | None],
+    overrides: list[str],
+    force: bool,
+    ask: Ask | None,
+    more: Sequence[str] = (),
+) -> int:
+    """The whole command. `flags`: data, task and model where given; `ask`: None where nobody can be asked; `more`: data
+    sources besides the first.
+
+    Errors: `RunError`; then nothing was written.
+    """
+    free(path, force)
+    console = Console(True)
+    talk, given = Prompter(ask, console), keys_of(overrides)
+    data, found = _data(flags.get("data") or given.get("data.source"), given, talk)
+    parts = [(data, found), *(_data(each, given, talk) for each in more)]
+    for _, each in parts:
+        console.say(f"{each.source}: {_sizes(each)}; columns {each.described()}")
+    task = _task(found, flags.get("task") or given.get("task.name"), given, talk)
+    if more:
+        data, found, task = multi_source.together(parts, task, talk)
+    else:
+        data = _without_test(data, task, found, talk)
+    console.say(f"task: {', '.join(f'{key} {value}' for key, value in task.items())}{_unread(found, task)}")
+    here = MachineInfo.look()
+    filled, trial = _tried_with_model(path, data, task, found, here, flags.get("model"), given, talk)
+    for text in trial.warnings:
+        talk.note(text)
+    filled = machine_defaults.with_steps(filled, trial.examples, here)
+    run = checked(path, render.write(filled, _header(filled, path.name, found, here, trial, talk), {}))
+    console.say(f"wrote {path}: {run.task.name} with {run.model.source or run.model.type} on {here.described()}")
+    console.say(f"next: lockstep plan {path}; lockstep train {path}")
+    return 0
+
+
+def keys_of(overrides: list[str]) -> dict[str, Any]:
+    """Overrides as dotted key -> value; a text that stands for a section is its main key. Errors: `RunError`."""
+    found: dict[str, Any] = {}
+    for key, value in overrides_of(overrides).items():
+        whole = at_length(key, value)
+        found |= {f"{key}.{inner}": each for inner, each in whole.items()} if isinstance(whole, dict) else {key: value}
+    return found
+
+
+def free(path: Path, force: bool) -> None:
+    """Errors: `RunError` when the run file is there already, or cannot be."""
+    if path.exists() and not force:
+        raise RunError(f"{path} is there already; choose another name, or replace it with --force")
+    if not path.absolute().parent.is_dir():
+        raise RunError(f"{path}: there is no folder {path.absolute().parent}")
+
+
+@contextmanager
+def _aside(path: Path, text: str) -> Iterator[Path]:
+    """A run file beside `path`, gone afterwards. Errors: `RunError`, which name `path`."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        yield aside
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+    except RunError as error:
+        raise RunError(str(error).replace(str(aside), str(path))) from None
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def checked(path: Path, text: str, planned: bool = True) -> Run:
+    """Write the file, if what it says can be loaded, and `planned`. Errors: `RunError`; then nothing was written."""
+    with _aside(path, text) as aside:
+        run = load(aside, [])
+        if planned:
+            planning.plan(run)
+        os.replace(aside, path)
+    return run
+
+
+def loaded(path: Path, text: str) -> Run:
+    """The run of a file of this text at this place, which is not written. Errors: `RunError`, which name `path`."""
+    with _aside(path, text) as aside:
+        return load(aside, [])
+
+
+# -- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def _data(given_source: str | None, given: dict[str, Any], talk: Prompter) -> tuple[DataSection, Look]:
+    more = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("data.")}
+
+    def read(source: str | None) -> tuple[DataSection, Look]:
+        try:
+            section = DataSection(**({**more, "source": source} if source is not None else more))
+        except ValueError:  # what is wrong with a key is said in the run file's words
+            load(None, {f"data.{key}": value for key, value in more.items()}, {"model": {"type": "gpt2"}, "data": {}})
+            raise
+        return detect_layout.looked(detect_layout.recognised(section, talk), talk)
+
+    if given_source is not None or "train" in more:
+        talk.console.say(f"reading {given_source or more['train']}")
+        return read(given_source)
+    if talk.ask is None:
+        raise RunError("give the data: --data FOLDER, FILE, HUB-ID or builtin/emotion")
+    return talk.answer(f"Data (a folder, a file, a Hub id, or {BUILTIN})", BUILTIN, read)
+
+
+def _task(found: Look, name: str | None, given: dict[str, Any], talk: Prompter) -> dict[str, Any]:
+    """The `task` section: the guess, or what was asked for, with the columns that fit it."""
+    own = {
+        key.partition(".")[2]: value for key, value in given.items() if key.startswith("task.") and key != "task.name"
+    }
+    guessed: tuple[str, fit.Fit] | None = None
+    if name is None:
+        try:
+            guessed = fit.guess(found)
+        except RunError as error:
+            if talk.ask is None:
+                raise
+            talk.console.say(str(error))
+        default = guessed[0] if guessed else fit.TASKS[0]
+        if talk.ask is not None:
+            name = talk.answer(f"Task ({', '.join(fit.TASKS)})", default, one_of(list(fit.TASKS), "task"))
+    name = name or default
+    if name not in fit.TASKS:
+        raise RunError(f"--task: {name!r} is not one of {', '.join(fit.TASKS)}")
+    fitted = fit.fit(name, found)
+    if fitted is None and not own and talk.ask is None:
+        raise RunError(
+            f"--task: {found.source} seems to have no columns for {name}; it has {found.described()}. "
+            "Name them: task.text=... task.label=... (see `lockstep schema`)"
+        )
+    keys = dict(fitted.keys) if fitted else {}
+    doubts = fitted.doubts if fitted else dict.fromkeys(fit.ASKED[name], "")
+    for key, why in doubts.items():
+        if key not in own:
+            keys |= _column(key, why, keys, found, talk)
+    return {"name": name, **keys, **own}
+
+
+def _column(key: str, why: str, keys: dict[str, Any], found: Look, talk: Prompter) -> dict[str, Any]:
+    """A column that might be another one. Of a translation, the other side follows where there are two."""
+    there = list(found.languages or found.kinds)
+    if talk.ask is None:
+        talk.note(f"task.{key}: {keys.get(key)}; {why}")
+        return {}
+    question = f"Column of task.{key}{f' ({why})' if why else ''}"
+    chosen = talk.answer(question, str(keys.get(key) or ""), one_of(there, "column"))
+    if key == "source" and chosen == keys.get("target"):
+        return {"source": chosen, "target": keys["source"]}
+    return {key: chosen}
+
+
+def _without_test(data: DataSection, task: dict[str, Any], found: Look, talk: Prompter) -> DataSection:
+    """A test split without what is to be learned is not scored."""
+    learned = task.get("label")
+    labels = {*learned} if isinstance(learned, list) else {learned}
+    lacking = set(found.lacking.get("test", ())) & {str(value) for value in (*task.values(), *labels)}
+    if not lacking or data.test is not None or data.split_column is not None or local_splits(data) is None:
+        return data
+    if task["name"] == "classification" and lacking == labels:  # training leaves it out by itself
+        talk.note(f"the test split has no column {learned}: it is not scored; `lockstep predict` reads it")
+        return data
+    return detect_layout.without_test(data, talk)
+
+
+def _tried_with_model(
+    path: Path,
+    data: DataSection,
+    task: dict[str, Any],
+    found: Look,
+    here: MachineInfo,
+    flag: str | None,
+    given: dict[str, Any],
+    talk: Prompter,
+) -> tuple[dict[str, Any], Trial]:
+    """The keys with a model that the data can be prepared for."""
+    given_model = flag or given.get("model.source") or (SCRATCH if "model.type" in given else None)
+    default = machine_defaults.model_for(task["name"], found, here)
+
+    def tried(model: str) -> tuple[dict[str, Any], Trial]:
+        filled = machine_defaults.values(path, _from(path, "data", data), task, local(path, model), found, here)
+        if "model.type" in given and not any(key.startswith("model.config") for key in given):
+            length = filled["task"].get("block_size") or filled["data"]["max_length"]
+            filled["model"]["config"] = machine_defaults.small_config(str(given["model.type"]), length)
+        for key, value in given.items():
+            section, _, inner = key.partition(".")
+            if not (section == "data" and inner in (path_resolution.PATHS["data"] if data.sources is None else OWN)):
+                set_key(filled, key, value)
+        if filled["task"].get("bleu") is False and "task.bleu" not in given:
+            talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
+        talk.console.say("reading the data as training will (its tokens are kept for it)")
+        try:
+            return filled, _trial(path, filled, found, here, talk)
+        except RunError as error:
+            if str(error).startswith(("model", "tokenizer", "data.max_length", "task.block_size")):
+                raise
+            raise NoAnswerMends(str(error)) from None
+
+    if given_model is not None or talk.ask is None:
+        return tried(given_model or default)
+    return talk.answer(f"Model (Hub id, folder, or {SCRATCH})", default, tried)
+
+
+# -- a trial ---------------------------------------------------------------------------------------------------------
+
+
+def _trial(path: Path, filled: dict[str, Any], found: Look, here: MachineInfo, talk: Prompter) -> Trial:
+    """Prepare the data as training will; `filled` gets what that takes. Errors: `RunError`, as training's."""
+    for _ in range(_RETRIES):
+        try:
+            return _prepared(path, filled, found, True)
+        except RunError as error:
+            if "data.drop_missing=true" in str(error) and talk.ask is not None:
+                talk.console.say(str(error))
+                if not talk.sure("Leave such rows out?", True):
+                    raise
+                filled["data"]["drop_missing"] = True
+            elif "has no chat template" in str(error):
+                filled["task"]["chat_template"] = CHAT
+            elif "cannot load a" in str(error) and not _is_folder(filled) and _unreachable(str(error), here):
+                talk.note(
+                    f"the model {filled['model'].get('source')} cannot be fetched from here, so whether there is one "
+                    "of that name, and what it wants, was not tried"
+                )
+                small = filled | {"task": dict(filled["task"])}
+                exact = filled["task"]["name"] != "language_modeling"
+                length = filled["task"].get("block_size") or filled["data"]["max_length"]
+                small |= machine_defaults.scratch(filled["task"]["name"], length, found.sizes["train"])
+                if filled["task"].get("messages"):
+                    small["task"].setdefault("chat_template", CHAT)
+                return _prepared(path, small, found, exact)
+            else:
+                raise
+    raise RunError(f"{found.source}: what training wants of it cannot be found out; write a run file by hand")
+
+
+def _unreachable(said: str, here: MachineInfo) -> bool:
+    return not here.hub or "couldn't connect" in said or "offline mode" in said
+
+
+def _is_folder(filled: dict[str, Any]) -> bool:
+    """Whether the model is one on this machine, or meant to be."""
+    source = str(filled["model"].get("source") or "")
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).is_dir()
+
+
+def _prepared(path: Path, filled: dict[str, Any], found: Look, exact: bool) -> Trial:
+    """Errors: `RunError`."""
+    from lockstep.data.prepare import prepare
+    from lockstep.data.tokens import examples_in
+
+    with _aside(path, render.write(filled, [], {})) as aside:
+        run = load(aside, [])
+        prepared = prepare(run, plugins.find("tasks", run.task.name))
+    held = "validation" not in found.sizes
+    return Trial(examples_in(prepared.splits["train"]), held, exact, tuple(splitting.warnings(prepared.facts)))
+
+
+# -- paths -----------------------------------------------------------------------------------------------------------
+
+
+def _from(path: Path, section: str, values: DataSection) -> DataSection:
+    """The same with local paths as the run file has to write them: from its own folder."""
+
+    def moved(entry: Any) -> dict[str, Any]:
+        return {
+            key: local(path, value)
+            for key in path_resolution.PATHS[section]
+            if (value := getattr(entry, key)) is not None
+        }
+
+    if values.sources is not None:
+        return values.model_copy(update={"sources": [each.model_copy(update=moved(each)) for each in values.sources]})
+    return values.model_copy(update=moved(values))
+
+
+def local(path: Path, value: Any) -> Any:
+    """A path from the folder of the run file, where it is one from here."""
+    if isinstance(value, list):
+        return [local(path, each) for each in value]
+    folder = path.absolute().parent
+    if os.path.isabs(value) or value.startswith("~") or folder == Path.cwd():
+        return value
+    pattern = any(mark in value for mark in "*?[")
+    there = Path(value).exists() or (pattern and any(Path().glob(value)))
+    return os.path.relpath(value, folder) if there else value
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def _header(
+    filled: dict[str, Any], name: str, found: Look, here: MachineInfo, trial: Trial, talk: Prompter
+) -> list[str]:
+    """What the file begins with: where it comes from, its arithmetic, and what was taken to be so."""
+    epoch, total = machine_defaults.steps_of(filled, trial.examples)
+    micro, about = filled["micro_batches"], "" if trial.exact else "about "
+    cut = f" (after {filled['data'].get('validation_fraction', 0.1):.0%} for validation)" if trial.held else ""
+    blocks = "blocks of tokens" if filled["task"]["name"] == "language_modeling" else "examples"
+    return [
+        f"{found.source}: {_sizes(found)}. Written by `lockstep init`.",
+        f"Columns: {found.described()}.",
+        *(f"Note: {note}." for note in talk.notes),
+        "",
+        f"  lockstep plan {name}      # what would be started",
+        f"  lockstep train {name}     # run it, or go on with it",
+        f"  lockstep train {name} epochs=1 data.limit=200     # a short try",
+        "",
+        f"Arithmetic: {about}{trial.examples:,} {blocks}{cut} / {filled['batch_size']} a step = {about}{epoch:,} steps "
+        f"an epoch, {about}{total:,} in all; a step is cut into {micro} micro-batches.",
+        f"Written for {here.described()}; any number of processes up to {micro} gives the same weights.",
+        "Paths are found from this file's folder. All keys: `lockstep schema`.",
+    ]
+
+
+def _sizes(found: Look) -> str:
+    return ", ".join(f"{count:,} {split}" for split, count in found.sizes.items()) + " examples"
+
+
+def _unread(found: Look, task: dict[str, Any]) -> str:
+    """The columns that no key of the task names, nor what is read where a key is left out."""
+    kind: Any = plugins.find("tasks", task["name"])
+    values = [task.get(key, field.default) for key, field in kind.Options.model_fields.items()]
+    used = {str(one) for value in values for one in (value if isinstance(value, list) else [value])}
+    rest = [] if found.plain or found.languages else [name for name in found.kinds if name not in used]
+    return f"; not read: {', '.join(rest)}" if rest else ""
+
+
+def set_key(filled: dict[str, Any], key: str, value: Any) -> None:
+    """A key that was given, instead of what was guessed."""
+    *sections, last = key.split(".")
+    for section in sections:
+        if not isinstance(filled.get(section), dict):
+            filled[section] = {}
+        filled = filled[section]
+    if last in ("steps", "epochs"):
+        filled.pop("epochs", None)
+    if last == "warmup_steps":
+        filled.pop("warmup_fraction", None)
+    filled[last] = value

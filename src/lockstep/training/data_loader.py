@@ -1,0 +1,252 @@
+"""This rank's StepBatches, made ahead of time by a thread where the task allows it; the position is the step number.
+
+In: a task, the order and this rank's indices. Out: one `StepBatch` a step, on the device, with the counts of the
+whole step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from lockstep.config.run import Run
+from lockstep.data import shard_cache
+from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.data.micro_batches import by_chance
+from lockstep.data.mixture import MixedOrder, MixedShards
+from lockstep.data.order import ByLength, ByShard, Order, total_steps
+from lockstep.data.streamed import Streamed, Unreadable
+from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.world import World
+from lockstep.strategies.exact.reduction import Shares
+from lockstep.tasks.task import Task
+from lockstep.track.console import error
+
+AHEAD = 2  # steps made before they are asked for
+FORESEEN = 2  # of a stream, steps made before one is given out: ranks agree on a stop a step after it is asked for
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a feeding thread met, to be raised where the batch is wanted."""
+
+    error: BaseException
+
+
+def stopping(world: World) -> Callable[[Unreadable], None]:
+    """What asks all ranks to stop before a shard is needed that cannot be read, and says so."""
+
+    def ends(caught: Unreadable) -> None:
+        if world.local_rank == 0:  # the ranks of a machine read the same files
+            error(f"{caught}\nTraining stops before it is needed", world.log)
+        world.stop.came = True
+
+    return ends
+
+
+class StepLoader:
+    """The training batches of one rank."""
+
+    def __init__(self, run: Run, task: Task, indices: Iterable[int], device: torch.device) -> None:
+        self.task, self.indices, self.device = task, list(indices), device
+        self.shares: Shares | None = None  # of all ranks, where they are not even
+        self.columns = task.splits["train"]
+        self.sources = task.sources(self.columns)
+        self.order = self._order(run)
+        order = self.order.order if isinstance(self.order, ByLength) else self.order
+        self.mixed = order if isinstance(order, MixedOrder) else None
+        self.micro_batches, self.seed = run.micro_batches, run.seed
+        self.pads = task.padded_because is not None
+        self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
+
+    def _order(self, run: Run) -> Order:
+        streamed = self.columns if isinstance(self.columns, Streamed) else None
+        how, window = (run.batch_size, run.seed), run.data.stream_window
+        if run.data.sources is not None:
+            schedules = [each.schedule for each in run.data.sources]
+            if streamed:
+                return MixedShards(streamed.sizes_of_sources, schedules, *how, window)
+            order: Order = MixedOrder([len(rows) for rows in self.sources.values()], schedules, *how)
+        elif streamed:
+            return ByShard(streamed.shard_sizes, *how, window)
+        else:
+            order = Order(len(self.columns), *how)
+        together = run.data.group_by_length
+        return ByLength(order, self.columns.lengths, together) if together > 1 else order
+
+    @property
+    def mixture(self) -> dict[str, str]:
+        """Opening lines about several sources, and about shards; none of one source that is no stream."""
+        told = {} if self.mixed is None else {"mixture": self.mixed.told(list(self.sources), self.total)}
+        if isinstance(self.columns, Streamed):
+            most = len(self.columns) if self.mixed is None else int(self.mixed.sizes.max())
+            window = f"{min(self.task.run.data.stream_window, most):,} examples"
+            some = window if self.mixed is None else f"up to {window} of each source"
+            told["stream"] = f"{len(self.columns.shard_sizes):,} shards, {some} shuffled together"
+        return told
+
+    def deal(self, shares: Shares, rank: int) -> None:
+        """From the next batch that `steps` gives on, ranks run these micro-batches; `rank` is this one."""
+        self.shares, self.indices = shares, list(shares[rank])
+
+    def interval(self, every: int | Literal["epoch"]) -> int:
+        """In steps."""
+        return self.order.steps_per_epoch if every == "epoch" else every
+
+    def make(self, step: int, made: Iterator[MicroBatch] | None = None) -> StepBatch:
+        """One step's batch: every rank cuts the same micro-batches and collates its own, or takes those that workers
+        have `made`."""
+        if isinstance(self.columns, Streamed) and isinstance(self.order, ByShard | MixedShards):
+            behind = self.order.behind(step, shard_cache.AHEAD) if self.columns.elsewhere else []
+            self.columns.hold(self.order.near(step), behind)
+        return self._batch(step, self.order.step(step), made)
+
+    def one(self, step: int, index: int) -> MicroBatch:
+        """A micro-batch of a step, whoever's it is; on the host."""
+        rows = self.order.step(step)
+        return self._collated(step, rows[self.task.cut(self.columns, rows)[index]], index)
+
+    def longest(self) -> StepBatch:
+        """The longest examples of all, as a step that is none of the run's: no step needs more memory."""
+        return self._batch(0, np.sort(self.columns.longest(self.order.batch_size)))
+
+    def _batch(self, step: int, rows: np.ndarray, made: Iterator[MicroBatch] | None = None) -> StepBatch:
+        lengths = self.columns.lengths[rows]
+        groups = self.task.cut(self.columns, rows)
+        targets_of = None if self.mixed is None else self._targets_of(rows, step)
+        own, shares = self.indices, self.shares
+        micro_batches = [self._collated(step, rows[groups[k]], k) if made is None else next(made) for k in own]
+        if self.device.type == "cuda":
+            micro_batches = [m.pinned() for m in micro_batches]
+        return StepBatch(
+            step=step,
+            micro_batches=micro_batches,
+            count=self.micro_batches,
+            examples=len(rows),
+            targets=self.task.count_targets_at(self.columns, rows, step),
+            tokens=int(lengths.sum()),
+            padded=self._tokens(rows, groups),
+            padded_by_chance=self.task.padded(self.columns, rows, by_chance(len(rows), self.micro_batches)),
+            ids=rows,
+            shares=shares,
+            own_tokens=self._tokens(rows, [groups[k] for k in own]),
+            targets_of=targets_of,
+        )
+
+    def _tokens(self, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
+        """That go through the model for these micro-batches of a step."""
+        if self.pads:
+            return self.task.padded(self.columns, rows, groups)
+        return int(self.columns.lengths[rows[np.concatenate(groups)]].sum()) if len(groups) else 0
+
+    def _source_of(self, rows: np.ndarray) -> np.ndarray:
+        """Which source of the mixture each is from: int64, same shape."""
+        return np.searchsorted([found.stop for found in self.sources.values()], rows, side="right")
+
+    def _targets_of(self, rows: np.ndarray, step: int) -> np.ndarray:
+        """Of each source of the mixture: float64 [S]."""
+        of = self._source_of(rows)
+        some = [rows[of == source] for source in range(len(self.sources))]
+        counts = [self.task.count_targets_at(self.columns, r, step) if len(r) else 0 for r in some]
+        return np.array(counts, dtype=np.float64)
+
+    def _collated(self, step: int, rows: np.ndarray, index: int) -> MicroBatch:
+        if not self.task.ahead():  # it may draw; in a thread it does not, and what is seeded here is the model's
+            seed_everything(self.seed, step, index, 1)
+        found = self.task.collate_at(self.columns, rows, index, step)
+        if self.mixed is None:
+            return found
+        of = self._source_of(rows if len(rows) else np.zeros(1, dtype=np.int64))  # blank: of one example
+        return replace(found, sources=torch.from_numpy(of))
+
+    def _jobs(self, after: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """This rank's micro-batches of the steps from `after` on: step, index and rows."""
+        for step in range(after, self.total):
+            rows = self.order.step(step)
+            groups = self.task.cut(self.columns, rows)
+            yield from ((step, k, rows[groups[k]]) for k in self.indices)
+
+    def steps(self, after: int, ends: Callable[[Unreadable], None] = lambda error: None) -> Generator[StepBatch]:
+        """The batches of steps `after`, `after + 1`, ... to the run's last. `ends` is told of a shard that cannot be
+        read while there are steps to stop at before it is needed. Errors: `Unreadable` when it is."""
+        while after < self.total:
+            shares = self.shares
+            with closing(self._dealt(after, ends)) as batches:
+                for batch in batches:
+                    after += 1
+                    yield batch
+                    if self.shares is not shares:  # those that were made ahead are of other micro-batches
+                        break
+
+    def _dealt(self, after: int, ends: Callable[[Unreadable], None]) -> Generator[StepBatch]:
+        """The same, of the shares as they are now."""
+        if self.task.ahead():
+            yield from self._foreseen(self._made_ahead(after), ends)
+        else:
+            made = self.task.in_workers(self.columns, self._jobs(after))
+            for step in range(after, self.total):
+                yield self._there(self.make(step, made))
+
+    def _there(self, batch: StepBatch) -> StepBatch:
+        return batch if self.device.type == "cpu" else batch.to(self.device)
+
+    def _foreseen(
+        self, made: Generator[StepBatch | Failure], ends: Callable[[Unreadable], None]
+    ) -> Iterator[StepBatch]:
+        """Batches as they are needed, and of a stream so many of them looked at before."""
+        foreseen = FORESEEN if isinstance(self.columns, Streamed) else 0
+        waiting: deque[StepBatch | Failure] = deque()
+        over = False
+        try:
+            while waiting or not over:
+                while not over and len(waiting) <= foreseen:
+                    item = next(made, None)
+                    over = item is None or isinstance(item, Failure)
+                    waiting += [] if item is None else [item]
+                    if len(waiting) > 1 and isinstance(item, Failure) and isinstance(item.error, Unreadable):
+                        ends(item.error)
+                if waiting:
+                    item = waiting.popleft()
+                    if isinstance(item, Failure):
+                        raise item.error
+                    yield self._there(item)
+        finally:
+            made.close()
+
+    def _made_ahead(self, after: int) -> Generator[StepBatch | Failure]:
+        ready: queue.Queue[StepBatch | Failure] = queue.Queue(maxsize=AHEAD)
+        over = threading.Event()
+
+        def put(item: StepBatch | Failure) -> bool:
+            while not over.is_set():
+                try:
+                    ready.put(item, timeout=0.2)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def produce() -> None:
+            try:
+                for step in range(after, self.total):
+                    if not put(self.make(step)):
+                        return
+            except BaseException as error:  # raised where the batch is wanted
+                put(Failure(error))
+
+        thread = threading.Thread(target=produce, name="lockstep-feed", daemon=True)
+        thread.start()
+        try:
+            for _ in range(after, self.total):
+                yield ready.get()
+        finally:
+            over.set()
+            thread.join()

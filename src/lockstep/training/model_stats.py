@@ -1,0 +1,238 @@
+"""What a run amounts to, before it starts: its data, its model, its steps, tokens a step, and memory by a formula.
+
+In: a run, its prepared data and the number of processes. Out: facts for `lockstep plan`. The model is built on the meta
+device, where it takes no memory; nothing is trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.checkpoint.manifest import averaged
+from lockstep.config import plugins
+from lockstep.config.run import Run, RunError
+from lockstep.config.schedules import drawn
+from lockstep.data import stream
+from lockstep.data.splitting import left_out, warnings
+from lockstep.data.streamed import Streamed
+from lockstep.data.tokens import Columns, Prepared, examples_in
+from lockstep.distributed.memory import capacity
+from lockstep.distributed.world import World, pick_device
+from lockstep.strategies.exact.optim import state_bytes
+from lockstep.strategies.exact.param_groups import ParamGroupSpec, assigned, freeze
+from lockstep.strategies.strategy import strategy_class
+from lockstep.tasks.models import inert_entries, quantized
+from lockstep.tasks.task import Task
+from lockstep.training.data_loader import StepLoader
+
+PART = 17  # beside the seed, so that a part of validation is drawn as nothing else is
+LOOKED_AT = 32  # steps, evenly spread, whose tokens are counted
+
+
+def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
+    """Rows of a table."""
+    task_class: Any = plugins.find("tasks", run.task.name)
+    task: Task = task_class(run, prepared)
+    feed = StepLoader(run, task, [], torch.device("cpu"))
+    check_average(run, feed)
+    model = freeze(run, task.model(empty=True))
+    every, trained = counts(model)
+    of_them = f", of which {trained / 1e6:.2f}M are trained" if trained < every else ""
+    return {
+        "model": f"{task.origin}, {every / 1e6:.2f}M parameters{of_them}",
+        "data": data(task),
+        **feed.mixture,
+        "length": length(run, feed),
+        "rate": drawn(run.optim, feed.total),
+        "optimizer": treatment(run, model),
+        **({task.unit: units(feed)} if task.unit else {}),
+        **padding(run, task),
+        **selection_lines(run, task),
+        "memory": memory(run, processes, every, trained, quantized.count(model), state_bytes(run.optim, model)),
+    }
+
+
+def counts(model: nn.Module) -> tuple[int, int]:
+    """Parameters of a model, and how many of them are trained."""
+    return quantized.parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def resolve_options(run: Run, task: Task, world: World) -> Run:
+    """The run with what its strategy leaves to the memory of the machines. The same on every rank. Collective."""
+    found = strategy_class(run)
+    if not found.needs_memory_to_resolve(run):
+        return run
+    memory = min(world.all_gather(capacity(world.device, world.local_size)))
+    return found.decided(run, world.size, *counts(freeze(run, task.model(empty=True))), memory)
+
+
+def check_names(run: Run, prepared: Prepared) -> None:
+    """Refuse patterns of weights' names that match none, before any process starts. Errors: `RunError`."""
+    if run.model.freeze or run.optim.groups or run.optim.layer_decay < 1:
+        task_class: Any = plugins.find("tasks", run.task.name)
+        assigned(run.optim, freeze(run, task_class(run, prepared).model(empty=True)))
+
+
+def treatment(run: Run, model: nn.Module) -> str:
+    """The optimizer, and what of its weights has a rate, a decay or a rule of its own."""
+    found: dict[ParamGroupSpec, int] = {}
+    for how in assigned(run.optim, model).values():
+        found[how] = found.get(how, 0) + 1
+    rows = [
+        f"{count} weight{'s' * (count > 1)}{f' ({how.kind})' if how.kind else ''} at "
+        f"{how.scale * run.optim.learning_rate:.3g}, decay {how.decay:g}"
+        for how, count in found.items()
+    ]
+    more = f"; {len(rows) - 6} more groups" if len(rows) > 6 else ""
+    return f"{run.optim.name}: {'; '.join(rows[:6])}{more}"
+
+
+def data(task: Task) -> str:
+    """Where the examples are from, and how many there are."""
+    sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
+    mean = f"; mean {task.splits['train'].mean_length:.1f} {task.unit}" if task.unit else ""
+    return f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}"
+
+
+def check_average(run: Run, feed: StepLoader) -> None:
+    """Errors: `RunError`, where a run writes fewer checkpoints than `average.last` takes the mean of."""
+    every = feed.interval(run.checkpoint.every)
+    if run.average.last is not None and (there := len(averaged(run, feed.total, every))) < run.average.last:
+        raise RunError(
+            f"average.last: the mean of {run.average.last} checkpoints is asked for, and a run of {feed.total:,} steps "
+            f"with one every {every:,} has {there}; lower it, or checkpoint.every"
+        )
+
+
+def length(run: Run, feed: StepLoader) -> str:
+    """Steps and epochs, and the evaluations and checkpoints between them."""
+    each = feed.order.steps_per_epoch
+    evaluations = (feed.total - 1) // every if (every := feed.interval(run.evaluate.every)) else 0
+    return (
+        f"{feed.total:,} steps of {min(run.batch_size, feed.order.examples):,} examples; an epoch has {each:,}: "
+        f"{feed.total / each:.4g} epochs; {evaluations:,} evaluations on the way"
+    )
+
+
+def too_few(run: Run, prepared: Prepared) -> list[str]:
+    """That a step is smaller than the run file says, because there are no more examples."""
+    file = prepared.splits["train"]
+    examples = sum(stream.about(Path(file))["examples"]) if file.endswith(stream.ENDING) else examples_in(file)
+    if examples >= run.batch_size:
+        return []
+    return [
+        f"batch_size is {run.batch_size:,}, and train has {examples:,} examples: every step takes all of them, and an "
+        f"epoch is one step. A batch_size of {examples:,} says the same; a smaller one makes more steps"
+    ]
+
+
+def remarks(run: Run, prepared: Prepared) -> list[str]:
+    """Notes on a run's data and on the entries of its model's config, which stop nothing. Errors: `RunError` when the
+    cache cannot be written."""
+    head = plugins.find("tasks", run.task.name).head  # type: ignore[attr-defined]
+    return [*too_few(run, prepared), *warnings(prepared.facts), *inert_entries.notes(run, head)]
+
+
+def units(feed: StepLoader) -> str:
+    """Tokens (or what else counts an example's length) of a step, with and without padding."""
+    last = 0 if isinstance(feed.columns, Streamed) else feed.total - 1  # later in a stream is another window to read
+    steps = np.unique(np.linspace(0, last, min(LOOKED_AT, feed.total)).astype(int))
+    found = [feed.make(int(step)) for step in steps]
+    real, padded = (sum(getattr(batch, name) for batch in found) for name in ("tokens", "padded"))
+    return f"about {real / len(found):,.0f} a step; {padded / real:.2f} computed for each real one"
+
+
+def padding(run: Run, task: Task) -> dict[str, str]:
+    """That padding is computed where the run asks for none, and why."""
+    why = task.padded_because if run.data.padding == "none" and task.head is not None else None
+    return {"padding": f"computed, as with data.padding=batch: {why}"} if why else {}
+
+
+def validation_rows(run: Run, columns: Columns) -> np.ndarray | None:
+    """The examples of validation that evaluations use, int64, drawn with the seed; None: all."""
+    most = run.evaluate.limit
+    if most is None or most >= len(columns):
+        return None
+    return np.sort(np.random.default_rng([run.seed, PART]).permutation(len(columns))[:most])
+
+
+def selection_lines(run: Run, task: Task) -> dict[str, str]:
+    """What is evaluated and exported, where that is not all of validation and the weights."""
+    found, of = {}, len(task.splits["validation"])
+    if run.evaluate.limit is not None and run.evaluate.limit < of:
+        found["evaluation"] = f"{run.evaluate.limit:,} of {of:,} validation examples, drawn with the seed"
+    if run.average.told:
+        both = "evaluated and exported" if run.average.ema is not None else "exported"
+        found["average"] = f"{run.average.told} is {both}"
+    return found
+
+
+def memory(run: Run, processes: int, every: int, trained: int, packed: int = 0, state: float | None = None) -> str:
+    """What a process holds, by a formula: weights of `every` parameter, `packed` of them in 4 bits; the rest of those
+    that are trained, the optimizer's `state` of each among it."""
+    sizes, note = held(run, processes, every, trained, packed, state)
+    parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
+    of_layers = " of one layer at a time" * run.model.checkpoint_activations
+    place = " (those of layers wait in the host's memory)" * run.model.offload_activations
+    return (
+        f"about {size(sum(sizes.values()))} a process ({parts}){note}; not counted are activations{of_layers}{place}, "
+        "buffers on the way and libraries"
+    )
+
+
+def held(
+    run: Run, processes: int, every: int, trained: int, packed: int, state: float | None
+) -> tuple[dict[str, float], str]:
+    """Bytes by kind, and what was decided for it."""
+    found, note = strategy_class(run), ""
+    if found.needs_memory_to_resolve(run):
+        run = found.decided(run, processes, every, trained, capacity(pick_device(run, 0), processes))
+        found, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
+    each = found.bytes_held(run, processes, state) | {"partial sums": found.partial_sums(run, processes)}
+    # the frozen matrices of an adapter's base; its vectors, which are float32, are few
+    low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # of float32's bytes
+    kept = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed
+    return {name: bytes_ * (kept if name == "weights" else trained) for name, bytes_ in each.items()}, note
+
+
+def shortage(run: Run, prepared: Prepared, processes: int, there: float) -> str | None:
+    """Why a run cannot fit into what a process has, by the formula, which counts what every step needs at least; None:
+    it may. What an engine keeps in the host's memory instead of a GPU's is not looked at."""
+    if "offload" in str(run.strategy.options):
+        return None
+    task_class: Any = plugins.find("tasks", run.task.name)
+    model = freeze(run, task_class(run, prepared).model(empty=True))
+    every, trained = counts(model)
+    needed = sum(
+        held(run, processes, every, trained, quantized.count(model), state_bytes(run.optim, model))[0].values()
+    )
+    if needed <= there:
+        return None
+    return (
+        f"memory: a process needs about {size(needed)} besides activations, and has {size(there)}: strategy=fsdp2 or "
+        "pipeline share it out over more processes; model.adapter, model.quantization and optim.name=adamw_8bit or "
+        "adafactor need less"
+    )
+
+
+def size(count: float) -> str:
+    """Bytes in a unit that fits."""
+    for unit, power in (("GB", 9), ("MB", 6)):
+        if count >= 10**power:
+            return f"{count / 10**power:.1f} {unit}"
+    return f"{count / 1e3:.0f} kB"
+
+
+def evaluated_at_once(run: Run) -> int:
+    """Examples of an evaluation batch on a rank."""
+    return run.evaluate.batch_size or usual_batch(run)
+
+
+def usual_batch(run: Run) -> int:
+    """Examples of a batch without backward, by keys that decide the weights alone."""
+    return max(32, 4 * run.batch_size // run.micro_batches)

@@ -1,0 +1,118 @@
+"""The end of a run: its export, wherever there is room for it, copies in its mirror, and the push to the Hub.
+
+In: OUTPUT, and the weights. Out: an exit status, and words for the user. Imports no torch at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.checkpoint.export import pending, push_pending, write_export
+from lockstep.checkpoint.manifest import name_of, newest_whole
+from lockstep.checkpoint.remote_sync import RemoteSync, finish
+from lockstep.config.exit_status import DONE, FAILED, HALTED, STOPPED
+from lockstep.config.run import Run
+from lockstep.data.object_store import StoreError
+from lockstep.distributed import job_record
+from lockstep.distributed.signals import Stopped
+from lockstep.track.console import Console, error
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.distributed.world import World
+    from lockstep.training.session import Session
+
+
+def write_model(
+    session: Session, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int, exported: int
+) -> None:
+    """Write the export after `steps` updates, of the model of step `exported`, into OUTPUT. Where that cannot be done
+    and no checkpoint holds that state, elsewhere. Rank 0 only. Errors: `TrainingFailed`, which says where the model
+    is, and what the same command does."""
+    from lockstep.training.loop import TrainingFailed
+
+    run, task, checkpoints = session.run, session.task, session.checkpoints
+    try:
+        if (fault := checkpoints.room.away()) is not None:
+            raise OSError(fault)
+        try:
+            write_export(run, task, weights, scores, exported)
+            return
+        except OSError:
+            if (cleared := checkpoints.clear()) is None:
+                raise
+            checkpoints.say(cleared)
+            write_export(run, task, weights, scores, exported)
+            return
+    except OSError as caught:
+        text = f"{run.folder}/export could not be written ({caught.strerror or caught})"
+    status = HALTED if job_record.restarts_left() else FAILED  # started again by itself, it would meet the same disk
+    newest = newest_whole(run) if fault is None else None
+    if newest == steps:
+        raise TrainingFailed(f"{text}; the same command writes it from {name_of(newest)}, once there is room", status)
+    again = f"goes on from step {newest}" if newest else "begins from the start: there is no checkpoint"
+    for folder in checkpoints.room.elsewhere():
+        try:
+            place = write_export(run, task, weights, scores, exported, folder)
+        except OSError:
+            with suppress(OSError):
+                folder.rmdir()
+            continue
+        text += f". The model is in {place} instead ({task.loader} loads it): keep it"
+        text += _mirrored(run, place.parent, checkpoints.mirror)
+        raise TrainingFailed(f"{text}. The same command {again}", status)
+    raise TrainingFailed(f"{text}, nor anywhere else: the model is lost. The same command {again}", status)
+
+
+def _mirrored(run: Run, folder: Path, mirror: RemoteSync | None) -> str:
+    """Copy the export of a folder that is not OUTPUT into the mirror, if there is one. Returns what is said of it."""
+    if mirror is None:
+        return ""
+    try:
+        mirror.copy_export(folder)
+    except (OSError, StoreError) as caught:
+        return f"; it could not be copied to {run.mirror} ({caught})"
+    return f"; a copy is in {run.mirror}/export"
+
+
+def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> int:
+    """Copy and push what is not there yet. Rank 0 only. Returns the exit status: 1 for what was tried in vain, which
+    leaves it for another try."""
+    fault = finish(run, say, mirror)
+    if fault is not None:
+        error(
+            f"{run.folder} is not whole in {run.mirror}: {fault}. Everything is in {run.folder}; the same command "
+            "copies what is missing"
+        )
+    elif run.mirror is not None:
+        say(f"checkpoints and export are in {run.mirror}")
+    return max(DONE if fault is None else FAILED, push_pending(run, say))
+
+
+def publish_until_stopped(run: Run, world: World, console: Console, mirror: RemoteSync | None = None) -> int:
+    """The same, which a stop signal ends. Rank 0 only. Returns the exit status."""
+    if run.mirror is None and not pending(run):
+        return DONE
+    try:
+        with world.stop.interrupts():
+            return publish(run, console.say, mirror)
+    except Stopped:
+        where = " and ".join(place for place in (run.mirror, run.hub.push_to) if place)
+        console.say(
+            f"stopped on request before {where} had the model, which is in {run.folder}/export; the same command "
+            "goes on with that"
+        )
+        return STOPPED
+
+
+def at_a_stop(session: Session, console: Console) -> None:
+    """Wait for what is being copied, which the time for a collective limits: what asked for the stop may not wait
+    longer. Says what the mirror lacks. Collective."""
+    run = session.run
+    missing = session.checkpoints.kept.rest(run.launch.timeout_s / 2)
+    if missing is not None:
+        console.note(f"{missing}. Here the run goes on from {run.folder}; elsewhere from what is there")

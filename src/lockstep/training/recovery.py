@@ -1,0 +1,293 @@
+"""Training that outlives its ranks: those that are left finish the step in which one was lost, with the same bits.
+
+In: a session whose launcher keeps a roster of ranks (`distributed/membership.py`). Out: the same as `train` gives,
+however many ranks were killed or came on the way. What happens, in this order, on every rank that is left:
+
+  1. It notices: a collective fails because a connection was closed, or the launcher posts the next generation, and
+     what waits is cut off. It cuts off and destroys its group, so that whoever waits for it does not wait for ever.
+  2. It waits for the newest generation that it is in, and until all members of that one have come to it.
+  3. They form a group, and each says after how many updates its state is. Updates are atomic on a rank, and none can be
+     made without the gradients of all: these numbers differ by one at most.
+  4. Ranks that are behind, and those that are new, take weights, optimizer state and counters from one that is not. All
+     compare the hash of all of it: where one differs, the job starts again from its checkpoint.
+  5. Micro-batches are dealt anew. What was due after the last update is done once more where somebody had not done it,
+     or where rank 0, which writes it down, was lost; lines that are there already are not written twice.
+  6. They train on: the step that was broken off is computed from its beginning.
+
+A rank that is lost meanwhile makes all of them begin again at 1, with the generation after. Nothing is written into a
+rank's state before all of what it is to hold has arrived. Where ranks share the state out, `recut.py` takes the place
+of 4: it brings the newest state together that those that are left hold, and they may go back some steps. Anything else
+that fails ends the rank, and with it this formation of the job: the launcher starts all of them again from the last
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.checkpoint.state_hash import summed
+from lockstep.config.exit_status import STOPPED
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.failure import lost_contact
+from lockstep.distributed.membership import Generation
+from lockstep.distributed.rendezvous import Unreached
+from lockstep.distributed.sharded import Given
+from lockstep.distributed.watchdog import Watchdog
+from lockstep.strategies.exact.shared_state import ShardedRecovery
+from lockstep.strategies.native import Native
+from lockstep.training import eviction
+from lockstep.training.loop import Counts, TrainingFailed, train
+from lockstep.training.reshard import Resharder
+from lockstep.training.session import Session
+from lockstep.training.train_state import Regroup, TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Recovery:
+    """Trains one session."""
+
+    def __init__(self, session: Session, watch: Watchdog, step: int, moved: Callable[[int, str], None]) -> None:
+        """`moved` is called once ranks have met again: after so many updates, and what happened, in words."""
+        self.session, self.watch, self._moved = session, watch, moved
+        self.recut = Resharder(session) if session.strategy.rebuilds and session.world.members is not None else None
+        self.stand = TrainState(-1 if session.world.apart else step)
+        self._trained = Generation(-1, ())  # the last in which this rank was training
+
+    def train(self) -> tuple[int, Counts]:
+        """As `train`. Collective."""
+        session, members = self.session, self.session.world.members
+        why = (
+            unsupported_reason(session)
+            if members
+            else "it takes launch.name=local, torchrun, or slurm with ranks=elastic"
+        )
+        eviction.check(session.run, why)
+        if members is None or why is not None:
+            if session.run.launch.on_loss == "continue" and session.world.size > 1:
+                session.checkpoints.say(
+                    f"launch.on_loss: continue is not possible ({why}): a lost rank ends the others"
+                )
+            return train(session, self.stand.step)
+        members.ready()
+        self.session = replace(session, recut=self.recut)
+        if session.world.apart:
+            self._meet(math.inf)
+        self._trained = members.generation
+        while True:
+            try:
+                if self.recut is not None:
+                    self.recut.begin(self.session, self.stand)
+                members.trains()
+                found = train(self.session, self.stand.step, self.stand)
+                members.over()
+                return found
+            except Regroup:
+                pass
+            except RuntimeError as caught:
+                if not self._lost(caught):
+                    raise
+            self._meet(members.place.soon_s)
+
+    def _lost(self, caught: RuntimeError | Unreached) -> bool:
+        """Whether this is what a collective says when a rank is gone."""
+        members = self.session.world.members
+        assert members is not None
+        if lost_contact(caught):
+            return True
+        until = time.monotonic() + 2.0  # some words of gloo's that are not known here: the launcher is about to tell
+        theirs = "gloo" in str(caught) or isinstance(caught, dist.DistError | Unreached)
+        while theirs and not members.lost and time.monotonic() < until:
+            time.sleep(0.01)
+        return members.lost
+
+    def _meet(self, limit_s: float) -> None:
+        """Meet the others again, until that has gone well. Errors: whatever made it impossible."""
+        world, members = self.session.world, self.session.world.members
+        assert members is not None
+        patience_s = self.session.run.launch.timeout_s
+        ACTIVITY.at("meeting the other ranks again")
+        self.watch.stop()
+        while True:
+            members.cut()  # nobody waits from here on
+            if self.recut is not None:
+                self.recut.part(self.session, self.stand)
+            else:
+                strategy: Any = self.session.strategy
+                strategy.part()
+            world.part()
+            generation = members.awaited(limit_s, lambda: world.apart and world.stop.came and members.withdraw())
+            if generation is None and world.apart and not members.given_up:
+                raise SystemExit(STOPPED)  # by which its launcher knows that all are asked to stop
+            if generation is None and members.given_up:
+                raise TrainingFailed("the ranks that are left cannot go on by themselves")
+            if generation is None:
+                raise TrainingFailed(
+                    f"rank {world.rank} lost contact with another rank, and nobody is known to be lost"
+                )
+            if not members.all_come(generation, patience_s):  # one may be in the middle of a long micro-batch
+                if members.newest() == generation:
+                    raise TrainingFailed(f"the ranks that are left did not meet again within {patience_s:g} s")
+                continue
+            try:
+                world.meet_again(generation)
+                self._agree()
+                return
+            except (RuntimeError, Unreached) as caught:
+                if not self._lost(caught):
+                    raise
+            limit_s = members.place.soon_s
+
+    def _agree(self) -> None:
+        """Settle where all go on, and go there. Collective."""
+        session, stand, world = self.session, self.stand, self.session.world
+        assert world.members is not None
+        generation = world.members.generation
+        first = self._trained.members[:1]
+        if len(set(world.all_gather(world.agreed))) > 1:
+            raise TrainingFailed("a rank that comes in has another run file, code, data or package than the others")
+        gone = bool(set(first) - set(generation.members))
+        found = world.all_gather((stand.step, stand.open, gone, self._trained.members))
+        newest = max(step for step, *_ in found)
+        redone = any(opened or main for step, opened, main, _ in found if step == newest)
+        redone |= any(-1 < step < newest for step, *_ in found)
+        if self.recut is not None:
+            back = self._bring_together(newest)
+        else:
+            back = False
+            self._level([step for step, *_ in found])
+        session = self.session
+        if redone and not back:
+            stand.reopen()
+        if isinstance(session.strategy, Native):
+            session.strategy.regroup()
+        session.feed.shares, session.feed.indices = None, list(session.strategy.own_micro_batches())  # even ones
+        if session.checkpoints.regroup(stand.step):
+            stand.reopen(saves=True)
+        if stand.open:
+            assert stand.progress is not None
+            session.checkpoints.progress = stand.progress
+        self._compare()
+        session.fingerprints.regroup(world, stand.step, back)
+        session.journal.regroup(stand.step)
+        before = max((members for *_, members in found), key=len)
+        self._trained = generation
+        how = f"; back from step {newest}, by copies in memory" if back else ""
+        self._moved(stand.step, membership_message(before, generation.members) + how)
+        self.watch = self.watch.anew()
+
+    def _level(self, steps: list[int]) -> None:
+        """Where each rank holds the whole state: those that are behind take it from one that is not. Collective."""
+        newest = max(steps)
+        if newest < 0:
+            raise TrainingFailed("no rank that is left holds the training state")
+        if any(0 <= step < newest - 1 for step in steps):
+            raise TrainingFailed(f"the ranks that are left hold the states after {steps} updates, which cannot be")
+        if min(steps) < newest:
+            self._hand_on(steps.index(newest), steps[self.session.world.rank] < newest)
+
+    def _bring_together(self, newest: int) -> bool:
+        """Where ranks share the state out. Returns whether steps are to be made again. Collective."""
+        assert self.recut is not None
+        session, stand = self.session, self.stand
+        self.session, key, counters = self.recut.settle(session, stand)
+        theirs, progress, meter, lines = counters
+        if theirs is not stand:
+            stand.__dict__.update(theirs.__dict__)
+            session.checkpoints.progress, session.checkpoints.meter = progress, meter
+            session.fingerprints.keep(lines)
+        vars(session.strategy).clear()  # what was broken off, and its memory
+        return key[0] < newest
+
+    def _hand_on(self, source: int, behind: bool) -> None:
+        """State and counters of one rank to those that are behind. Collective."""
+        session, stand, world = self.session, self.stand, self.session.world
+        mine = None
+        state: Mapping[str, Tensor] = {}
+        if world.rank == source:
+            state = session.averaged.sharded_state_dict()
+            kept = (session.checkpoints.progress, session.checkpoints.meter, session.fingerprints.kept())
+            mine = (stand, kept, [(name, tensor.shape, tensor.dtype) for name, tensor in state.items()])
+        given = world.all_gather(mine)[source]
+        assert given is not None
+        theirs, (progress, meter, lines), names = given
+        arrived = {}
+        for name, shape, dtype in names:  # in host memory, one after another
+            tensor = state[name].detach().cpu().contiguous() if state else torch.empty(shape, dtype=dtype)
+            world.send_round(tensor.reshape(-1).view(torch.uint8), source)
+            if behind:
+                arrived[name] = tensor
+        if behind:
+            session.averaged.load_sharded_state_dict(Given(arrived))
+            stand.__dict__.update(theirs.__dict__)
+            session.checkpoints.progress, session.checkpoints.meter = progress, meter
+            session.fingerprints.keep(lines)
+
+    def _compare(self) -> None:
+        """Every rank holds the same bits, or the job starts again. Collective. Errors: `TrainingFailed`."""
+        session, stand = self.session, self.stand
+        seen = hashlib.sha256()
+        state = session.averaged.sharded_state_dict() if self.recut is None else {}  # else it was compared
+        for name, tensor in sorted(state.items()):
+            seen.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {int(summed(tensor.detach()))}\n".encode())
+        meter = stand.meter
+        counted = meter.state() if meter is not None else {}
+        counted = {**counted, "line": {**counted["line"], "seconds": 0}} if counted else {}
+        seen.update(json.dumps([stand.step, stand.done, counted, session.checkpoints.progress.dump()]).encode())
+        found = session.world.all_gather(seen.hexdigest())
+        if len(set(found)) > 1:
+            raise TrainingFailed(
+                f"after the loss of a rank the others do not hold the same state after step {stand.step}"
+            )
+
+
+def unsupported_reason(session: Session) -> str | None:
+    """Why the loss of a rank starts this job again; None: the others go on without it."""
+    run, strategy = session.run, session.strategy
+    if session.world.apart and strategy.rebuilds:
+        return None  # those that it comes to have answered
+    if isinstance(strategy, ShardedRecovery) and strategy.rebuilds and strategy.outlives(run):
+        if not run.launch.copy_every and not strategy.keeps_copies:
+            return (
+                f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "
+                "each part on another: set launch.copy_every"
+            )
+        if session.task.reference_size:
+            return f"task {run.task.name} asks the model before training"
+    elif not isinstance(strategy, Native) or not strategy.regroups or not strategy.gives_bits(run):
+        return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"
+    if session.world.device.type != "cpu":
+        return "what waits on a GPU cannot be cut off"
+    if strategy.statistics is not None and strategy.statistics.names:
+        return "the model keeps running statistics"
+    if run.average.ema is not None or strategy.stepper.rule.averages:
+        return "weights are averaged"
+    if run.mirror is not None:
+        return "checkpoints are mirrored by rank 0"
+    if run.model.compile:
+        return "the model is compiled"
+    return None
+
+
+def membership_message(before: tuple[str, ...], now: tuple[str, ...]) -> str:
+    """What became of the ranks, in words."""
+    lost = [str(rank) for rank, member in enumerate(before) if member not in now]
+    came = [str(rank) for rank, member in enumerate(now) if member not in before]
+    parts = [f"{_ranks(lost)} {'was' if len(lost) == 1 else 'were'} lost"] if lost else []
+    parts += [f"{_ranks(came)} came in, with the state of the others"] if came else []
+    return "; ".join(parts) or "the ranks met again"
+
+
+def _ranks(ranks: list[str]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

@@ -1,0 +1,89 @@
+"""The outputs of the untrained model for every example, for a task that asks (`Task.reference_size`): the reference of
+preference learning, without a second copy of the model.
+
+In: a built strategy whose weights are those that training starts from. Out: numbers by split in the task, the same on
+every rank and at any number of them, and a file in OUTPUT: a run that goes on, or a model that is evaluated, takes them
+from there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from lockstep.checkpoint.manifest import candidates
+from lockstep.config.output import aside_of
+from lockstep.config.run import Run, RunError
+from lockstep.data.tokens import Prepared
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.world import World
+from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.task import Task
+from lockstep.training.model_stats import usual_batch
+
+FILE = "reference.safetensors"
+
+
+def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Prepared, trained: bool) -> None:
+    """Fill `task.reference_outputs`. `trained`: the model at hand is not the one that training started from, so the
+    numbers must be in OUTPUT. Collective. Errors: `RunError` on every rank when they are not."""
+    if not task.reference_size:
+        return
+    path, known = run.folder / FILE, None
+    if world.is_main and (trained or next(iter(candidates(run)), None) is not None):
+        known = _read(path, prepared.key)
+    known = world.broadcast(known)
+    if known is None and trained:
+        raise RunError(
+            f"{path}: what the model said before it was trained, which this task's scores are relative to, is not "
+            "there or is of other data; keep the file with its run"
+        )
+    if known is None:
+        known = {split: _asked(run, world, task, strategy, split) for split in task.splits}
+        if world.is_main and run.folder.is_dir():
+            aside = run.folder / aside_of(FILE)
+            try:
+                save_file(known, aside, {"data": prepared.key})
+                os.replace(aside, path)
+            finally:
+                aside.unlink(missing_ok=True)
+    task.reference_outputs.update(known)
+
+
+def _read(path: Path, key: str) -> dict[str, np.ndarray] | None:
+    try:
+        with safe_open(path, "numpy") as file:
+            if (file.metadata() or {}).get("data") != key:
+                return None
+            return {split: file.get_tensor(split) for split in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
+
+
+def _asked(run: Run, world: World, task: Task, strategy: Strategy, split: str) -> np.ndarray:
+    """Of each example of a split: float64 [N, `reference_size`]. Collective.
+
+    The weights depend on how batches are cut, through the last bits of these numbers: `evaluate` has no part in it.
+    Ranks take turns, and each row is filled in by one of them, so that the sum over ranks is what that one said."""
+    columns, size = task.splits[split], task.reference_batch_size or usual_batch(run)
+    order = np.argsort(-np.asarray(columns.lengths), kind="stable")
+    found = torch.zeros(len(columns), task.reference_size, dtype=torch.float64, device=world.device)
+    batches = [order[i : i + size] for i in range(0, len(order), size)]
+    for turn in range(0, len(batches), strategy.data_parallel.size):
+        ACTIVITY.at(f"what the model says of {split} before training, batch {turn}")
+        mine = turn + strategy.data_parallel.rank
+        rows = batches[mine] if mine < len(batches) else order[:0]
+        seed_everything(run.seed, -1, mine)
+        try:
+            said = task.first(strategy.forward, task.collate(columns, rows, 0).to(world.device))
+        except torch.OutOfMemoryError as caught:
+            caught.add_note(f"({ACTIVITY.name}, of {size} examples; task.reference_batch_size takes fewer)")
+            raise
+        found[torch.from_numpy(rows).to(world.device)] = said[: len(rows)]
+    return strategy.data_parallel.sum(found).cpu().numpy()

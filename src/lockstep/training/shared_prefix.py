@@ -1,0 +1,79 @@
+"""How many steps two runs have in common, from the first on: what one of them need not compute again.
+
+In: two runs and their data. Out: the first step whose learning rate or examples are not the same in both, or the key
+that decides the arithmetic of all steps and differs. Rates and examples are computed and compared, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.config import plugins
+from lockstep.config.run import Run
+from lockstep.config.schedules import REVISION, learning_rate
+from lockstep.config.user_code import is_own
+from lockstep.data.order import Order
+from lockstep.data.tokens import Prepared
+from lockstep.training.data_loader import StepLoader
+
+# Keys of which a step knows its learning rate only.
+_OF_RATES: tuple[str, ...] = ("learning_rate", "schedule", "warmup_steps", "warmup_fraction", "minimum", "power")
+_OF_RATES += ("decay_fraction", "decay_steps", "decay_shape")
+OF_RATES = {"epochs", "steps", REVISION, *(f"optim.{key}" for key in _OF_RATES)}
+OF_STEPS = OF_RATES | {"optim.groups", "data.sources"}  # and its examples: keys that are answered by comparing steps
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run's steps are given, beside what is the same in all of them."""
+
+    rates: np.ndarray  # float64 [steps]
+    scales: tuple[tuple[Any, ...], ...]  # of the rates of `optim.groups`
+    order: Order
+    weights: tuple[Any, ...]  # of `data.sources`
+
+
+def course(run: Run, prepared: Prepared) -> Course:
+    """Errors: `RunError`."""
+    task_class: Any = plugins.find("tasks", run.task.name)
+    feed = StepLoader(run, task_class(run, prepared), range(run.micro_batches), torch.device("cpu"))
+    rates = np.array([learning_rate(run.optim, step, feed.total) for step in range(feed.total)])
+    scales = tuple(
+        (g.match, g.weight_decay, None if g.learning_rate is None else g.learning_rate / run.optim.learning_rate)
+        for g in run.optim.groups
+    )
+    return Course(rates, scales, feed.order, tuple(str(each.schedule) for each in run.data.sources or ()))
+
+
+def parting(a: Course, b: Course) -> tuple[int, str]:
+    """How many of the first steps are the same in two courses, and what is not in the next one; empty where one of them
+    ends there."""
+    most = min(len(a.rates), len(b.rates))
+    if a.scales != b.scales:
+        return 0, "the rates of optim.groups, beside optim.learning_rate, are not the same"
+    other = np.flatnonzero(a.rates[:most] != b.rates[:most])
+    same = int(other[0]) if len(other) else most
+    if a.weights != b.weights:
+        for step in range(same):
+            if not np.array_equal(a.order.step(step), b.order.step(step)):
+                return step, f"step {step + 1} has other examples"
+    if same == most:
+        return same, ""
+    return same, f"the learning rate of step {same + 1} is {a.rates[same]!s} in one and {b.rates[same]!s} in the other"
+
+
+def shares_nothing(run: Run, differing: Mapping[str, Any]) -> str | None:
+    """Why a run cannot begin with another one's steps, whatever these are; None: it can. `differing`: the keys in which
+    their arithmetic is not the same."""
+    found: Any = plugins.find("strategies", run.strategy.name)
+    if not found.gives_bits(run):
+        return f"strategy.name: {run.strategy.name} promises no bits with these options, so nothing can be shared"
+    for key, name in {"task.name": run.task.name, "strategy.name": run.strategy.name}.items():
+        if differing and is_own(name):
+            return f"{key}: {name} is your own, and may look at {sorted(differing)[0]} in any step"
+    return None
