@@ -37,8 +37,8 @@ class LanguageModelingOptions(BaseModel):
     )
     turns: Literal["together", "per_turn"] = Field(
         "together",
-        description="together: a conversation is one example; each: every turn of the assistant is one, with what is "
-        "before it as the chat template writes it then",
+        description="together: a conversation is one example; per_turn: every turn of the assistant is one, with what "
+        "is before it as the chat template writes it then",
     )
     block_size: int = Field(256, ge=2, description="tokens an example has, at most")
     packing: bool | None = Field(
