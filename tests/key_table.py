@@ -282,7 +282,8 @@ LAUNCHERS = {
     "test_hosts_refused.py": "join_timeout_s",
     "test_hosts.py": "node_rank last_call_timeout_s machine_rank init_method rank world_size",
     "test_accelerate_config.py": "config_file",
-    "test_slurm.py": "ranks partition account qos constraint time signal_before gpus cpus memory requeue setup extra python",
+    "test_slurm.py": "ranks partition account qos constraint time signal_before gpus cpus memory requeue setup extra "
+    "python",
     "test_kubernetes.py": "image pvc namespace kubeflow volumes environment secrets context wait",
     "test_kubernetes_pods.py": "stuck_minutes",
     "test_sagemaker.py": "role s3 region pytorch spot max_hours inputs",
