@@ -282,6 +282,8 @@ class Recorder:
         for root in (r for ref in self.roots if (r := ref()) is not None):
             for parameter in root.parameters():
                 if parameter.requires_grad and id(parameter) not in held:
+                    if id(parameter) not in names:  # made or replaced since
+                        names = self.names(fresh=True)[0]
                     outside[names.get(id(parameter), "?")] = parameter.grad is not None
         return {
             "opt": number,
