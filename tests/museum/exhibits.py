@@ -45,12 +45,6 @@ def text(
     return Exhibit(name, symptom, "text.py", f"--fault {name} {extra}".strip(), processes, expected, reference, link)
 
 
-def engine(
-    name: str, expected: str, symptom: str, extra: str = "", reference: str = "", processes: int = 1, link: str = ""
-) -> Exhibit:
-    return Exhibit(name, symptom, "engines.py", extra, processes, expected, reference or None, link)
-
-
 FAULTS = (
     alone(
         "no-set-epoch",
@@ -200,6 +194,42 @@ FAULTS = (
         "--batch 8 --accumulate 2",
         1,
     ),
+    Exhibit(
+        "trainer-accumulation",
+        "Trainer does not divide the loss of a model that computes it itself (BERT's classifier) by accumulation",
+        "engines.py",
+        "--engine trainer --batch 4 --accumulate 2",
+        1,
+        "2 (the micro-batches of a step)",
+        "--engine trainer --batch 8",
+    ),
+    Exhibit(
+        "accelerate-divided-twice",
+        "the script divides the loss by accumulation, and accelerator.backward does it again",
+        "engines.py",
+        "--engine accelerate --batch 4 --accumulate 2 --fault divided-twice",
+        1,
+        "divided by the number of micro-batches twice",
+        "--engine accelerate --batch 8",
+    ),
+    Exhibit(
+        "deepspeed-summed",
+        "losses are multiplied by the number of ranks under ZeRO 2",
+        "sharded.py",
+        "--stage 2 --fault summed",
+        2,
+        "number of ranks",
+        "--batch 32",
+    ),
+    Exhibit(
+        "deepspeed-default-clipping",
+        "DeepSpeed clips at 1.0 where gradient_clipping is not in the config",
+        "sharded.py",
+        "--stage 2 --fault default-clipping",
+        2,
+        "not at all, on one side",
+        "--batch 32",
+    ),
 )
 
 
@@ -247,4 +277,13 @@ HEALTHY = (
     Healthy("text.py", "--batch 4", 4, "--batch 16"),
     Healthy("text.py", "--batch 8 --accumulate 2", 1, "--batch 16"),
     Healthy("text.py", "--batch 4 --accumulate 2", 2, "--batch 16"),
+    Healthy("sharded.py", "--batch 32"),
+    *(Healthy("sharded.py", f"--stage {stage}", 2, "--batch 32") for stage in (1, 2, 3)),
+    Healthy("sharded.py", "--stage 2 --batch 8 --accumulate 2", 2, "--batch 32"),
+    Healthy("engines.py", "--engine accelerate"),
+    Healthy("engines.py", "--engine accelerate --batch 4", 2, "--engine accelerate --batch 8"),
+    Healthy("engines.py", "--engine accelerate --batch 4 --accumulate 2", 1, "--engine accelerate --batch 8"),
+    Healthy("engines.py", "--engine trainer"),
+    Healthy("engines.py", "--engine trainer --batch 4", 2),
+    Healthy("engines.py", "--engine trainer --model gpt2 --batch 4 --accumulate 2", 1, "--engine trainer --model gpt2"),
 )

@@ -1,7 +1,7 @@
 """The museum of silent faults: run every exhibit under `lockstep trace`, and write docs/museum.md.
 
-    python benchmarks/museum.py run [--only NAME ...] [--healthy]   prints a line each; nonzero where one is not found
-    python benchmarks/museum.py page                                runs all, and writes the page
+    python benchmarks/silent_faults.py run [--only NAME ...] [--healthy]   prints a line each; nonzero where one is not
+    found python benchmarks/silent_faults.py page                                runs all, and writes the page
 
 In: tests/museum/. Each takes some ten seconds on two cores.
 """
@@ -55,6 +55,9 @@ def command(script: str, arguments: str, processes: int) -> list[str]:
     return [sys.executable, *launcher, *words]
 
 
+ANEW = ("engines.py", "sharded.py")  # they import too much to be forked
+
+
 class Runs:
     """Traces in a temporary folder; a reference is traced once."""
 
@@ -68,7 +71,7 @@ class Runs:
             path = self.folder / f"{len(self._known):03d}"
             words = command(script, arguments, processes)
             with quiet(self.folder / "log.txt"):
-                if self.anew:
+                if self.anew or script in ANEW:
                     status = run(words, path, perturb=perturb)
                 else:
                     prepare(path, words, settings := Settings(str(path), perturb=perturb))
@@ -167,7 +170,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "Each row is a small training script with one fault that raises no error. `lockstep trace` runs it "
         "unchanged; where a",
         "reference is named, `lockstep diff` compares it with a right job on one process. Written by",
-        "`python benchmarks/museum.py page` from [tests/museum](../tests/museum).",
+        "`python benchmarks/silent_faults.py page` from [tests/museum](../tests/museum).",
         "",
         f"**{found} of {len(rows)} faults are found, {right} with the cause that was planted named first. "
         f"{clean} of {len(healthy)} healthy scripts have no finding.**",
@@ -188,7 +191,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
     example = rows[0][0]
     lines += [f"lockstep trace -o a -- {shlex.join(['torchrun', '--nproc-per-node', str(example.processes)])} "]
     lines[-1] += f"tests/museum/{example.script} {example.arguments}"
-    lines += ["python benchmarks/museum.py run --only " + example.name, "```", "", "## Healthy scripts", ""]
+    lines += ["python benchmarks/silent_faults.py run --only " + example.name, "```", "", "## Healthy scripts", ""]
     lines += ["| script | processes | beside | finding |", "|---|---|---|---|"]
     for each, result in healthy:
         side = f"`{each.reference}`" if each.reference else "alone"
@@ -210,11 +213,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-museum-") as folder:
         runs = Runs(Path(folder), known.anew)
         faults = [e for e in FAULTS if not known.only or e.name in known.only]
+        healthy = [h for h in HEALTHY if not known.only or h.script in known.only]
         for exhibit in faults if not known.healthy else ():
             result = guarded(look, runs, exhibit)
             rows.append((exhibit, result))
             print("right" if result.right else "WRONG", exhibit.name, "|", result.said or "nothing", flush=True)
-        for each in HEALTHY if known.healthy or known.what == "page" else ():
+        for each in healthy if known.healthy or known.what == "page" else ():
             result = guarded(look_at_healthy, runs, each)
             clean.append((each, result))
             print("clean" if result.right else "FALSE", each.script, each.arguments, "|", result.said, flush=True)
