@@ -22,7 +22,7 @@ class EngineFinder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != ENGINE:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
@@ -47,4 +47,4 @@ def watch(hooks: Hooks) -> None:
     if ENGINE in sys.modules:
         install(hooks)
     else:
-        sys.meta_path.insert(0, EngineFinder(hooks))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, EngineFinder(hooks))

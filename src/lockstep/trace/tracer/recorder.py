@@ -186,7 +186,7 @@ class Recorder:
             clip["scaled"] = True
         self.since.clips.append(clip)
         if self.measures(self._next_step()) and grads:
-            parts = [placement.local(p.grad) for p in grads]  # type: ignore[arg-type]
+            parts = [placement.local(p.grad) for p in grads]
             found = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
             self.since.clipped = {id(p): v for p, v in zip(grads, found, strict=True)}
         return clip
