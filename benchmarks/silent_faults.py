@@ -13,6 +13,7 @@ import os
 import platform
 import runpy
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from lockstep.trace.errors import TraceError  # noqa: E402
 from lockstep.trace.findings import findings  # noqa: E402
 from lockstep.trace.read import read  # noqa: E402
 from lockstep.trace.run import prepare, run  # noqa: E402
+from lockstep.trace.tracer import late_imports, recorder  # noqa: E402, F401
 from lockstep.trace.tracer.settings import Settings  # noqa: E402
 
 
@@ -110,7 +112,15 @@ def forked(script: str, arguments: str, processes: int, settings: Settings) -> i
             tracer.end()
             sys.stdout.flush()
             os._exit(status)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    worst = 0
+    while children:
+        child, ended = os.wait()
+        children.remove(child)
+        if (status := os.waitstatus_to_exitcode(ended)) and not worst:
+            worst = status
+            for other in children:  # they would wait for it
+                os.kill(other, signal.SIGKILL)
+    return worst
 
 
 class quiet:
