@@ -16,7 +16,7 @@ from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.distributed import evicted_hosts
 from lockstep.training.eviction import check, leaving
-from lockstep.training.guard import third_of
+from lockstep.training.sdc_check import third_of
 
 HERE = str(Path(__file__).parent)
 MACHINES = ("launch.name=torchrun", "launch.machines=2:4", "launch.rendezvous=h:1", "launch.max_restarts=2")

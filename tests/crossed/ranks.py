@@ -210,15 +210,12 @@ def _keeping(folder: Path) -> None:
 
 def _keep_steps(session: Any, folder: Path) -> None:
     """From here on: state before the first step, and gradient, loss, norm and state of every step."""
+    from lockstep.strategies.observer import GradientRecorder
     from lockstep.training import plain_steps as record
 
     strategy, feed, world = session.strategy, session.feed, session.world
-    gradients: dict[str, Any] = {}
     steps: list[Any] = []
-    train_step = strategy.train_step
-
-    def hear(whole: Any) -> None:
-        gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
+    train_step, recorder = strategy.train_step, GradientRecorder(world)
 
     def trained(batch: Any, rate: float) -> Any:
         rows = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]
@@ -227,15 +224,15 @@ def _keep_steps(session: Any, folder: Path) -> None:
         result = train_step(batch, rate)
         groups = [group.tolist() for group in rows]
         numbers = batch.step, float(result.loss), float(result.grad_norm)
+        gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
         record._save(folder / f"step-{len(steps)}.safetensors", gradients | strategy.state_dict(), world)
-        gradients.clear()
         steps.append(record.PlainStep(*numbers, groups, masked))
         found = record.PlainRecord(str(Path(session.task.prepared.tokenizer)), feed.total, steps)
         (folder / record.FILE).write_text(json.dumps(asdict(found)))
         return result
 
     record._save(folder / "start.safetensors", strategy.state_dict(), world)
-    strategy.observe, strategy.train_step = hear, trained
+    strategy.observer, strategy.train_step = recorder, trained
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

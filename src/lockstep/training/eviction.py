@@ -20,7 +20,7 @@ from lockstep.distributed import evicted_hosts, job_record
 from lockstep.distributed.event_log import launched_by
 
 if TYPE_CHECKING:
-    from lockstep.training.guard import Corrupted, Guard
+    from lockstep.training.sdc_check import Corrupted, SdcCheck
     from lockstep.training.session import Session
     from lockstep.training.throughput import Meter
 
@@ -61,7 +61,7 @@ def check(run: Run, why: str | None) -> None:
         )
 
 
-def evict(session: Session, guard: Guard, meter: Meter, step: int, caught: Corrupted) -> int | None:
+def evict(session: Session, guard: SdcCheck, meter: Meter, step: int, caught: Corrupted) -> int | None:
     """After a difference in the step that follows `step` updates: what this rank ends with; None where it goes on with
     those that are left, in the same process. Collective."""
     run, world, out = session.run, session.world, caught.leaves

@@ -26,9 +26,9 @@ from lockstep.tasks.task import Task
 from lockstep.training import eval_reduce
 from lockstep.training.data_loader import StepLoader, stopping
 from lockstep.training.eviction import evict
-from lockstep.training.guard import Corrupted, Guard
 from lockstep.training.model_stats import evaluated_at_once, validation_rows
 from lockstep.training.rebalance import LoadBalancer
+from lockstep.training.sdc_check import Corrupted, SdcCheck
 from lockstep.training.session import Session
 from lockstep.training.throughput import Counts as Counts
 from lockstep.training.throughput import Meter
@@ -77,7 +77,8 @@ def train(session: Session, step: int, stand: TrainState | None = None) -> tuple
     checkpoints = session.checkpoints
     meter = stand.meter if stand and stand.meter else Meter(checkpoints.meter, feed.sources)
     meter.restart_clock()
-    profiler, phases, guard = Profiler(run, world), strategy.phases, Guard(session)
+    profiler, phases, guard = Profiler(run, world), strategy.phases, SdcCheck(session) if run.guard.every else None
+    train_step = guard.train_step if guard is not None else strategy.train_step
     stand = stand or TrainState(step)
     stand.now = meter
     if checkpoints.meter.get("owed") and due(step, feed.interval(run.evaluate.every), False) and not stand.result:
@@ -97,7 +98,7 @@ def train(session: Session, step: int, stand: TrainState | None = None) -> tuple
         for batch in () if last else steps:
             ACTIVITY.at(f"step {step}")
             rate = optim.learning_rate(run.optim, step, feed.total)
-            result = guard.trained(batch, rate)
+            result = train_step(batch, rate)
             step += 1
             with phases("optimizer"):
                 session.averaged.follow(step)
@@ -110,6 +111,7 @@ def train(session: Session, step: int, stand: TrainState | None = None) -> tuple
     except NotFinite as caught:
         raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
     except Corrupted as caught:
+        assert guard is not None
         if (status := evict(session, guard, meter, step, caught)) is None:
             raise Regroup from caught
         raise TrainingFailed(str(caught), status, bool(caught.leaves)) from caught
@@ -125,7 +127,7 @@ def train(session: Session, step: int, stand: TrainState | None = None) -> tuple
     return step, meter.total
 
 
-def after_step(session: Session, guard: Guard, meter: Meter, profiler: Profiler, stand: TrainState) -> bool:
+def after_step(session: Session, guard: SdcCheck | None, meter: Meter, profiler: Profiler, stand: TrainState) -> bool:
     """What is to be done after the last update that was made. Returns whether no step comes after it. Doing it once
     more from where it began comes to the same. Collective. Errors: `Regroup`."""
     run, world, feed, phases = session.run, session.world, session.feed, session.strategy.phases
@@ -158,7 +160,13 @@ def after_step(session: Session, guard: Guard, meter: Meter, profiler: Profiler,
 
 
 def between_steps(
-    session: Session, guard: Guard, meter: Meter, profiler: Profiler, step: int, last: bool, saves: bool = False
+    session: Session,
+    guard: SdcCheck | None,
+    meter: Meter,
+    profiler: Profiler,
+    step: int,
+    last: bool,
+    saves: bool = False,
 ) -> bool:
     """What is due after `step` updates: an evaluation, a checkpoint. `last`: no step comes after it now; `saves`: a
     checkpoint is due in any case. Returns the former, as it is afterwards. Collective."""
@@ -183,7 +191,8 @@ def between_steps(
             session.fingerprints.state(strategy)
     if saves:
         ACTIVITY.at(f"saving after step {step}")
-        guard.agree(step)  # what is saved is what all ranks hold
+        if guard is not None:
+            guard.agree(step)  # what is saved is what all ranks hold
         checkpoints.meter = meter.state() | ({"owed": True} if owed else {})
         with phases("checkpoint"):
             checkpoints.save(step, session.averaged, scores)  # the step waits for a copy, and for the save before
