@@ -1,7 +1,7 @@
 """Listening to a step while a strategy computes it: the one interface for it.
 
-In: a strategy whose `observer` is set. Out: `train_step` calls the observer's methods. An observer changes no number. It
-may raise an error: nothing has been updated then.
+In: a strategy whose `observer` is set. Out: `train_step` calls the observer's methods. An observer changes no number.
+It may raise an error: nothing has been updated then.
 """
 
 from __future__ import annotations
