@@ -117,8 +117,8 @@ class Native(Strategy):
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
 
     def compute(self, step: int, micro: MicroBatch, backward: Callable[[], Tensor]) -> Tensor:
-        """One micro-batch of a step, forward and backward, by `backward`, which returns its loss sum. Dropout depends on
-        the seed, the step and the micro-batch, and not on the rank. Call it within `autocast`."""
+        """One micro-batch of a step, forward and backward, by `backward`, which returns its loss sum. Dropout depends
+        on the seed, the step and the micro-batch, and not on the rank. Call it within `autocast`."""
         if self.fresh_casts:
             torch.clear_autocast_cache()
         seed_everything(self.run.seed, step, micro.index)
