@@ -32,7 +32,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 TASKS: dict[str, dict[str, Any]] = {
     "classification": {"name": "classification"},

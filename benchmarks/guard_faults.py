@@ -31,7 +31,8 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.strategy import strategy_class
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.sdc_check import Corrupted, SdcCheck, drawn
+from lockstep.training.errors import CorruptionDetected
+from lockstep.training.sdc_check import SdcCheck, drawn
 
 KINDS = ("nothing", "activations", "gradients", "messages", "weights")
 RATE = 0.5  # of steps in which something is injected
@@ -143,7 +144,7 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
         counts["could_be_seen"] += sampled
         try:
             guard.train_step(feed.make(step), 1e-3)
-        except Corrupted as caught:
+        except CorruptionDetected as caught:
             wrong = (
                 f"says that rank {fault[0]} on" if caught.sound and fault else f"those of rank {(fault or [0])[0]} on"
             )

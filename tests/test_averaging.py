@@ -25,7 +25,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.model_stats import memory
 
 STEPS = 3

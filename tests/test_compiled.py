@@ -21,7 +21,7 @@ from lockstep.strategies.engines import blocks, compiled
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 COMPILE = "model.compile=true"
 SEVERAL = ("ddp", "allreduce", "fsdp2", "hf_accelerate", "hf_trainer", "pipeline")

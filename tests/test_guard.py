@@ -17,7 +17,8 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.sdc_check import Corrupted, SdcCheck, drawn
+from lockstep.training.errors import CorruptionDetected
+from lockstep.training.sdc_check import SdcCheck, drawn
 
 STEPS = 6
 Fault = Callable[[Any, World, int], None]  # of a strategy, a rank, a step that comes
@@ -34,7 +35,7 @@ def guarded(world: World, run: Run, fault: Fault | None = None) -> dict[str, Any
             fault(strategy, world, step)
         try:
             guard.train_step(feed.make(step), 1e-3)
-        except Corrupted as caught:
+        except CorruptionDetected as caught:
             found[step] = str(caught)
             if not caught.sound:
                 break
@@ -149,7 +150,7 @@ def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_t
 
     strategy.named["transformer.h.1.mlp.c_fc.weight"].register_hook(hear)
     before = digest(strategy.state_dict())
-    with pytest.raises(Corrupted, match="is not the same where"):
+    with pytest.raises(CorruptionDetected, match="is not the same where"):
         guard.train_step(feed.make(1), 1e-3)
     assert digest(strategy.state_dict()) == before
     strategy.close()

@@ -15,7 +15,7 @@ from marks import slow
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.distributed import evicted_hosts
-from lockstep.training.eviction import check, leaving
+from lockstep.training.eviction import check, decide_eviction
 from lockstep.training.sdc_check import third_of
 
 HERE = str(Path(__file__).parent)
@@ -94,7 +94,7 @@ def test_who_leaves(
     more: tuple[str, ...], hosts: str, wrong: list[int], told: list[int], said: str, out: list[int]
 ) -> None:
     run = load(None, [*EXCLUDE, *(() if more == RANKS else MACHINES), *more], TINY)
-    words, leaves = leaving(run, list(hosts), wrong, told)
+    words, leaves = decide_eviction(run, list(hosts), wrong, told)
     assert words.startswith(said)
     assert leaves == out
 

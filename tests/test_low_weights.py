@@ -19,7 +19,7 @@ from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import checked_strategy
 from lockstep.tasks.models import storage_dtype
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 LOW = ("model.dtype=bfloat16", "precision=bf16", "data.padding=batch")
 WITHOUT = (*LOW, "optim.master_weights=false")

@@ -17,7 +17,7 @@ from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import checked_strategy
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 pytestmark = pytest.mark.processes
 

@@ -23,7 +23,7 @@ from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.models import models
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 FOUR = "model.config.n_layer=4"
 FEWER = "micro_batches=4"  # where their number is not what is asked about: half as much to compute

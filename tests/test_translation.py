@@ -27,7 +27,7 @@ from lockstep.strategies.strategy import checked_strategy
 from lockstep.tasks.models.bleu import SIZES, Overlap
 from lockstep.tasks.models.decoding import Decoding, by_forward, by_transformers
 from lockstep.tasks.translation import Translation
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 pytest.importorskip("sacrebleu")
 from sacrebleu.metrics.bleu import BLEU

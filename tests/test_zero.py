@@ -18,7 +18,7 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 pytestmark = [
     pytest.mark.processes,

@@ -197,15 +197,15 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
 
 def _keeping(folder: Path) -> None:
     """Write down what a job on one process trains, as `lockstep.tools.against_plain` reads it."""
-    from lockstep.training import recovery
+    from lockstep.training import rank
 
-    train = recovery.train
+    train = rank.train
 
-    def kept(session: Any, step: int, *more: Any) -> Any:
+    def kept(session: Any, state: Any) -> Any:
         _keep_steps(session, folder)
-        return train(session, step, *more)
+        return train(session, state)
 
-    recovery.train = kept  # type: ignore[assignment]
+    rank.train = kept  # type: ignore[assignment]
 
 
 def _keep_steps(session: Any, folder: Path) -> None:

@@ -16,7 +16,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.models import adapters
 from lockstep.track.console import Console
 from lockstep.training.checkpoint_model import exported_checkpoint
-from lockstep.training.loop import evaluate as evaluated
+from lockstep.training.evaluation import evaluate as evaluated
 from lockstep.training.session import build_session, prepare_and_join
 
 

@@ -25,7 +25,7 @@ from lockstep.plain.losses import without_dropout
 from lockstep.strategies.exact import optim
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.session import Session, build_session, prepare_and_join
 
 FOLDER, FILE = "plain", "plain.json"

@@ -26,7 +26,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_steps
 from lockstep.training.dry_run import try_a_step
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.session import Session, build_session, prepare_and_join
 
 

@@ -32,7 +32,7 @@ from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
-from lockstep.training.loop import TrainingFailed, explained
+from lockstep.training.errors import not_finite
 from lockstep.training.session import Session, build_session, prepare_and_join
 
 FOUND, WEIGHTS, GRADIENTS = "replay.json", "before.safetensors", "gradient.safetensors"
@@ -78,7 +78,7 @@ def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
                 found = looker.found(batch, rate, line)
                 break
     except NotFinite as caught:
-        raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
+        raise not_finite(caught, feed, feed.order.step(caught.step)) from caught
     strategy.close()
     if world.is_main:
         told = {"from": done, "notes": notes, "steps": compared, "step": found, "total": feed.total}

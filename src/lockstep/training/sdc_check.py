@@ -6,7 +6,7 @@ ranks and which hosts did not come to the same bits.
 At every `guard.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it is,
 as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same bits;
 no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who was
-wrong, and `leaving.py` what becomes of it. At these steps the weights of all ranks are compared, too; before every
+wrong, and `eviction.py` what follows. At these steps the weights of all ranks are compared, too; before every
 checkpoint the weights and, where all hold it, the state of the optimizer: what a run goes on from is what its ranks
 agreed on. It takes strategies that hold a whole copy of the model.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -30,19 +30,9 @@ from lockstep.distributed.sharded import local
 from lockstep.strategies.exact.reduction import even
 from lockstep.strategies.native import Native
 from lockstep.strategies.observer import StepObserver, WholeGradient
-from lockstep.training.eviction import leaving
-
-if TYPE_CHECKING:
-    from lockstep.training.session import Session
-
-
-class Corrupted(Exception):
-    """Ranks did not come to the same bits; nothing was updated. `sound`: the weights are the same on all ranks.
-    `leaves`: the ranks that the job goes on without, if it does."""
-
-    def __init__(self, told: str, sound: bool, leaves: Sequence[int] = ()) -> None:
-        super().__init__(told)
-        self.sound, self.leaves = sound, list(leaves)
+from lockstep.training.errors import CorruptionDetected
+from lockstep.training.eviction import decide_eviction
+from lockstep.training.session import Session
 
 
 class SdcCheck:
@@ -62,12 +52,12 @@ class SdcCheck:
             )
 
     def train_step(self, batch: StepBatch, rate: float) -> StepResult:
-        """One update. Collective. Errors: `Corrupted`, on every rank, before anything is updated."""
+        """One update. Collective. Errors: `CorruptionDetected`, on every rank, before anything is updated."""
         if (batch.step + 1) % self._run.guard.every:
             return self._strategy.train_step(batch, rate)
         try:
             return self._checked_step(batch, rate)
-        except Corrupted as caught:
+        except CorruptionDetected as caught:
             if self._run.guard.on_difference != "retry" or not caught.sound:
                 raise
             self.retried += 1
@@ -95,7 +85,7 @@ class SdcCheck:
             return strategy.train_step(batch, rate)
 
     def _decide(self, batch: StepBatch, chosen: int, owner: int, witness: int, hashes: tuple[Any, Any]) -> None:
-        """Let a third rank compute the micro-batch too. Collective. Errors: `Corrupted`."""
+        """Let a third rank compute the micro-batch too. Collective. Errors: `CorruptionDetected`."""
         world, hosts = self._world, self._world.hosts
         third = third_of(owner, witness, hosts)
         decided = world.all_gather(self._recompute(batch, chosen) if world.rank == third else None)[third]
@@ -107,8 +97,8 @@ class SdcCheck:
             if wrong
             else "and a third computation came to another one"
         )
-        then, leaves = leaving(self._run, hosts, wrong, (owner, witness, third))
-        raise Corrupted(
+        then, leaves = decide_eviction(self._run, hosts, wrong, (owner, witness, third))
+        raise CorruptionDetected(
             f"guard: step {batch.step + 1}: the gradient of micro-batch {chosen} is not the same where {who[owner]} "
             f"computed it and where {second}; {verdict}. Nothing was updated. A processor, memory or driver that "
             f"changes bits is the likely cause: {then}",
@@ -127,7 +117,7 @@ class SdcCheck:
 
     def agree(self, step: int) -> None:
         """After `step` updates, whether all ranks hold the same weights and, where each has all of it, optimizer.
-        Collective. Errors: `Corrupted`."""
+        Collective. Errors: `CorruptionDetected`."""
         state = sorted(self._strategy.sharded_state_dict().items())
         self._agree(f"after step {step}", [each.detach() for _, each in state if local(each) is each])
 
@@ -135,12 +125,12 @@ class SdcCheck:
         """`agree` as an answer. Collective."""
         try:
             self.agree(step)
-        except Corrupted:
+        except CorruptionDetected:
             return False
         return True
 
     def _agree(self, when: str, held: list[Tensor]) -> None:
-        """Whether all ranks hold the same. Collective. Errors: `Corrupted`."""
+        """Whether all ranks hold the same. Collective. Errors: `CorruptionDetected`."""
         world = self._world
         if world.size == 1:
             return
@@ -152,8 +142,8 @@ class SdcCheck:
         wrong = [rank for rank, each in enumerate(found) if each != usual] if most > len(found) / 2 else []
         others = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in wrong)
         told = f"those of {others} are other ones" if wrong else "no majority has the same"
-        then, leaves = leaving(self._run, world.hosts, wrong, range(world.size))
-        raise Corrupted(
+        then, leaves = decide_eviction(self._run, world.hosts, wrong, range(world.size))
+        raise CorruptionDetected(
             f"guard: {when} the ranks do not hold the same weights: {told}. What changed them came after the last "
             f"checkpoint, before which they were compared; {then}",
             False,

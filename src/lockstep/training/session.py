@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.checkpoint import remote_sync
 from lockstep.checkpoint.checkpoint import Checkpoints
@@ -34,11 +34,8 @@ from lockstep.track.tracker import Sample
 from lockstep.training import reference_pass
 from lockstep.training.checkpoint_model import fetch
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.model_stats import check_average, resolve_options
-
-if TYPE_CHECKING:
-    from lockstep.training.reshard import Resharder
+from lockstep.training.train_state import TrainState
 
 
 class Sinks:
@@ -68,9 +65,13 @@ class Session:
     bytes_before: int  # of tensors, before there was a model
     journal: EventLog = field(default_factory=lambda: EventLog(None))
     sinks: Sinks = field(default_factory=Sinks)
-    fingerprints: Fingerprints = field(default_factory=Fingerprints)
-    recut: Resharder | None = None  # where ranks that share the state out may be lost
+    between_steps: Callable[[TrainState], None] = lambda state: None  # set by recovery; after all hooks
     compared: str = ""  # how its first numbers compare with a plain computation, for a person
+
+    def new_state(self, step: int = 0) -> TrainState:
+        """Training that begins with `step` updates made, of which nothing else is known."""
+        feed, lengths = self.feed, self.task.unit is not None
+        return TrainState(self.run, feed.total, feed.sources, lengths, step)
 
 
 def prepare_and_join(run: Run, world: World, data: Run | None = None) -> Prepared:

@@ -29,7 +29,7 @@ from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.model_stats import selection_lines
 
 if TYPE_CHECKING:
-    from lockstep.training.loop import Counts
+    from lockstep.training.throughput import Counts
 
 
 def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoader) -> dict[str, str]:
