@@ -107,7 +107,7 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
         strategy.train_step(feed.make(t), 1e-3)
         for name, gradient in recorder.gradients.items():
             theirs[name].grad = gradient
-        torch.nn.utils.clip_grad_norm_(list(theirs.values()), run.optim.clip)
+        torch.nn.utils.clip_grad_norm_(list(theirs.values()), run.optim.max_grad_norm)
         other.step()
     state = strategy.state_dict()
     apart = max(float((state[f"model.{n}"].float() - p.detach()).abs().max()) for n, p in theirs.items())

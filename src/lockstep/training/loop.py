@@ -30,7 +30,7 @@ def train(session: Session, state: TrainState) -> TrainState:
     `Regroup` where one joins or leaves.
     """
     run, strategy, feed = session.run, session.strategy, session.feed
-    check = SdcCheck(session) if run.guard.every else None
+    check = SdcCheck(session) if run.sdc_check.every else None
     train_step = strategy.train_step if check is None else check.train_step
     hooks = Hooks(session, state, check)
     state.meter.restart_clock()
@@ -61,7 +61,7 @@ def train(session: Session, state: TrainState) -> TrainState:
 def batches(session: Session, step: int) -> Generator[StepBatch]:
     """This rank's part of every step, after `step` updates. Collective where ranks hand micro-batches over."""
     ends = stopping(session.world)
-    if session.run.launch.hand_over and session.world.size > 1:
+    if session.run.launch.rebalance_every and session.world.size > 1:
         found = LoadBalancer(session).steps(step, ends)
     else:
         found = session.feed.steps(step, ends)

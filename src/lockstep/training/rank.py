@@ -217,7 +217,7 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
     sinks = RankZeroSinks(session, console, step)
     session = replace(session, sinks=sinks)
     state.fingerprints = Fingerprints(world, run.folder, step)
-    watchdog = Watchdog(world, run.launch.hang_s).start()
+    watchdog = Watchdog(world, run.launch.hang_timeout_s).start()
     watching: Watchdog | Recovery = watchdog
     end: End = "failed"
     best = best_so_far(run, step if world.is_main else 0)

@@ -112,7 +112,7 @@ class _Looker:
         if self._session.world.is_main:
             _save(gradients, run.folder / GRADIENTS)
         norms = {name: float(g.double().norm()) for name, g in gradients.items()}
-        norm, limit = line["grad_norm"], run.optim.clip
+        norm, limit = line["grad_norm"], run.optim.max_grad_norm
         return {
             "step": line["step"],
             "learning_rate": rate,

@@ -3,7 +3,7 @@
 In: a step that is about to be trained. Out: the same result, or, before anything is updated, which micro-batch, which
 ranks and which hosts did not come to the same bits.
 
-At every `guard.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it is,
+At every `sdc_check.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it is,
 as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same bits;
 no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who was
 wrong, and `eviction.py` what follows. At these steps the weights of all ranks are compared, too; before every
@@ -43,22 +43,22 @@ class SdcCheck:
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._session, self.retried = session, 0  # steps that were computed once more
         if not isinstance(session.strategy, Native):
-            raise RunError(f"guard.every: {self._run.strategy.name} takes parts of this model; it takes {TAKEN}")
+            raise RunError(f"sdc_check.every: {self._run.strategy.name} takes parts of this model; it takes {TAKEN}")
         self._strategy = session.strategy
         if self._strategy.statistics.names:
             raise RunError(
-                f"guard.every: the model keeps running statistics ({self._strategy.statistics.names[0]}), which a "
+                f"sdc_check.every: the model keeps running statistics ({self._strategy.statistics.names[0]}), which a "
                 "second computation would change; leave it out"
             )
 
     def train_step(self, batch: StepBatch, rate: float) -> StepResult:
         """One update. Collective. Errors: `CorruptionDetected`, on every rank, before anything is updated."""
-        if (batch.step + 1) % self._run.guard.every:
+        if (batch.step + 1) % self._run.sdc_check.every:
             return self._strategy.train_step(batch, rate)
         try:
             return self._checked_step(batch, rate)
         except CorruptionDetected as caught:
-            if self._run.guard.on_difference != "retry" or not caught.sound:
+            if self._run.sdc_check.on_difference != "retry" or not caught.sound:
                 raise
             self.retried += 1
             self._session.journal.event("guard", batch.step, retried=True)
@@ -144,7 +144,7 @@ class SdcCheck:
         told = f"those of {others} are other ones" if wrong else "no majority has the same"
         then, leaves = decide_eviction(self._run, world.hosts, wrong, range(world.size))
         raise CorruptionDetected(
-            f"guard: {when} the ranks do not hold the same weights: {told}. What changed them came after the last "
+            f"sdc_check: {when} the ranks do not hold the same weights: {told}. What changed them came after the last "
             f"checkpoint, before which they were compared; {then}",
             False,
             leaves,
