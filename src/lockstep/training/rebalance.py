@@ -43,7 +43,9 @@ class LoadBalancer:
         self._asked: Callable[[], list[list[float]]] | None = None
         self._tokens, self._seconds = 0, 0.0
         if self._every and not isinstance(session.strategy, Native):
-            raise RunError(f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; it takes {TAKEN}")
+            raise RunError(
+                f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; it takes {TAKEN}"
+            )
 
     def steps(self, after: int, ends: Callable[[Unreadable], None]) -> Iterator[StepBatch]:
         """`Feed.steps`. A step is over when the next batch is asked for. Collective."""

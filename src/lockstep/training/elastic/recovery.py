@@ -64,7 +64,9 @@ def recovery_for(
     if members is not None and why is None:
         return Recovery(session, state, watch, moved)
     if run.launch.on_rank_failure == "continue" and session.world.size > 1:
-        session.checkpoints.say(f"launch.on_rank_failure: continue is not possible ({why}): a lost rank ends the others")
+        session.checkpoints.say(
+            f"launch.on_rank_failure: continue is not possible ({why}): a lost rank ends the others"
+        )
     return None
 
 
