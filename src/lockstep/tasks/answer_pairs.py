@@ -68,7 +68,7 @@ class AnswerPairs(Task):
 
     Options: ClassVar[type[AnswerPairOptions]]
     streams = row_is_example = True
-    gathered = ("rewards",)
+    per_example_outputs = ("rewards",)
     tokenizer: Any
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -132,10 +132,10 @@ class AnswerPairs(Task):
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     @property
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         cut = self.prepared.facts.get("cut_answers", {})
         most = self.prepared.facts.get("cut_at")
-        return super().doubts + [
+        return super().warnings + [
             f"{count:,} of {len(self.splits[split]):,} {split} pairs have an answer that is cut at {most} tokens "
             "(data.max_length)"
             for split, count in cut.items()

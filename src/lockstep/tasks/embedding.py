@@ -83,10 +83,12 @@ class Embedding(Task):
     Options = EmbeddingOptions
     head = "embedding"
     row_is_example = True
-    unstreamed = "texts that are the same are found among all rows of train, so that none is the negative of itself"
+    not_streamed_reason = (
+        "texts that are the same are found among all rows of train, so that none is the negative of itself"
+    )
     library, loader = "sentence-transformers", "SentenceTransformer"
     pipeline = "sentence-similarity"
-    shown = ("corpus", "samples")
+    display_keys = ("corpus", "samples")
     metric_inputs = ("told",)
     metric_names = ("triplet_accuracy", "spearman", "pearson", *retrieval.NAMES)
 
@@ -100,7 +102,7 @@ class Embedding(Task):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def refused(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(cls, run: Run) -> dict[str, str]:
         options = EmbeddingOptions.model_validate(run.task.options)
         alone = options.score is None and options.negative is None
         if not alone or run.batch_size == 1 or run.batch_size >= 2 * run.micro_batches:  # 1: `init` knows no other yet
@@ -158,7 +160,7 @@ class Embedding(Task):
         self.slots = min(self.slots, self.options.corpus if self.options.score is None else _SCORED)
 
     @property
-    def opening(self) -> dict[str, str]:
+    def summary_lines(self) -> dict[str, str]:
         if self.options.score is not None:
             return {}
         rows = -(-self.run.batch_size // self.run.micro_batches) - 1
@@ -276,7 +278,7 @@ class Embedding(Task):
         found = {"there": spread(torch.ones_like(known))}
         parts = vectors[: count * self.texts].view(self.texts, count, -1)
         told = (asked * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
-        found |= {"told": told} if self.gathered else {}  # float32 [B], or [B, texts, H]
+        found |= {"told": told} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
         if self.options.score is not None:
             found |= {"cosines": spread((asked * others).sum(1)), "scores": spread(known.double() / text_pairs.ONE)}
         else:
@@ -355,7 +357,7 @@ class Embedding(Task):
         ]
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return (EmbeddingOptions.model_validate(run.task.options).anchor,)
 
     @classmethod
@@ -375,7 +377,7 @@ class Embedding(Task):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         numbers = answer["embedding"]
         return f"{' '.join(f'{number:+.4f}' for number in numbers[:6])} ... ({len(numbers)} numbers)  {row[0]}"
 

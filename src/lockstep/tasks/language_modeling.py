@@ -55,7 +55,7 @@ class LanguageModeling(PerToken):
     head = "causal"
     pipeline = "text-generation"
     streams = True
-    shown = ("samples", "sample_prompt", "sample_tokens", "temperature")
+    display_keys = ("samples", "sample_prompt", "sample_tokens", "temperature")
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class LanguageModeling(PerToken):
         if ends := {split: told for split in files if (told := _cut(splits[split], files[split], options))}:
             facts["cut_texts"] = ends
         if rows is not None:
-            asked_for = options.model_dump(exclude={*cls.shown, "loss_chunk"})
+            asked_for = options.model_dump(exclude={*cls.display_keys, "loss_chunk"})
             key = digest("language modelling", VERSION, folder.name, asked_for, *written)
             index = rows.index(cls.example_maker(run, str(folder), {}), key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
@@ -248,9 +248,9 @@ class LanguageModeling(PerToken):
         ]
         return [{"prompt": start, "written": text} for start, text in texts]
 
-    def asked_in(self, sample: Mapping[str, str]) -> str:
+    def sample_input(self, sample: Mapping[str, str]) -> str:
         """Of a conversation nothing: the sample has what the chat template has made of it."""
-        return "" if self.options.messages is not None else super().asked_in(sample)
+        return "" if self.options.messages is not None else super().sample_input(sample)
 
     @property
     def usage(self) -> str:
@@ -276,7 +276,7 @@ class LanguageModeling(PerToken):
         return Decoding(tokens, pad, end, temperature=self.options.temperature, seed=self.run.seed)
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         options = LanguageModelingOptions.model_validate(run.task.options)
         return (options.prompt or options.text,)
 
@@ -307,7 +307,7 @@ class LanguageModeling(PerToken):
         return batched_inference.answers(rows, answer, at_once=1)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return str(answer["written"])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -73,7 +73,7 @@ class MaskedLanguageModeling(PerToken):
     head = "masked"
     pipeline = "fill-mask"
     streams = True
-    shown = ("samples",)
+    display_keys = ("samples",)
 
     @property
     def usage(self) -> str:
@@ -224,7 +224,7 @@ class MaskedLanguageModeling(PerToken):
         return str(self.tokenizer.decode([token for token in ids if token not in left])).strip()
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return (MaskedLanguageModelingOptions.model_validate(run.task.options).text,)
 
     @classmethod
@@ -251,7 +251,7 @@ class MaskedLanguageModeling(PerToken):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         best = ["/".join(f"{t['token']} {t['score']:.3f}" for t in mask[:3]) for mask in answer["masks"]]
         return f"{answer['filled']}  ({'; '.join(best)})"
 

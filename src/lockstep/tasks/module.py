@@ -55,9 +55,9 @@ class Module(Task):
 
     Options = ModuleOptions
     own_model = True
-    unstreamed = "its data set is code of yours, which may read them as it likes"
+    not_streamed_reason = "its data set is code of yours, which may read them as it likes"
     functions = ("model", "data", "loss", "collate", "length", "targets", "metrics", "generate")
-    shown = ("samples", "generate", "metrics")
+    display_keys = ("samples", "generate", "metrics")
     collates_ahead = False  # items draw from the generators that the model draws from; workers do not
     library = "lockstep"
     loader = "lockstep.load"
@@ -71,7 +71,7 @@ class Module(Task):
         return 'import lockstep\n\nmodel = lockstep.load("PATH_OR_REPO")  # runs the code named in config.json'
 
     @classmethod
-    def refused(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(cls, run: Run) -> dict[str, str]:
         """Keys that describe models of transformers and tables of texts."""
         told = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
         found = {key: f"of no use with task module, where {why}" for key, why in told.items() if key in _set(run)}
@@ -130,7 +130,7 @@ class Module(Task):
         return self.options.model
 
     @property
-    def opening(self) -> dict[str, str]:
+    def summary_lines(self) -> dict[str, str]:
         facts, per = self.prepared.facts, "target" if self.options.targets else "example"
         each = f"one number a target, {facts['each']} an example" if not self.options.targets else "one number a target"
         kinds = {

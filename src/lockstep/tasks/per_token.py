@@ -77,7 +77,7 @@ class PerToken(Task):
         import torch
 
         examples = {"examples": torch.tensor(float(len(rows)), dtype=torch.float64, device=batch.targets.device)}
-        if not self.gathered:
+        if not self.per_example_outputs:
             return self.score(forward, batch) | examples
         logits, width = forward(batch.inputs).float(), metric_arrays.longest(columns)
         foretold = logits.argmax(-1).masked_fill(batch.targets < 0, metric_arrays.NOTHING)

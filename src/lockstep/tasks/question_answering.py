@@ -64,7 +64,7 @@ class QuestionAnswering(Task):
     head = "question_answering"
     pipeline = "question-answering"
     streams = row_is_example = True
-    shown = ("answer_tokens", "samples")
+    display_keys = ("answer_tokens", "samples")
     metric_inputs = ("spans",)
     metric_names = ("exact_match", "f1")
 
@@ -202,7 +202,7 @@ class QuestionAnswering(Task):
         words = [len(qa_spans.normal(wanted[0] if wanted else "").split()) for wanted in right]
         by_words = torch.from_numpy(length_curves.binned(words, [f1 for _, f1 in each])).to(logits.device)  # [bins, 3]
         placed = torch.tensor([[span.start, span.end] for span in held], dtype=torch.int32).reshape(-1, 2)
-        gathered = {"spans": placed.to(logits.device)} if self.gathered else {}
+        gathered = {"spans": placed.to(logits.device)} if self.per_example_outputs else {}
         examples = torch.tensor(float(len(rows)), dtype=torch.float64, device=logits.device)
         found = {"examples": examples, "exact": exact, "f1": f1, "by_words": by_words}
         return self._sums(logits, batch.targets) | found | gathered
@@ -257,7 +257,7 @@ class QuestionAnswering(Task):
         ]
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return tuple(QuestionAnsweringOptions.model_validate(run.task.options).columns.values())
 
     @classmethod
@@ -290,7 +290,7 @@ class QuestionAnswering(Task):
         return batched_inference.answers(rows, answer, at_once=8)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return f"{answer['answer'] or '(no answer)'}  {row[0]}"
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

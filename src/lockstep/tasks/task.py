@@ -34,7 +34,7 @@ class Task(ABC):
 
     plugin: ClassVar[str] = "tasks"
     Options: ClassVar[type[BaseModel]]
-    shown: ClassVar[tuple[str, ...]] = ()  # its keys that decide what evaluations write and score, and no weight
+    display_keys: ClassVar[tuple[str, ...]] = ()  # its keys that decide what evaluations write and score, and no weight
     collates_ahead: ClassVar[bool | None] = None
     """Whether `collate` may run in a thread beside training. What it draws from Python's, numpy's and torch's own
     generators would then hang on the thread's timing, so by default (None) only lockstep's own tasks do, which draw
@@ -45,14 +45,14 @@ class Task(ABC):
 
     head: ClassVar[str | None] = None  # of its model of transformers, as `models.HEADS` calls it
     streams: ClassVar[bool] = False  # whether `data.stream` goes with it: it has the two methods about it
-    unstreamed: ClassVar[str] = "it has no `stream` and no `example_maker`"  # why not, where it does not
+    not_streamed_reason: ClassVar[str] = "it has no `stream` and no `example_maker`"  # why not, where it does not
     row_is_example: ClassVar[bool] = False  # whether example i of a split is made of its row i alone
     functions: ClassVar[tuple[str, ...]] = ()  # its keys that name functions of the user's
     library: ClassVar[str] = "transformers"  # what loads the export
     loader: ClassVar[str] = "from_pretrained"  # by which function
     unit: ClassVar[str | None] = "tokens"  # what the length of an example counts; None: every example counts the same
 
-    gathered: tuple[str, ...] = ()
+    per_example_outputs: tuple[str, ...] = ()
     """Names among what `score` gives that are no sums, but [B, ...], a row for each example: `metrics` and `tables` get
     them as [N, ...], in the order of the split, each example once."""
 
@@ -75,7 +75,7 @@ class Task(ABC):
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self.run, self.prepared = run, prepared
         if run.metrics:
-            self.gathered = (*self.gathered, *self.metric_inputs)
+            self.per_example_outputs = (*self.per_example_outputs, *self.metric_inputs)
         self.reference_outputs: dict[str, np.ndarray] = {}  # by split, where it `reference_size`
 
         def how() -> tuple[Stream, Make]:
@@ -99,7 +99,7 @@ class Task(ABC):
         return self.run.model.source or f"{self.run.model.type} from scratch"
 
     @property
-    def opening(self) -> dict[str, str]:
+    def summary_lines(self) -> dict[str, str]:
         """More opening lines: a word and what is said of it."""
         return {}
 
@@ -113,7 +113,7 @@ class Task(ABC):
         return padding.unsupported_reason(self.run, self.head)
 
     @property
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What may make the result another one: in the user's own code by the number of processes, as far as was found;
         a tokenizer that is not trained alike twice."""
         drawn = [
@@ -124,7 +124,7 @@ class Task(ABC):
         return [*self.prepared.facts.get("doubts", []), *drawn * (self.run.tokenizer.train == "unigram")]
 
     @classmethod
-    def refused(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(cls, run: Run) -> dict[str, str]:
         """Keys of the run file, outside of its own section, that this task cannot use: key -> why."""
         return {}
 
@@ -135,7 +135,7 @@ class Task(ABC):
         return ""
 
     @classmethod
-    def ahead(cls) -> bool:
+    def collates_in_thread(cls) -> bool:
         """Whether batches are collated ahead of time, beside training."""
         if cls.collates_ahead is not None:
             return cls.collates_ahead
@@ -189,12 +189,12 @@ class Task(ABC):
         micro-batch: source and target, or the one."""
         return [side[rows] for side in columns.sides]
 
-    def counted(self, targets: Tensor) -> Tensor | float:
+    def targets_in_batch(self, targets: Tensor) -> Tensor | float:
         """How many of a micro-batch's targets count, as `count_targets` does of its examples, with their weights: a
         scalar. `lockstep verify` asks whether all went through the model."""
         return (targets >= 0).sum()
 
-    def asked_in(self, sample: Mapping[str, str]) -> str:
+    def sample_input(self, sample: Mapping[str, str]) -> str:
         """What the model was asked in one of `samples`, as `lockstep predict` takes it; empty: nothing that it does."""
         return next(iter(sample.values()), "")
 
@@ -209,7 +209,7 @@ class Task(ABC):
         the task; None: as many as an evaluation takes unless `evaluate` says otherwise."""
         return None
 
-    def first(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
+    def reference_scores(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
         """What the model says of the examples of a batch before it is trained: float64 [B, `reference_size`]."""
         raise NotImplementedError
 
@@ -305,7 +305,7 @@ class Task(ABC):
         return []
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         """The columns that a prediction is made from: of one text, or of the two of a pair."""
         return ("text",)
 
@@ -321,7 +321,7 @@ class Task(ABC):
         return getattr(cls.predict, "__func__", None) is not getattr(Task.predict, "__func__", None)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         """An answer of `predict` as a line for a person."""
         return json.dumps(answer, ensure_ascii=False)
 
@@ -353,13 +353,13 @@ class Task(ABC):
         """Whether something is still to be chosen on the validation split before another one is scored."""
         return False
 
-    def settle(self, scores: Mapping[str, float]) -> None:
+    def calibrate(self, scores: Mapping[str, float]) -> None:
         """Take over what was chosen there, such as a threshold, from what the model scored that is to be exported. From
         now on it holds, for other splits and for `write`."""
         return
 
     @classmethod
-    def kept(cls, folder: Path) -> dict[str, float]:
+    def calibration_in(cls, folder: Path) -> dict[str, float]:
         """The scores that `settle` needs, as `write` has kept them in an export."""
         return {}
 

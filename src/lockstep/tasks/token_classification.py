@@ -51,7 +51,7 @@ class TokenClassification(PerToken):
     head = "token_classification"
     pipeline = "token-classification"
     streams = row_is_example = True
-    shown = ("samples",)
+    display_keys = ("samples",)
     metric_names = ("accuracy", "precision", "recall", "f1")
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class TokenClassification(PerToken):
         return {"text": " ".join(words), "found": told(best), "right": told(targets)}
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return (TokenClassificationOptions.model_validate(run.task.options).words,)
 
     @classmethod
@@ -243,7 +243,7 @@ class TokenClassification(PerToken):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return " ".join(f"{each['word']}/{each['label']}" for each in answer["words"])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

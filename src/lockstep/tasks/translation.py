@@ -51,7 +51,7 @@ class Translation(Task):
     head = "seq2seq"
     streams = row_is_example = True
     pipeline = "translation"
-    shown: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
+    display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
     answer: ClassVar[str] = "translation"  # what `predict` calls what is written
     metric_inputs = ("written",)
     metric_names: tuple[str, ...] = ("accuracy", "perplexity", "bleu", "chrf")
@@ -183,10 +183,10 @@ class Translation(Task):
     ) -> Sums:
         import torch
 
-        if self.overlap is None and not self.gathered:
+        if self.overlap is None and not self.per_example_outputs:
             return {}
         tokens = generate(_asked(batch), self._decoding())
-        gathered = {"written": tokens.int()} if self.gathered else {}  # as wide for every batch
+        gathered = {"written": tokens.int()} if self.per_example_outputs else {}  # as wide for every batch
         if self.overlap is None:
             return gathered
         found = self._overlaps(self._written(tokens)[: len(rows)], columns.texts("reference", rows))
@@ -248,9 +248,9 @@ class Translation(Task):
             {"source": a.strip(), "written": w, "reference": r} for a, w, r in zip(asked, written, wanted, strict=True)
         ]
 
-    def asked_in(self, sample: Mapping[str, str]) -> str:
+    def sample_input(self, sample: Mapping[str, str]) -> str:
         """Without the prefix, as the tokenizer writes it: `predict` puts it there."""
-        text, prefix = super().asked_in(sample), self.options.prefix
+        text, prefix = super().sample_input(sample), self.options.prefix
         ids = self.tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
         prefixes = (prefix.strip(), str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip())
         return next((text.removeprefix(each) for each in prefixes if text.startswith(each)), text).strip()
@@ -288,7 +288,7 @@ class Translation(Task):
         return [text.strip() for text in found]
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         options: Any = cls.Options.model_validate(run.task.options)
         return (options.source,)
 
@@ -317,7 +317,7 @@ class Translation(Task):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return str(answer[cls.answer])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -55,7 +55,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
     def make(aside: Path) -> None:
         files = Files(checkpoint, manifest.hashes)
         task: Task = task_class(run, prepared)
-        task.settle(manifest.scores)
+        task.calibrate(manifest.scores)
         saved = [name.removeprefix("model.") for name in files.names if name.startswith("model.")]
         # the average of a weight, where there is one, as in an export
         of = {name: f"ema.{name}" if f"ema.{name}" in files else f"model.{name}" for name in saved}

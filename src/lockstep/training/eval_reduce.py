@@ -28,7 +28,7 @@ def add(task: Task, sums: Sums, found: Sums, places: np.ndarray, count: int) -> 
     """Add a batch's to a rank's. `places`: where its examples stand among the `count` of the split. What other ranks
     have is zero here: adding that is exact, and no row is there twice."""
     for name, value in found.items():
-        if name not in task.gathered:
+        if name not in task.per_example_outputs:
             value = torch.round(value.double() * 2**20) / 2**20
             sums[name] = sums[name] + value if name in sums else value
             continue
@@ -47,7 +47,7 @@ def finalize_metrics(
     found = [of for of in of_each.values() if of]
     sums = {
         name: torch.cat([of[name] for of in found])
-        if name in task.gathered
+        if name in task.per_example_outputs
         else functools.reduce(operator.add, (of[name] for of in found))
         for name in found[0]
     }
@@ -60,7 +60,7 @@ def finalize_metrics(
         if math.isnan(metrics.get("loss", 0.0)):  # of outputs that are no numbers: what they rank first says nothing
             metrics = dict.fromkeys(metrics, math.nan)
         known = {**metrics, **losses}
-        if run.metrics and (texts or sums.keys() >= {*task.gathered}):
+        if run.metrics and (texts or sums.keys() >= {*task.per_example_outputs}):
             given = task.predictions(sums, columns, rows)
             known |= own_metrics.scored(run, own_metrics.functions(run), given, list(known))
         return known | {"examples": count}, task.tables(sums)

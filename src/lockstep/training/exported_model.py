@@ -72,9 +72,9 @@ def scores(
         raise RunError(f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
     if adapters.is_adapter(export):
         adapters.load(strategy.model, export)
-    task.settle(task.kept(export))
+    task.calibrate(task.calibration_in(export))
     if task.needs_calibration and wanted != ["validation"]:  # of a checkpoint that was not evaluated
-        task.settle(evaluated(alone, world, task, strategy, task.splits["validation"]))
+        task.calibrate(evaluated(alone, world, task, strategy, task.splits["validation"]))
     found = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
     strategy.close()
     del session, strategy

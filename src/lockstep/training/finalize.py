@@ -48,7 +48,7 @@ def final_scores(session: Session, console: Console, sinks: Sinks, step: int) ->
             for split in splits:  # validation first, which decides what others are scored with
                 found[split] = found[split] if split in found else final(split)
                 if split == "validation":
-                    task.settle(found[split][0])
+                    task.calibrate(found[split][0])
             return exported, found
         except Interrupted:
             return None

@@ -81,7 +81,7 @@ def _asked(run: Run, world: World, task: Task, strategy: Strategy, split: str) -
         rows = batches[mine] if mine < len(batches) else order[:0]
         seed_everything(run.seed, -1, mine)
         try:
-            said = task.first(strategy.forward, task.collate(columns, rows, 0).to(world.device))
+            said = task.reference_scores(strategy.forward, task.collate(columns, rows, 0).to(world.device))
         except torch.OutOfMemoryError as caught:
             caught.add_note(f"({ACTIVITY.name}, of {size} examples; task.reference_batch_size takes fewer)")
             raise
