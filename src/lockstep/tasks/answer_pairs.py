@@ -22,7 +22,8 @@ from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks import length_curves
-from lockstep.tasks.task import Task
+from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -63,13 +64,12 @@ class AnswerPairOptions(BaseModel):
         return prompt | {"task.chosen": self.chosen, "task.rejected": self.rejected}
 
 
-class AnswerPairs(Task):
+class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     """A task whose example is a pair of answers."""
 
     Options: ClassVar[type[AnswerPairOptions]]
-    streams = row_is_example = True
+    row_is_example = True
     per_example_outputs = ("rewards",)
-    tokenizer: Any
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -126,10 +126,6 @@ class AnswerPairs(Task):
         raise NotImplementedError
 
     # -- in every process --------------------------------------------------------------------------------------------
-
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     @property
     def warnings(self) -> list[str]:

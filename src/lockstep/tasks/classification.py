@@ -21,12 +21,14 @@ from lockstep.data.stream import Stream
 from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode, encoded
+from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.objectives.numbers import RegressionObjective
 from lockstep.tasks.objectives.objective import LabelCodes, Objective
 from lockstep.tasks.objectives.one_label import MOST_CLASSES, OneLabel, whole_numbers
 from lockstep.tasks.objectives.options import ClassificationOptions
 from lockstep.tasks.objectives.several_labels import SeveralLabels
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import spread_rows
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -43,14 +45,14 @@ def objective_of(options: ClassificationOptions) -> type[Objective]:
     return RegressionObjective if options.regression else SeveralLabels if options.multi_label else OneLabel
 
 
-class Classification(Task):
+class Classification(TextTask, Streams, Predicts, GivesPredictions, Calibrates):
     """One label a text."""
 
     Options = ClassificationOptions
     head = "classification"
     pipeline = "text-classification"
     display_keys = ("samples",)
-    streams = row_is_example = True
+    row_is_example = True
 
     @property
     def usage(self) -> str:
@@ -159,8 +161,6 @@ class Classification(Task):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
-        self.options = ClassificationOptions.model_validate(run.task.options)
         facts = prepared.facts
         self.labels: list[str] = facts["numbers"] if self.options.regression else facts["labels"]
         examples = len(self.splits["train"])
@@ -251,7 +251,7 @@ class Classification(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)

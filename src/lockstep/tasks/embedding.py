@@ -19,8 +19,10 @@ from lockstep.data import lm_documents, source, splitting, text_pairs, tokenizer
 from lockstep.data.micro_batches import by_chance
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import pooling, retrieval
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import spread_rows
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -77,7 +79,7 @@ class EmbeddingOptions(BaseModel):
         return both | dict(zip(keys, more, strict=True))
 
 
-class Embedding(Task):
+class Embedding(TextTask, Predicts, GivesPredictions):
     """A vector a text."""
 
     Options = EmbeddingOptions
@@ -153,8 +155,6 @@ class Embedding(Task):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
-        self.options = EmbeddingOptions.model_validate(run.task.options)
         self.texts = len(self.options.columns)
         self.slots = max(len(columns) for split, columns in self.splits.items() if split != "train")
         self.slots = min(self.slots, self.options.corpus if self.options.score is None else _SCORED)
@@ -264,7 +264,7 @@ class Embedding(Task):
 
         vectors = forward(batch.inputs).float()
         count = len(batch.targets) // self.texts
-        chosen = self.shown_rows(columns, min(self.slots, len(columns)))
+        chosen = spread_rows(columns, min(self.slots, len(columns)))
         place = np.searchsorted(chosen, rows)
         used = np.flatnonzero(chosen[np.minimum(place, len(chosen) - 1)] == rows)  # among the rows of this batch
         slots, taken = (torch.from_numpy(each).to(vectors.device) for each in (place[used], used))
@@ -333,7 +333,7 @@ class Embedding(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, max(_AMONG, self.options.samples))
+        rows = spread_rows(columns, max(_AMONG, self.options.samples))
         if self.options.samples == 0:
             return []
         batch = self.collate(columns, rows, 0)

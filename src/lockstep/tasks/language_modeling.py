@@ -35,6 +35,7 @@ from lockstep.data.stream import Stream
 from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
+from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models.language_options import LanguageModelingOptions
 from lockstep.tasks.per_token import PerToken, perplexity
 
@@ -48,13 +49,12 @@ if TYPE_CHECKING:
 _SIZES = ("bytes", "words")  # of texts
 
 
-class LanguageModeling(PerToken):
+class LanguageModeling(PerToken, Generates):
     """The next token of a text."""
 
     Options = LanguageModelingOptions
     head = "causal"
     pipeline = "text-generation"
-    streams = True
     display_keys = ("samples", "sample_prompt", "sample_tokens", "temperature")
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -134,9 +134,7 @@ class LanguageModeling(PerToken):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.options = LanguageModelingOptions.model_validate(run.task.options)
         self.loss_chunk = self.options.loss_chunk
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 

@@ -35,6 +35,7 @@ from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
 from lockstep.tasks.per_token import PerToken, perplexity
+from lockstep.tasks.task import spread_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,7 +73,6 @@ class MaskedLanguageModeling(PerToken):
     Options = MaskedLanguageModelingOptions
     head = "masked"
     pipeline = "fill-mask"
-    streams = True
     display_keys = ("samples",)
 
     @property
@@ -147,9 +147,7 @@ class MaskedLanguageModeling(PerToken):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.options = MaskedLanguageModelingOptions.model_validate(run.task.options)
         self.loss_chunk = self.options.loss_chunk
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.vocabulary = masking.vocabulary(self.tokenizer)
 
     def model(self, empty: bool = False) -> nn.Module:
@@ -204,7 +202,7 @@ class MaskedLanguageModeling(PerToken):
         from lockstep.data.batch import TARGETS
 
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)

@@ -19,7 +19,7 @@ from pydantic import Field
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.tokens import Columns, Prepared, digest
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, spread_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -221,7 +221,7 @@ class Module(Task):
 
         from lockstep.tasks.modules.dataset import INPUT
 
-        bundle = _bundle(self.collate(columns, self.shown_rows(columns, self.options.samples), 0))
+        bundle = _bundle(self.collate(columns, spread_rows(columns, self.options.samples), 0))
         asked: Any = {INPUT: replace(bundle, asks="generate")}
         rows = json.loads(bytes(forward(asked).cpu().numpy()).decode())
         return [{str(key): str(value) for key, value in row.items()} for row in rows]

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from lockstep.config.run import Run
 from lockstep.data import tokenizer
 from lockstep.data.tokens import Columns
+from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class PreferenceOptions(AnswerPairOptions):
         return self
 
 
-class Preference(AnswerPairs):
+class Preference(AnswerPairs, UsesReference):
     """Which of two answers is written rather."""
 
     Options = PreferenceOptions
@@ -62,10 +63,6 @@ class Preference(AnswerPairs):
     pipeline = "text-generation"
     display_keys = ("sample_tokens",)
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
-
-    def __init__(self, run: Run, prepared: Any) -> None:
-        super().__init__(run, prepared)
-        self.options = PreferenceOptions.model_validate(run.task.options)
 
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:

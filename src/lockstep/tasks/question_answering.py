@@ -22,8 +22,10 @@ from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
 from lockstep.tasks import length_curves
+from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import spread_rows
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,13 +59,13 @@ class QuestionAnsweringOptions(BaseModel):
         return {"task.question": self.question, "task.context": self.context}
 
 
-class QuestionAnswering(Task):
+class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     """Where in its context the answer to a question stands."""
 
     Options = QuestionAnsweringOptions
     head = "question_answering"
     pipeline = "question-answering"
-    streams = row_is_example = True
+    row_is_example = True
     display_keys = ("answer_tokens", "samples")
     metric_inputs = ("spans",)
     metric_names = ("exact_match", "f1")
@@ -135,11 +137,6 @@ class QuestionAnswering(Task):
         return stream.maker(*qa_features.encoder_of(tok, run.data.max_length, options.stride, "train", "the stream"))
 
     # -- in every process --------------------------------------------------------------------------------------------
-
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
-        self.options = QuestionAnsweringOptions.model_validate(run.task.options)
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models, qa_spans
@@ -246,7 +243,7 @@ class QuestionAnswering(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         answers = _texts(self._spans(forward(self.collate(columns, rows, 0).inputs), columns, rows), columns, rows)

@@ -21,11 +21,13 @@ from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks import length_curves
+from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
 from lockstep.tasks.models import bleu, seq2seq_data
 from lockstep.tasks.models.seq2seq_data import WritingOptions as WritingOptions
 from lockstep.tasks.per_token import losses, of_examples, perplexity, summed_losses
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import spread_rows
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,12 +46,12 @@ class TranslationOptions(WritingOptions):
     bleu_tokenizer: str = Field("13a", description="sacrebleu's tokenizer: 13a, intl, zh, ja-mecab, char, ...")
 
 
-class Translation(Task):
+class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
     """One text for another."""
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = "seq2seq"
-    streams = row_is_example = True
+    row_is_example = True
     pipeline = "translation"
     display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
     answer: ClassVar[str] = "translation"  # what `predict` calls what is written
@@ -112,8 +114,6 @@ class Translation(Task):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.options: Any = self.Options.model_validate(run.task.options)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.target_tokenizer = seq2seq_data.target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.unpadded = self.padded_because is None
@@ -237,7 +237,7 @@ class Translation(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)
