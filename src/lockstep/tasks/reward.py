@@ -41,10 +41,6 @@ class Reward(AnswerPairs):
     pipeline = "text-classification"
     metric_names = ("accuracy", "margin", "reward")
 
-    def __init__(self, run: Run, prepared: Any) -> None:
-        super().__init__(run, prepared)
-        self.options = RewardOptions.model_validate(run.task.options)
-
     @classmethod
     def check_model(cls, run: Run) -> None:
         from lockstep.tasks.models import models

@@ -1,10 +1,10 @@
 """The interface of a task: what is trained, on what, and how well it does.
 
 In: the run and what `prepare` left in the cache. Out: a model, micro-batches, losses and scores as sums over examples.
-A task knows nothing of ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens: `text_task.py`
-has what tasks of texts share. What only some tasks can do is a class of `abilities.py` beside this one: `Streams`,
-`Predicts`, `Generates`, `Calibrates`, `UsesReference`, `GivesPredictions`. Nothing here imports torch at the top, so that
-a run file can be checked without it.
+A task knows nothing of ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens: tasks of texts
+begin with `text_task.py`. Abilities of some tasks are classes of `abilities.py`: `Streams`, `Predicts`, `Generates`,
+`Calibrates`, `UsesReference`, `GivesPredictions`. Nothing here imports torch at the top, so that a run file can be
+checked without it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Task(ABC):
         `empty`: on the meta device, shapes without memory, for ranks that receive their weights from another one.
         """
 
-    # -- micro-batches ---------------------------------------------------------------------------------------------------
+    # -- micro-batches -------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
@@ -184,7 +184,7 @@ class Task(ABC):
         `rows`) is collated, and padded."""
         return sum(micro_batches.padded_cost(side, list(groups)) for side in self.sides(columns, rows))
 
-    # -- loss and scores -------------------------------------------------------------------------------------------------
+    # -- loss and scores -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from lockstep.data.batch import Sums
 from lockstep.data.tokens import Columns
 from lockstep.distributed.world import World
 from lockstep.tasks import own_metrics
+from lockstep.tasks.abilities import GivesPredictions
 from lockstep.tasks.task import Task
 
 T = TypeVar("T")
@@ -60,7 +61,8 @@ def finalize_metrics(
         if math.isnan(metrics.get("loss", 0.0)):  # of outputs that are no numbers: what they rank first says nothing
             metrics = dict.fromkeys(metrics, math.nan)
         known = {**metrics, **losses}
-        if run.metrics and (texts or sums.keys() >= {*task.per_example_outputs}):
+        complete = texts or sums.keys() >= {*task.per_example_outputs}
+        if run.metrics and complete and isinstance(task, GivesPredictions):
             given = task.predictions(sums, columns, rows)
             known |= own_metrics.scored(run, own_metrics.functions(run), given, list(known))
         return known | {"examples": count}, task.tables(sums)

@@ -22,6 +22,7 @@ from lockstep.data.splitting import left_out
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console, clock
 from lockstep.training.data_loader import StepLoader
@@ -121,7 +122,7 @@ def closing(
 def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
     """A command for the shell that asks the model something: what the first sample was about, its first words."""
     output = str(task.run.folder)
-    if not task.predicts():
+    if not isinstance(task, Predicts):
         return shlex.join(["lockstep", "evaluate", output])
     if len(task.input_columns(task.run)) > 1:
         return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
