@@ -68,8 +68,8 @@ class Predicts(Task):
     @classmethod
     @abstractmethod
     def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """The answer of the exported model in `folder` to each row (as many values as `input_columns`): JSON by name, as
-        it comes, in the order of the rows. Errors: `RunError`."""
+        """The answer of the exported model in `folder` to each row (as many values as `input_columns`): JSON by name,
+        one after the other, in the order of the rows. Errors: `RunError`."""
 
     @classmethod
     def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:

@@ -1,10 +1,10 @@
 """The interface of a task: what is trained, on what, and how well it does.
 
 In: the run and what `prepare` left in the cache. Out: a model, micro-batches, losses and scores as sums over examples.
-A task knows nothing of ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens: tasks of texts
-begin with `text_task.py`. Abilities of some tasks are classes of `abilities.py`: `Streams`, `Predicts`, `Generates`,
-`Calibrates`, `UsesReference`, `GivesPredictions`. Nothing here imports torch at the top, so that a run file can be
-checked without it.
+A task knows nothing of ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens; tasks of
+texts begin with `text_task.py`. Abilities of some tasks are classes of `abilities.py`: `Streams`, `Predicts`,
+`Generates`, `Calibrates`, `UsesReference`, `GivesPredictions`. Nothing here imports torch at the top, so that a run
+file can be checked without it.
 """
 
 from __future__ import annotations

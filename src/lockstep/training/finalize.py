@@ -48,9 +48,8 @@ def final_scores(session: Session, console: Console, sinks: Sinks, step: int) ->
                     sinks.log(step, "validation", found.pop("validation")[0])
             for split in splits:  # validation first, which decides what others are scored with
                 found[split] = found[split] if split in found else final(split)
-                if split == "validation":
-                    if isinstance(task, Calibrates):
-                        task.calibrate(found[split][0])
+                if split == "validation" and isinstance(task, Calibrates):
+                    task.calibrate(found[split][0])
             return exported, found
         except Interrupted:
             return None

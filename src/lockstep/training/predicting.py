@@ -17,7 +17,7 @@ from lockstep.config.output import aside_of
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, compressed, row_files, source, tables
-from lockstep.tasks.task import Task
+from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
 
@@ -142,13 +142,16 @@ def _text(value: Any, column: str, place: str) -> str:
     return value
 
 
-def _task(run: Run) -> type[Task]:
-    found: Any = plugins.find("tasks", run.task.name)
-    return found
+def _task(run: Run) -> type[Predicts]:
+    """Errors: `RunError` for a task that predicts nothing."""
+    task = plugins.find("tasks", run.task.name)
+    if not issubclass(task, Predicts):
+        raise RunError(f"predict: the task {run.task.name} predicts nothing from texts alone")
+    return task
 
 
 def _answered(
-    task: type[Task], run: Run, export: Path, rows: list[tuple[str, ...]]
+    task: type[Predicts], run: Run, export: Path, rows: list[tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     return zip(rows, task.predict(run, export, rows), strict=True)
 
