@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import corrections, exported
 from lockstep.checkpoint.progress import Progress, best_first
-from lockstep.config import schedules, user_code
+from lockstep.config import renamed_keys, schedules, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.track.report import history
@@ -126,7 +126,9 @@ def parsed(content: bytes, name: str) -> Manifest | str:
         return f"{FILE} is not a checkpoint's"
     if found.dump() != content:
         return f"{FILE} does not match its own hash"
-    return found if name_of(found.step) == name else f"{FILE} is that of step {found.step}"
+    if name_of(found.step) != name:
+        return f"{FILE} is that of step {found.step}"
+    return replace(found, arithmetic=renamed_keys.of_checkpoint(found.arithmetic))
 
 
 def add(folder: Path, scores: Mapping[str, float], meter: dict[str, Any], progress: dict[str, Any]) -> None:
@@ -229,8 +231,8 @@ def broken(path: Path, manifest: Manifest) -> str | None:
 
 
 def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") -> str | None:
-    """Why a run must not go on from a checkpoint whose files are as they should be, or None. `mirror`: where it is, if
-    not in OUTPUT."""
+    """Why a run must not go on from a checkpoint whose files are as they should be, or None. `remote_dir`: where it is,
+    if not in OUTPUT."""
     where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
     differing = differing_keys(run, prepared.key, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
@@ -349,7 +351,7 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
 def none_usable(run: Run, reasons: Iterable[str]) -> str:
     """The message where there are checkpoints and not one can be gone on from: beginning anew would delete them."""
     rows = "\n".join(f"  {reason}" for reason in reasons)
-    also, then = (f" or {run.mirror}", ", and give another mirror") if run.mirror else ("", "")
+    also, then = (f" or {run.remote_dir}", ", and give another mirror") if run.remote_dir else ("", "")
     return (
         f"{folder_of(run)}{also} holds checkpoints, and none of them can be used:\n{rows}\nNone of them was touched. "
         "Make one readable (permissions, a disk that is not mounted, the version of lockstep that wrote it), or "

@@ -75,11 +75,15 @@ def _config(job: Plain, head: str) -> Any:
         raise NotCovered("model.trust_remote_code: plain runs models of transformers alone")
     if section["type"]:
         config = transformers.AutoConfig.for_model(section["type"], **section["config"])
+        if section["type"] == "encoder-decoder":  # its decoder decodes, and looks at the encoder
+            config = type(config).from_encoder_decoder_configs(config.encoder, config.decoder)
         for part in parts(config):
             part.vocab_size = section["config"].get("vocab_size", len(tokenizer))
             part.bos_token_id, part.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        if config.is_encoder_decoder and config.eos_token_id is None:
-            config.eos_token_id = tokenizer.sep_token_id
+        if config.is_encoder_decoder:  # whose decoder starts from a token, and whose classifier reads at the text's end
+            config.eos_token_id = tokenizer.sep_token_id if config.eos_token_id is None else config.eos_token_id
+            for part in parts(config)[1:]:
+                part.bos_token_id = tokenizer.pad_token_id if part.bos_token_id is None else part.bos_token_id
     else:
         config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
         for key, value in section["config"].items():
@@ -91,7 +95,9 @@ def _config(job: Plain, head: str) -> Any:
     if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         config.is_decoder = True
     if head == "ForSeq2SeqLM":
-        start = targets.pad_token_id if config.model_type not in ("bart", "mbart") else end_of(targets)
+        begins = {"bart": end_of(targets), "mbart": end_of(targets), "t5gemma": targets.bos_token_id}
+        start = begins.get(config.model_type.rstrip("2"))
+        start = targets.pad_token_id if start is None else start
         known = None if section["type"] else getattr(config, "decoder_start_token_id", None)
         config.decoder_start_token_id = start if known is None else known
         if section["type"] and hasattr(config, "decoder_vocab_size"):
@@ -101,7 +107,8 @@ def _config(job: Plain, head: str) -> Any:
 
 def parts(config: Any) -> list[Any]:
     """A config, and those of an encoder, a decoder or of the text within it."""
-    return [config, *(p for name in ("encoder", "decoder", "text_config") if (p := vars(config).get(name)) is not None)]
+    within = [p for name in ("encoder", "decoder", "text_config") if (p := vars(config).get(name)) is not None]
+    return [config, *(each for part in within for each in parts(part))]
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -164,7 +171,7 @@ def train_steps(
             p.grad = None if p.grad is None else p.grad / count
         gradients = {name: p.grad.cpu() for name, p in trained.items() if p.grad is not None}
         gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), run["optim"]["clip"] or math.inf))
+        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), run["optim"]["max_grad_norm"] or math.inf))
         for optimizer in optimizers:
             for treated in optimizer.param_groups:
                 treated["lr"] = rates[number] * treated["scale"]
@@ -205,8 +212,8 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
     """The optimizer of torch, its groups with `scale`, a factor of the run's rate; of muon a second for the rest."""
     optim, groups = run["optim"], dict[tuple[float, float, bool], list[nn.Parameter]]()
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
-    if optim["name"] not in (*kinds, "muon") or optim["layer_decay"] != 1.0:
-        raise NotCovered("optim.name, optim.layer_decay: of this one plain compares losses and gradients alone")
+    if optim["name"] not in (*kinds, "muon") or optim["layerwise_lr_decay"] != 1.0:
+        raise NotCovered("optim.name, optim.layerwise_lr_decay: of this one plain compares losses and gradients alone")
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     for name, p in trained.items():
@@ -215,8 +222,8 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
         decay = optim["weight_decay"] if own.get("weight_decay") is None else own["weight_decay"]
         decay = 0.0 if id(p) in norms or name.endswith("bias") else decay
         matrix = re.search(r"(^|\.)\d+\.", name) is not None and id(p) not in tables
-        if optim.get("matrices") is not None:
-            matrix = any(fnmatchcase(name, pattern) for pattern in optim["matrices"])
+        if optim.get("muon_params") is not None:
+            matrix = any(fnmatchcase(name, pattern) for pattern in optim["muon_params"])
         groups.setdefault((scale, decay, matrix and p.dim() == 2), []).append(p)
     every = [{"params": ps, "scale": s, "weight_decay": d, "matrix": m} for (s, d, m), ps in groups.items()]
     options: dict[str, Any] = {
@@ -225,7 +232,7 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
     rate = {"lr": optim["learning_rate"]}
     if optim["name"] == "muon":
         both: dict[str, Any] = {key: options.pop(key) for key in ("betas", "eps")}
-        muon = torch.optim.Muon([g for g in every if g["matrix"]], adjust_lr_fn=optim["adjust"], **rate, **options)
+        muon = torch.optim.Muon([g for g in every if g["matrix"]], adjust_lr_fn=optim["lr_adjust"], **rate, **options)
         made = [muon, torch.optim.AdamW([g for g in every if not g["matrix"]], **rate, **both)]
     else:
         made = [kinds[optim["name"]](every, **rate, **options)]
@@ -239,7 +246,7 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
 
 def rates_of(optim: dict, total: int, count: int) -> list[float]:
     """The learning rates of the first `count` of `total` steps, by transformers' `get_scheduler` or OneCycleLR."""
-    top, least, kind = optim["learning_rate"], optim["minimum"], optim["schedule"]
+    top, least, kind = optim["learning_rate"], optim["min_lr_ratio"], optim["schedule"]
     if isinstance(kind, list):
         return [float(np.interp(step, [s for s, _ in kind], [rate for _, rate in kind])) for step in range(count)]
     from transformers import get_scheduler

@@ -84,7 +84,7 @@ def measure(run: Run, world: World, steps: str, skip: str) -> int:
     prepared = prepare_and_join(run, world)
     session = build_session(run, world, prepared)
     strategy, whole = session.strategy, session.feed.total
-    watch = Watchdog(world, run.launch.hang_s).start()
+    watch = Watchdog(world, run.launch.hang_timeout_s).start()
     try:
         try_a_step(session)
         found = _timed(session, prepared, (int(skip), int(skip) + int(steps)))

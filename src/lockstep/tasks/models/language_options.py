@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.config import renamed_keys
 from lockstep.data import conversations
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ class LanguageModelingOptions(BaseModel):
     tools: str | None = Field(
         None, description="column of the tools that a conversation may call: lists of schemas, or JSON of them"
     )
-    turns: Literal["together", "each"] = Field(
+    turns: Literal["together", "per_turn"] = Field(
         "together",
-        description="together: a conversation is one example; each: every turn of the assistant is one, with what is "
-        "before it as the chat template writes it then",
+        description="together: a conversation is one example; per_turn: every turn of the assistant is one, with what "
+        "is before it as the chat template writes it then",
     )
     block_size: int = Field(256, ge=2, description="tokens an example has, at most")
     packing: bool | None = Field(
@@ -48,7 +49,7 @@ class LanguageModelingOptions(BaseModel):
         description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
         "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
     )
-    cross_documents: bool = Field(
+    attend_across_documents: bool = Field(
         True, description="of packed texts: whether a text is read after those before it in its block; false: by itself"
     )
     samples: int = Field(2, ge=0, description="continuations to show after each evaluation")
@@ -70,8 +71,8 @@ class LanguageModelingOptions(BaseModel):
         ):
             if getattr(self, key) != default and self.messages is None:
                 raise ValueError(f"{key} is for messages; name their column")
-        if not self.cross_documents and not self.packed:
-            raise ValueError("cross_documents is about packed texts, and these are not packed; leave it out")
+        if not self.attend_across_documents and not self.packed:
+            raise ValueError("attend_across_documents is about packed texts, and these are not packed; leave it out")
         return self
 
     @property
@@ -97,19 +98,19 @@ class LanguageModelingOptions(BaseModel):
     def writing(self) -> conversations.Writing:
         """How conversations are written."""
         assert self.messages is not None
-        each = self.turns == "each"
+        each = self.turns == "per_turn"
         return conversations.Writing(self.messages, self.chat_template, self.template_arguments, self.tools, each)
 
     def values(self, dataset: Dataset) -> dict[str, Any]:
         """What of these keys decides the tokens of a split."""
         always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
         found = {k: v for k, v in self.model_dump().items() if k in always}
-        found |= {} if self.cross_documents else {"cross_documents": False}
+        found |= {} if self.attend_across_documents else {"cross_documents": False}
         if self.messages is not None:  # keys that are younger than checkpoints: what they are without them
             asked = (
                 self.template_arguments,
                 self.tools,
-                self.turns,
+                renamed_keys.former("task", {"turns": self.turns})["turns"],
                 conversations.further_keys(dataset, self.messages),
             )
             found |= {} if asked == ({}, None, "together", []) else {"written": asked}

@@ -65,7 +65,7 @@ def main(known: argparse.Namespace) -> int:
             "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
             "strategy": f"{run.strategy.name}{', exact where it can be' if run.strategy.exact else ''}",
             **(amounts(run) if isinstance(found, str) else sizes_of(run, found, plan.processes)),
-            "output": f"{run.folder}{f', copied to {run.mirror}' if run.mirror else ''}",
+            "output": f"{run.folder}{f', copied to {run.remote_dir}' if run.remote_dir else ''}",
         }
     )
     if isinstance(found, str):
