@@ -24,6 +24,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks import own_metrics
+from lockstep.tasks.abilities import Generates, GivesPredictions
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 from lockstep.training.errors import EvaluationInterrupted
@@ -147,7 +148,7 @@ def sum_split(
         seed_everything(run.seed, -1, mine)  # what is drawn depends on the batch, not on the rank
         batch = task.collate(columns, chosen, 0).to(world.device)
         scores = task.score_at(strategy.forward, batch, columns, chosen)
-        if texts:
+        if texts and isinstance(task, Generates):
             scores |= task.score_texts(generate or strategy.generate, batch, columns, chosen)
         add_sums(task, sums, scores, places[mine * size : (mine + 1) * size], len(rows))
     summed = {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}
@@ -163,7 +164,7 @@ def add_sums(task: Task, sums: Sums, scores: Sums, places: np.ndarray, count: in
     """Add a batch's to a rank's. `places`: where its examples stand among the `count` of the split. What other ranks
     have is zero here: adding that is exact, and no row is there twice."""
     for name, value in scores.items():
-        if name not in task.gathered:
+        if name not in task.per_example_outputs:
             value = torch.round(value.double() * 2**20) / 2**20
             sums[name] = sums[name] + value if name in sums else value
             continue
@@ -182,7 +183,7 @@ def finalize_metrics(
     parts = [of for of in of_each.values() if of]
     sums = {
         name: torch.cat([of[name] for of in parts])
-        if name in task.gathered
+        if name in task.per_example_outputs
         else functools.reduce(operator.add, (of[name] for of in parts))
         for name in parts[0]
     }
@@ -195,7 +196,8 @@ def finalize_metrics(
         if math.isnan(metrics.get("loss", 0.0)):  # of outputs that are no numbers: what they rank first says nothing
             metrics = dict.fromkeys(metrics, math.nan)
         known = {**metrics, **losses}
-        if run.metrics and (texts or sums.keys() >= {*task.gathered}):
+        complete = texts or sums.keys() >= {*task.per_example_outputs}
+        if run.metrics and complete and isinstance(task, GivesPredictions):
             predictions = task.predictions(sums, columns, rows)
             known |= own_metrics.scored(run, own_metrics.functions(run), predictions, list(known))
         return known | {"examples": count}, task.tables(sums)

@@ -55,7 +55,7 @@ from lockstep.training.beginning import resumed
 from lockstep.training.elastic.recovery import Recovery, recovery_for
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.evaluation import generate_samples
-from lockstep.training.finalize import final_scores
+from lockstep.training.finalize import Final, final_scores
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.loop import train
 from lockstep.training.publish import at_a_stop, publish_until_stopped, write_model
@@ -205,7 +205,7 @@ def work(run: Run, world: World) -> int:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = found.strategy.exported()
     evaluated = export_check.evaluated(run, session.task, found.strategy)
-    doubts = session.task.doubts + own_generators(session.task, found.strategy.model)
+    doubts = session.task.warnings + own_generators(session.task, found.strategy.model)
     found.strategy.close()
     known = promised(found.strategy, doubts)
     return DONE if weights is None else export_and_publish(session, console, found, weights, known, evaluated)
@@ -213,7 +213,7 @@ def work(run: Run, world: World) -> int:
 
 def train_and_evaluate(session: Session, console: Console, state: TrainState) -> Trained | None:
     """Train from `state` to the end and score the model; None when the run was asked to stop before. Collective."""
-    run, world, task, step = session.run, session.world, session.task, state.step
+    run, world, step = session.run, session.world, state.step
     sinks = RankZeroSinks(session, console, step)
     session = replace(session, sinks=sinks)
     state.fingerprints = Fingerprints(world, run.folder, step)
@@ -247,15 +247,7 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
         exported, found = final
         if world.is_main and (cleared := session.checkpoints.clear()) is not None:
             console.say(cleared)  # before what is written of these scores
-        with strategy.phases("evaluation"):
-            for split, (scores, _) in found.items():
-                # else it was logged after its own step
-                known = state.over and run.average.last is None
-                if split != "validation" or (exported == step and not known):
-                    sinks.log(step, split, scores)
-            sinks.show(step, generate_samples(task, strategy, world))
-        session.journal.event("evaluation", step)
-        session.journal.last_times(step, strategy.phases.take())
+        show_final_scores(session, state, exported, found)
         end = "done"
         return Trained(
             step,
@@ -272,6 +264,19 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
         watching.stop()
         console.stop()
         sinks.close(end)
+
+
+def show_final_scores(session: Session, state: TrainState, exported: int, final: Mapping[str, Final]) -> None:
+    """Metrics and samples of the model of step `exported`, to the sinks. Collective."""
+    strategy, step = session.strategy, state.step
+    logged = state.over and session.run.average.last is None  # after its own step
+    with strategy.phases("evaluation"):
+        for split, (scores, _) in final.items():
+            if split != "validation" or (exported == step and not logged):
+                session.sinks.log(step, split, scores)
+        session.sinks.show(step, generate_samples(session.task, strategy, session.world))
+    session.journal.event("evaluation", step)
+    session.journal.last_times(step, strategy.phases.take())
 
 
 def best_so_far(run: Run, step: int) -> Best:
