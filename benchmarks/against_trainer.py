@@ -138,7 +138,7 @@ class Theirs:
             "weight_decay": run.optim.weight_decay,
             "adam_beta1": run.optim.betas[0],
             "adam_beta2": run.optim.betas[1],
-            "max_grad_norm": run.optim.clip or 0.0,
+            "max_grad_norm": run.optim.max_grad_norm or 0.0,
             "bf16": run.precision == "bf16",
             "seed": seed,
             "logging_steps": 1,

@@ -229,7 +229,7 @@ def one_way(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows_of = {"first": file, "warm": small}
 
     def lockstep(which: str) -> None:
-        data = run.data.model_copy(update={"train": str(rows_of[which]), "overlap": "warn"})
+        data = run.data.model_copy(update={"train": str(rows_of[which]), "decontaminate": False})
         made["run"] = run.model_copy(update={"data": data})
         made["prepared"] = prepare(made["run"], find("tasks", "classification"))
 

@@ -179,7 +179,7 @@ def run_of(head: str, family: str, folder: Path, strategy: str) -> Run:
         "steps": 2,
         "batch_size": 9,
         "micro_batches": 3,
-        "optim": {"learning_rate": 1e-3, "clip": 0.5},
+        "optim": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
         "strategy": {"name": strategy},
         "launch": {"device": "cpu", "threads": 1},
     }

@@ -1,4 +1,4 @@
-"""Ranks that are killed while they train, hundreds of times, and what it costs: `launch.on_loss: continue`.
+"""Ranks that are killed while they train, hundreds of times, and what it costs: `launch.on_rank_failure: continue`.
 
 In: how many kills, from which seed. Out: a table, and everything as JSON in --out. `strikes`: jobs of 2 to 6 ranks that
 kill themselves in random phases of random steps (tests/struck.py), until so many are dead; each job has to end
@@ -140,7 +140,12 @@ def begun(folder: Path, cache: Path, how: str) -> tuple[Process, Callable[[], li
         plain = start_anew([sys.executable, "-m", "torch.distributed.run", *words], folder, cache, **apart)
         return plain, lambda: sorted(pid for pid, parent in processes_in(folder).items() if parent == plain.pid)
     write(folder, steps=100_000, evaluate={"every": 0}, checkpoint={"every": 20}, optim={"schedule": "constant"})
-    options = [f"launch.on_loss={how}", "launch.max_restarts=100", "launch.processes=3", "strategy.name=allreduce"]
+    options = [
+        f"launch.on_rank_failure={how}",
+        "launch.max_restarts=100",
+        "launch.processes=3",
+        "strategy.name=allreduce",
+    ]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], folder, cache)
     return process, lambda: ranks_of(process, folder)
 
@@ -176,8 +181,8 @@ def cost(place: Path, rounds: int, steps: int, copies: int) -> dict:
     for number in range(2 * rounds):
         how = ("restart", "continue", "continue", "restart")[number % 4]
         folder = place / f"cost-{number}"
-        words = [f"launch.on_loss={how}", f"strategy.name={name}"]
-        words += [f"launch.copy_every={copies}"] if how == "continue" and copies else []
+        words = [f"launch.on_rank_failure={how}", f"strategy.name={name}"]
+        words += [f"launch.replicate_every={copies}"] if how == "continue" and copies else []
         found[how].append(spent(folder, place / "cache", words, steps))
         shutil.rmtree(folder)
         print(how, found[how][-1], flush=True)

@@ -1,6 +1,6 @@
 """What fingerprints and `guard` cost, in processor time on one thread, and whether `guard` raises a false alarm.
 
-In: a run file (key=value after it), as `lockstep train` takes them. Out: seconds of a step, with `guard.every: 1` and
+In: a run file (key=value after it), as `lockstep train` takes them. Out: seconds of a step, with `sdc_check.every: 1` and
 without, turn and turn about; seconds of a hash of weights and optimizer state; alarms in so many guarded steps.
 
 python benchmarks/guard.py runs/minilm-emotion.yaml model.source=MINILM data.source=null data.train=TRAIN --steps 7
@@ -28,7 +28,7 @@ from lockstep.training.guard import Guard
 
 def built(path: str, overrides: list[str], every: int) -> tuple[Guard, StepLoader, Any]:
     """One process; what trains its steps, the steps, and the strategy."""
-    run = load(path, [*overrides, "strategy.name=single", "launch.processes=1", f"guard.every={every}"])
+    run = load(path, [*overrides, "strategy.name=single", "launch.processes=1", f"sdc_check.every={every}"])
     task_class: Any = plugins.find("tasks", run.task.name)
     world = World(run)
     task, strategy = task_class(run, prepare(run, task_class)), strategy_class(run)(run, world)
@@ -63,7 +63,7 @@ def main() -> None:
     hashed = statistics.median(took(lambda: hashes.of(parts)) for _ in range(5))
     ratio = statistics.median(b / a for a, b in steps[1:] or steps)
     numbers = sum(tensor.numel() for tensor in parts.values())
-    print(f"a step: {statistics.median(a for a, _ in steps):.3f} s; with guard.every=1 {ratio:.2f} times as long")
+    print(f"a step: {statistics.median(a for a, _ in steps):.3f} s; with sdc_check.every=1 {ratio:.2f} times as long")
     print(f"a hash of {numbers / 1e6:.1f}M numbers: {hashed:.3f} s")
     print(f"no alarm in {args.steps} guarded steps: {args.steps * plain._run.micro_batches} micro-batches")
 

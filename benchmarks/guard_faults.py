@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
     "batch_size": 25,  # of 100 examples: no step is short, and no micro-batch empty
     "micro_batches": 8,
     "launch": {"device": "cpu", "threads": 1},
-    "guard": {"every": 1},
+    "sdc_check": {"every": 1},
 }
 
 

@@ -1,7 +1,7 @@
-"""`launch.hand_over` with one of two ranks at half speed, beside equal shares, in turns within one job.
+"""`launch.rebalance_every` with one of two ranks at half speed, beside equal shares, in turns within one job.
 
 In: rounds. Out: a table, and every round as JSON in --out. The second rank is slow: after each micro-batch it burns as
-much processor time as the micro-batch took. Two ranks take turns on the same steps: equal shares; `launch.hand_over=3`;
+much processor time as the micro-batch took. Two ranks take turns on the same steps: equal shares; `launch.rebalance_every=3`;
 and both again with no rank slowed. Steps in which shares have yet to move are left out everywhere. A step takes as long
 as its slowest rank: `processor` is the processor time of that process, of all its threads, which other work on the
 machine does not change; `wall` is the clock's. `--clock processor` has ranks measure each other by processor time, too,
@@ -81,7 +81,7 @@ def measured(world: World, run: Run, rounds: int, clock: str) -> list[dict[str, 
         found.append({})
         for name, (one_slow, every) in CASES.items():
             shares: list[list[int]] = []
-            launch = run.launch.model_copy(update={"hand_over": every})
+            launch = run.launch.model_copy(update={"rebalance_every": every})
             session: Any = SimpleNamespace(
                 run=run.model_copy(update={"launch": launch}),
                 world=world,

@@ -122,7 +122,7 @@ ROWS: dict[str, tuple[str, Callable[[Path, Path], str]]] = {
             f,
             c,
             "launch.name=tcp",
-            f"launch.master=tcp://{{first}}:{PORT}",
+            f"launch.init_method=tcp://{{first}}:{PORT}",
             "launch.world_size=2",
             "launch.rank={host}",
         ),

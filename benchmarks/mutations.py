@@ -46,14 +46,14 @@ APART = ("test_mutations.py",)  # the list itself is tested there: it finds ever
 # Of tests/task_runs.py, or TINY of tests/harness.py: what each crosses with the others' features.
 RUNS: dict[str, list[str]] = {
     "documents": ["strategy.name=ddp", "average.ema=0.9", "data.group_by_length=2"],
-    "tiny": ["strategy.name=fsdp2", "task.class_weights=balanced", "optim.layer_decay=0.9"],
+    "tiny": ["strategy.name=fsdp2", "task.class_weights=balanced", "optim.layerwise_lr_decay=0.9"],
     "prompts": ["strategy.name=pipeline", "task.samples=0"],
 }
 # The same for the plain reference, under `single`: a fault is held against `USUAL`, but for those of a task.
 BESIDE: dict[str, list[str]] = {
     "tiny": ["task.class_weights=balanced", "task.label_smoothing=0.1"],
     "prompts": ["average.ema=0.9", "optim.groups=[{match: '*mlp*', learning_rate: 1e-3}]"],
-    "packed": ["task.cross_documents=false", "task.loss_chunk=16"],
+    "packed": ["task.attend_across_documents=false", "task.loss_chunk=16"],
     "messages": [],
     "translation": ["task.label_smoothing=0.1"],
     "token_classification": [],

@@ -119,7 +119,7 @@ class Fuzz:
         own, every = sorted(messages.flat(tiny().model_dump())), sorted(messages.keys_of(Run))
         for _ in range(self.chance.choice((1, 1, 1, 2, 4))):
             *sections, last = self.chance.choice(own if self.chance.random() < 0.8 else every).split(".")
-            if last in ("mirror", "push_to"):
+            if last in ("remote_dir", "push_to"):
                 continue
             inner = values
             for section in sections:
@@ -175,7 +175,7 @@ class Fuzz:
         )
         more_words = [
             "data.deduplicate=true",
-            "data.overlap=drop",
+            "data.decontaminate=true",
             "data.drop_missing=true",
             "task.name=language_modeling",
             "task.block_size=32",
@@ -250,7 +250,7 @@ class Fuzz:
         keys = sorted(messages.keys_of(Run))
         for _ in range(self.chance.choice((0, 1, 1, 2, 3))):
             text = str(self.chance.choice((*TEXTS, *YAML, *map(str, VALUES)))).replace("\x00", "")
-            key = self.chance.choice([key for key in keys if key not in ("mirror", "hub.push_to", "launch.name")])
+            key = self.chance.choice([key for key in keys if key not in ("remote_dir", "hub.push_to", "launch.name")])
             forms = (
                 text,
                 f"{key}={text}",

@@ -54,7 +54,7 @@ TINY = {
     "steps": 6,
     "batch_size": 22,
     "micro_batches": 8,
-    "optim": {"learning_rate": 5e-3, "warmup_steps": 2, "clip": 0.5},
+    "optim": {"learning_rate": 5e-3, "warmup_steps": 2, "max_grad_norm": 0.5},
     "launch": {"device": "cpu", "threads": 1},
 }
 

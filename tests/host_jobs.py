@@ -17,15 +17,15 @@ SMALL = TINY | {
     "steps": STEPS,
     "output": "out",
     "micro_batches": 4,
-    "launch": {"device": "cpu", "threads": 1, "processes": 1, "hang_s": 0},
+    "launch": {"device": "cpu", "threads": 1, "processes": 1, "hang_timeout_s": 0},
     "checkpoint": {"every": 6, "keep": 2},
     "track": {"every": 1},
 }
 # A machine that shares two cores with others may not get one of them for six seconds, and would count as lost.
 LOST_S = 12
-QUICK = [f"launch.lost_s={LOST_S}", "launch.more_s=3", "launch.max_restarts=3"]
+QUICK = [f"launch.keep_alive_timeout_s={LOST_S}", "launch.last_call_timeout_s=3", "launch.max_restarts=3"]
 HELD = "strategy.name=held_steps.Held"
-CONTINUE = [*QUICK, "strategy.name=held_steps.HeldTogether", "launch.on_loss=continue"]
+CONTINUE = [*QUICK, "strategy.name=held_steps.HeldTogether", "launch.on_rank_failure=continue"]
 HERE = str(Path(__file__).parent)
 
 

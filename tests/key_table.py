@@ -58,11 +58,11 @@ EVERY = ("evaluate.every=1",)
 KEYS: dict[str, Tried | Elsewhere] = {
     "name": Tried("name=another", "nothing"),
     "output": Tried("output=FOLDER/elsewhere", "nothing", beside=("output=FOLDER/here",)),
-    "mirror": Elsewhere("files", "test_mirror.py", "an object store"),
+    "remote_dir": Elsewhere("files", "test_mirror.py", "an object store"),
     "seed": Tried("seed=1", "order weights", quick=True),
     "epochs": Tried("epochs=2", "order weights", beside=("steps=null", "epochs=1", "data.limit=44")),
     "steps": Tried("steps=2", "order weights"),
-    "stop_after": Elsewhere("files", "test_stop.py", "a run that lasts"),
+    "max_time": Elsewhere("files", "test_stop.py", "a run that lasts"),
     "on_nonfinite": Elsewhere("weights", "test_nonfinite.py", "a loss that is not finite"),
     "batch_size": Tried("batch_size=16", "order weights", quick=True),
     "micro_batches": Tried("micro_batches=2", "order weights"),
@@ -105,7 +105,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "data.split_column": Tried("data.split_column=split", "order weights", "cut"),
     "data.filter": Tried("data.filter={lang: en}", "order weights", "rows"),
     "data.deduplicate": Tried("data.deduplicate=true", "order weights", "rows"),
-    "data.overlap": Tried("data.overlap=drop", "order weights", "rows"),
+    "data.decontaminate": Tried("data.decontaminate=true", "order weights", "rows"),
     "data.drop_missing": Tried("data.drop_missing=true", "refused", "missing"),
     "data.follow_links": Tried("data.follow_links=true", "refused", "linked"),
     "data.encoding": Tried("data.encoding=latin-1", "refused", "latin"),
@@ -140,31 +140,31 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "optim.schedule": Tried("optim.schedule=cosine", "weights", beside=LONG),
     "optim.warmup_steps": Tried("optim.warmup_steps=1", "weights"),
     "optim.warmup_fraction": Tried("optim.warmup_fraction=0.5", "weights", beside=("optim.warmup_steps=0",)),
-    "optim.minimum": Tried("optim.minimum=0.5", "weights"),
+    "optim.min_lr_ratio": Tried("optim.min_lr_ratio=0.5", "weights"),
     "optim.power": Tried("optim.power=2", "weights", beside=("optim.schedule=polynomial", *LONG)),
     "optim.decay_fraction": Tried("optim.decay_fraction=0.9", "weights", beside=WSD),
     "optim.decay_steps": Tried("optim.decay_steps=2", "weights", beside=("optim.schedule=wsd", "optim.warmup_steps=0")),
     "optim.decay_shape": Tried("optim.decay_shape=sqrt", "weights", beside=(*WSD, "optim.warmup_steps=0", "steps=4")),
     "optim.weight_decay": Tried("optim.weight_decay=0.5", "weights"),
     "optim.groups": Tried("optim.groups=[{match: '*wte*', learning_rate: 1e-4}]", "weights"),
-    "optim.layer_decay": Tried("optim.layer_decay=0.5", "weights"),
+    "optim.layerwise_lr_decay": Tried("optim.layerwise_lr_decay=0.5", "weights"),
     "optim.master_weights": Tried("optim.master_weights=false", "weights", beside=("model.dtype=bfloat16", *BF16)),
-    "optim.clip": Tried("optim.clip=null", "weights"),
+    "optim.max_grad_norm": Tried("optim.max_grad_norm=null", "weights"),
     "optim.betas": Tried("optim.betas=[0.5, 0.9]", "weights"),
     "optim.eps": Tried("optim.eps=1e-3", "weights"),
     "optim.momentum": Tried("optim.momentum=0.5", "weights", beside=("optim.name=sgd",)),
     "optim.beta2_decay": Tried("optim.beta2_decay=-0.5", "weights", beside=("optim.name=adafactor",)),
     "optim.d": Tried("optim.d=0.01", "weights", beside=("optim.name=adafactor",)),
-    "optim.least": Tried("optim.least=100000", "weights", beside=("optim.name=adamw_8bit",)),
+    "optim.min_8bit_size": Tried("optim.min_8bit_size=100000", "weights", beside=("optim.name=adamw_8bit",)),
     "optim.nesterov": Tried("optim.nesterov=false", "weights", beside=("optim.name=muon",)),
     "optim.ns_steps": Tried("optim.ns_steps=3", "weights", beside=("optim.name=muon",)),
-    "optim.adjust": Tried("optim.adjust=match_rms_adamw", "weights", beside=("optim.name=muon",)),
-    "optim.matrices": Tried("optim.matrices=['*attn*']", "weights", beside=("optim.name=muon",)),
+    "optim.lr_adjust": Tried("optim.lr_adjust=match_rms_adamw", "weights", beside=("optim.name=muon",)),
+    "optim.muon_params": Tried("optim.muon_params=['*attn*']", "weights", beside=("optim.name=muon",)),
     "optim.average_power": Tried("optim.average_power=2", "weights", beside=("optim.name=schedule_free",)),
     # strategy and launch
     "strategy.name": Tried("strategy.name=ddp", "nothing"),
     "strategy.exact": Elsewhere("weights", "test_strategies.py", "several processes"),
-    "strategy.exchange": Tried("strategy.exchange=tree", "nothing"),
+    "strategy.all_reduce": Tried("strategy.all_reduce=hierarchical", "nothing"),
     "strategy.options": Elsewhere("weights", "test_fsdp2.py", "the engine of each strategy"),
     "launch.name": Elsewhere("job", "test_plan.py", "each launcher"),
     "launch.processes": Elsewhere("nothing", "test_strategies.py", "several processes"),
@@ -172,11 +172,11 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "launch.processes_per_gpu": Elsewhere("nothing", "test_shared_gpus.py", "a GPU"),
     "launch.threads": Elsewhere("weights", "test_calibrate.py", "several threads"),
     "launch.max_restarts": Tried("launch.max_restarts=1", "nothing"),
-    "launch.on_loss": Elsewhere("nothing", "test_going_on.py", "several processes"),
-    "launch.copy_every": Elsewhere("nothing", "test_lost_shards.py", "several processes"),
+    "launch.on_rank_failure": Elsewhere("nothing", "test_going_on.py", "several processes"),
+    "launch.replicate_every": Elsewhere("nothing", "test_lost_shards.py", "several processes"),
     "launch.timeout_s": Tried("launch.timeout_s=99", "nothing"),
-    "launch.hang_s": Tried("launch.hang_s=99", "nothing"),
-    "launch.hand_over": Tried("launch.hand_over=2", "nothing"),
+    "launch.hang_timeout_s": Tried("launch.hang_timeout_s=99", "nothing"),
+    "launch.rebalance_every": Tried("launch.rebalance_every=2", "nothing"),
     # evaluate, checkpoint, guard, fingerprint, average
     "evaluate.every": Tried("evaluate.every=1", "files text"),
     "evaluate.patience": Tried(
@@ -196,8 +196,8 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "checkpoint.on_failure": Elsewhere("refused", "test_checkpoint_faults.py", "a full disk"),
     "checkpoint.rescue": Elsewhere("files", "test_full_disk.py", "a full disk"),
     "checkpoint.changed_code": Elsewhere("refused", "test_user_code.py", "a resumed run"),
-    "guard.every": Tried("guard.every=1", "nothing"),
-    "guard.on_difference": Elsewhere("files", "test_guard.py", "a processor that is wrong"),
+    "sdc_check.every": Tried("sdc_check.every=1", "nothing"),
+    "sdc_check.on_difference": Elsewhere("files", "test_guard.py", "a processor that is wrong"),
     "fingerprint.every": Tried("fingerprint.every=2", "text"),
     "average.ema": Tried("average.ema=0.5", "export"),
     "average.ema_warmup": Tried("average.ema_warmup=false", "export", beside=("average.ema=0.9",)),
@@ -206,7 +206,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     # track, profile, hub
     "track.to": Elsewhere("files", "test_trackers.py", "trackers"),
     "track.every": Tried("track.every=2", "files"),
-    "track.wait_s": Tried("track.wait_s=1", "nothing"),
+    "track.close_timeout_s": Tried("track.close_timeout_s=1", "nothing"),
     "track.console": Tried("track.console=quiet", "nothing"),
     "profile.steps": Tried("profile.steps=1", "files", beside=("profile.after=0",)),
     "profile.after": Tried("profile.after=1", "nothing", beside=("profile.steps=1", "profile.after=0")),
@@ -233,15 +233,15 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.chat_template": Elsewhere("inputs", "test_conversations.py", "conversations"),
     "task.template_arguments": Elsewhere("inputs", "test_conversations.py", "conversations"),
     "task.tools": Elsewhere("inputs", "test_conversations.py", "conversations"),
-    "task.turns": Tried("task.turns=each", "order weights", "messages"),
+    "task.turns": Tried("task.turns=per_turn", "order weights", "messages"),
     "task.block_size": Tried("task.block_size=20", "order weights", "packed"),
     "task.packing": Tried("task.packing=false", "order weights", "packed"),
-    "task.cross_documents": Tried("task.cross_documents=false", "inputs weights", "packed"),
+    "task.attend_across_documents": Tried("task.attend_across_documents=false", "inputs weights", "packed"),
     "task.sample_prompt": Tried("task.sample_prompt='the dog'", "text", "packed"),
     "task.sample_tokens": Tried("task.sample_tokens=3", "text", "packed"),
     "task.temperature": Tried("task.temperature=0", "text", "packed"),
-    "task.masked": Tried("task.masked=0.3", "inputs weights", "masked"),
-    "task.whole_words": Tried("task.whole_words=true", "inputs weights", "masked"),
+    "task.mlm_probability": Tried("task.mlm_probability=0.3", "inputs weights", "masked"),
+    "task.whole_word_mask": Tried("task.whole_word_mask=true", "inputs weights", "masked"),
     "task.model": Elsewhere("weights", "test_own_module.py", "code of one's own"),
     "task.data": Elsewhere("order", "test_own_module.py", "code of one's own"),
     "task.collate": Elsewhere("inputs", "test_own_module.py", "code of one's own"),
@@ -271,16 +271,16 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "task.negative": Tried("task.negative=null", "inputs weights", "pairs"),
     "task.score": Elsewhere("weights", "test_embedding.py", "scored pairs"),
     "task.score_range": Elsewhere("weights", "test_embedding.py", "scored pairs"),
-    "task.scale": Tried("task.scale=5", "weights", "pairs"),
+    "task.similarity_scale": Tried("task.similarity_scale=5", "weights", "pairs"),
     "task.negatives": Elsewhere("weights", "test_embedding.py", "a loss of its own"),
     "task.pooling": Tried("task.pooling=cls", "weights", "pairs"),
     "task.corpus": Elsewhere("scores", "test_embedding.py", "another set of texts"),
 }
 
 LAUNCHERS = {
-    "test_torchrun.py": "machines rendezvous interface lost_s",
-    "test_hosts_refused.py": "join_s",
-    "test_hosts.py": "node_rank more_s machine_rank master rank world_size",
+    "test_torchrun.py": "machines rendezvous interface keep_alive_timeout_s",
+    "test_hosts_refused.py": "join_timeout_s",
+    "test_hosts.py": "node_rank last_call_timeout_s machine_rank master rank world_size",
     "test_accelerate_config.py": "config_file",
     "test_slurm.py": "ranks partition account qos constraint time warn gpus cpus memory requeue setup extra python",
     "test_kubernetes.py": "image claim namespace kubeflow volumes environment secrets context wait",
@@ -308,25 +308,25 @@ BY_HAND |= {*["name", "output", "metrics", "export"]}
 BY_HAND |= {*["task.name", "task.text_pair", "task.label_names", "task.multi_label"]}
 BY_HAND |= {*["task.threshold", "data.source", "data.validation", "data.test"]}
 BY_HAND |= {*["data.layout", "data.separator", "data.quote", "data.filter"]}
-BY_HAND |= {*["data.overlap", "data.drop_missing", "data.follow_links", "data.encoding"]}
+BY_HAND |= {*["data.decontaminate", "data.drop_missing", "data.follow_links", "data.encoding"]}
 BY_HAND |= {*["data.stream_window", "data.stream_cache_gb", "model.type", "model.attention"]}
 BY_HAND |= {*["model.checkpoint_activations", "model.freeze", "tokenizer.vocab_size", "optim.learning_rate"]}
-BY_HAND |= {*["optim.warmup_steps", "optim.minimum", "optim.decay_fraction", "optim.decay_shape"]}
+BY_HAND |= {*["optim.warmup_steps", "optim.min_lr_ratio", "optim.decay_fraction", "optim.decay_shape"]}
 BY_HAND |= {*["optim.groups", "optim.master_weights", "optim.betas", "optim.momentum"]}
-BY_HAND |= {*["optim.d", "optim.nesterov", "optim.adjust", "optim.average_power"]}
-BY_HAND |= {*["strategy.name", "strategy.exchange", "launch.max_restarts", "launch.timeout_s"]}
-BY_HAND |= {*["launch.hang_s", "launch.hand_over", "evaluate.every", "evaluate.patience"]}
+BY_HAND |= {*["optim.d", "optim.nesterov", "optim.lr_adjust", "optim.average_power"]}
+BY_HAND |= {*["strategy.name", "strategy.all_reduce", "launch.max_restarts", "launch.timeout_s"]}
+BY_HAND |= {*["launch.hang_timeout_s", "launch.rebalance_every", "evaluate.every", "evaluate.patience"]}
 BY_HAND |= {*["evaluate.min_delta", "evaluate.limit", "evaluate.batch_size", "checkpoint.every"]}
-BY_HAND |= {*["checkpoint.keep", "checkpoint.at", "checkpoint.best", "guard.every"]}
+BY_HAND |= {*["checkpoint.keep", "checkpoint.at", "checkpoint.best", "sdc_check.every"]}
 BY_HAND |= {*["fingerprint.every", "average.ema", "average.ema_warmup", "average.last"]}
-BY_HAND |= {*["track.every", "track.wait_s", "track.console", "profile.steps"]}
+BY_HAND |= {*["track.every", "track.close_timeout_s", "track.console", "profile.steps"]}
 BY_HAND |= {*["profile.after", "hub.license", "hub.language", "hub.tags"]}
 BY_HAND |= {*["task.tokenizers", "task.beams", "task.bleu", "task.bleu_tokenizer"]}
-BY_HAND |= {*["task.prompt", "task.turns", "task.block_size", "task.cross_documents"]}
-BY_HAND |= {*["task.sample_prompt", "task.sample_tokens", "task.temperature", "task.whole_words"]}
+BY_HAND |= {*["task.prompt", "task.turns", "task.block_size", "task.attend_across_documents"]}
+BY_HAND |= {*["task.sample_prompt", "task.sample_tokens", "task.temperature", "task.whole_word_mask"]}
 BY_HAND |= {*["task.chosen", "task.beta", "task.reference_batch_size", "task.center"]}
 BY_HAND |= {*["task.question", "task.answer_tokens", "task.anchor", "task.positive"]}
-BY_HAND |= {*["task.negative", "task.scale"]}
+BY_HAND |= {*["task.negative", "task.similarity_scale"]}
 
 
 def row(key: str, case: Tried | Elsewhere) -> str:

@@ -48,7 +48,7 @@ def job(here: Path, code: str, *overrides: str, functions: tuple[str, ...] = (),
         "steps": 6,
         "batch_size": 15,
         "micro_batches": 4,
-        "optim": {"learning_rate": 1e-2, "warmup_steps": 2, "clip": 0.5},
+        "optim": {"learning_rate": 1e-2, "warmup_steps": 2, "max_grad_norm": 0.5},
         "launch": {"device": "cpu", "threads": 1},
     }
     return load(None, list(overrides), run | values)

@@ -76,7 +76,7 @@ class Job:
     def __init__(self, folder: Path, cache: Path, record: Record, chance: random.Random, disk: bool = False) -> None:
         self.folder, self.out, self.cache, self.record, self.chance = folder, folder / "out", cache, record, chance
         self.disk, self.story = disk, list[str]()
-        write(folder, launch={"device": "cpu", "threads": 1, "processes": 2, "hang_s": HANG_S})
+        write(folder, launch={"device": "cpu", "threads": 1, "processes": 2, "hang_timeout_s": HANG_S})
 
     def done(self, what: str) -> None:
         self.record.faults[what] += 1

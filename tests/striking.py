@@ -83,7 +83,11 @@ def ended_after(job: Job, folder: Path, cache: Path, *words: str, replaced: int 
     shutil.rmtree(folder, ignore_errors=True)
     write(folder, **VALUES)
     (folder / "strikes.json").write_text(json.dumps(job.strikes))
-    options = [f"strategy.name=struck.{job.strategy}", "launch.on_loss=continue", f"launch.max_restarts={replaced}"]
+    options = [
+        f"strategy.name=struck.{job.strategy}",
+        "launch.on_rank_failure=continue",
+        f"launch.max_restarts={replaced}",
+    ]
     options += [f"launch.processes={job.world}", *words]
     status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml", *options], folder, cache, PYTHONPATH=HERE), 900)
     found = sorted(folder.glob("struck-*"), key=lambda path: int(path.name[7:]))

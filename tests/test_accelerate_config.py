@@ -33,7 +33,7 @@ def plan(folder: Path, config: Any, *overrides: str) -> None:
         (PLAIN | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["strategy.options.torch_compile=true"]),
         (
             ZERO | {"deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu", "gradient_clipping": 2.0}},
-            ["strategy.name=zero3", "zero_optimization.offload_param={device: cpu}", "optim.clip=2.0"],
+            ["strategy.name=zero3", "zero_optimization.offload_param={device: cpu}", "optim.max_grad_norm=2.0"],
         ),
         (ZERO | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}, ["ds.json", "its entries in"]),
         ([1], ["holds no keys"]),

@@ -288,7 +288,7 @@ def test_gone_on_with_on_another_strategy(
     name: str, processes: int, averaged_job: Path, tmp_path: Path, cache: Path
 ) -> None:
     """The average of the checkpoint of step 2, which is whole, is taken up in parts."""
-    assert trained(tmp_path, EMA, "steps=7", "stop_after=null", "checkpoint.keep=9") == 0
+    assert trained(tmp_path, EMA, "steps=7", "max_time=null", "checkpoint.keep=9") == 0
     for step in (4, 6, 7):
         shutil.rmtree(tmp_path / f"out/checkpoints/step-{step:06d}")
     shutil.rmtree(tmp_path / "out/export")

@@ -28,7 +28,7 @@ EARLY = TINY | {
     "batch_size": 20,
     "micro_batches": 2,
     "output": "out",
-    "optim": {"learning_rate": 5e-2, "warmup_steps": 2, "clip": 0.5},
+    "optim": {"learning_rate": 5e-2, "warmup_steps": 2, "max_grad_norm": 0.5},
     "strategy": "single",
     "evaluate": {"every": "epoch", "patience": 3},
     "checkpoint": {"every": 0, "keep": 1},

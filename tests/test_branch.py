@@ -20,7 +20,7 @@ from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 
 ONE = ("strategy.name=single", "launch.processes=1", "micro_batches=4")
-RATE = {"learning_rate": 5e-3, "warmup_steps": 2, "schedule": "wsd", "decay_steps": 3, "clip": 0.5}
+RATE = {"learning_rate": 5e-3, "warmup_steps": 2, "schedule": "wsd", "decay_steps": 3, "max_grad_norm": 0.5}
 VALUES = TINY | {"optim": RATE, "steps": 10, "checkpoint": {"every": 4, "keep": 1, "at": [6]}}
 pytestmark = pytest.mark.processes
 
@@ -94,7 +94,7 @@ def test_steps_after_the_checkpoint_are_computed_again_and_compared(
     [
         (6, "batch_size=24", "batch_size is 22 there and 24 here, which decides every step"),
         (6, "seed=1", "seed is 0 there and 1 here"),
-        (6, "optim.clip=0.4", "optim.clip is 0.5 there and 0.4 here"),
+        (6, "optim.max_grad_norm=0.4", "optim.max_grad_norm is 0.5 there and 0.4 here"),
         (6, "data.limit=90", "data.limit is 100 there and 90 here"),
         (6, "model.freeze=[transformer.wte.*]", "model.freeze is [] there"),
         (6, "optim.decay_steps=7", "optim.decay_steps: the learning rate of step 5 is 0.005 in one and"),

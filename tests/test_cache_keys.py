@@ -41,7 +41,7 @@ OTHERS: dict[str, list[Any]] = {
     "source": ["de"],
     "target": ["en"],
     "question": ["context"],
-    "cross_documents": [False],
+    "attend_across_documents": [False],
     "packing": [True, False],
 }
 KEYS: list[tuple[str, Any]] = [
@@ -49,7 +49,7 @@ KEYS: list[tuple[str, Any]] = [
     ("data.limit", 12),
     ("data.max_length", 9),
     ("data.deduplicate", True),
-    ("data.overlap", "drop"),
+    ("data.decontaminate", "drop"),
     ("data.drop_missing", True),
     ("data.validation_fraction", 0.3),
     ("data.test_fraction", 0.3),
@@ -188,12 +188,12 @@ def test_every_key_of_a_stream(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for key, value in {
         "task.block_size": 11,
         "data.filter": {"text": {"min_words": 4}},
-        "data.overlap": "drop",
+        "data.decontaminate": "drop",
         "tokenizer.train": "wordpiece",
         "task.packing": True,
     }.items():
         run = load(None, {key: value}, plain.model_dump())
-        assert same_as_anew(run, cache, monkeypatch) != first or key == "data.overlap"
+        assert same_as_anew(run, cache, monkeypatch) != first or key == "data.decontaminate"
     data = cache / "documents/train.jsonl"
     data.write_text(data.read_text().replace("dog", "hen"))
     assert same_as_anew(plain, cache, monkeypatch) != first

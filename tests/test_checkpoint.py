@@ -264,9 +264,9 @@ def test_the_same_data_under_another_name_is_the_same_data(trained: tuple, tmp_p
     assert told is not None
     assert "trained on other data" in told
     assert f"data.source: '{tmp_path}/first' in the checkpoint, '{tmp_path}/other' now" in told
-    told = changed(*of("renamed", "optim.clip=3"), manifest)
+    told = changed(*of("renamed", "optim.max_grad_norm=3"), manifest)
     assert told is not None
-    assert "optim.clip: 0.5 in the checkpoint, 3.0 now" in told
+    assert "optim.max_grad_norm: 0.5 in the checkpoint, 3.0 now" in told
     assert "data.source" not in told, "the same data under another name is no reason"
 
 

@@ -252,7 +252,7 @@ def test_by_hand_over_tcp_gives_the_same_bits(tmp_path: Path, cache: Path, untou
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["strategy.name=allreduce", "launch.name=tcp", f"launch.master=tcp://127.0.0.1:{port}"]
+    options = ["strategy.name=allreduce", "launch.name=tcp", f"launch.init_method=tcp://127.0.0.1:{port}"]
     options.append("launch.world_size=2")
     ranks = [
         start([*LOCKSTEP, "train", "run.yaml", *options, f"launch.rank={rank}"], tmp_path, cache) for rank in range(2)

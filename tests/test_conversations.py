@@ -71,7 +71,7 @@ def test_every_turn_of_a_conversation_is_learned(tok: Any) -> None:
 
 def test_a_template_that_rewrites_is_refused_with_the_turn(tok: Any) -> None:
     thought = said("a", "<think> x </think> b", "c", "<think> y </think> d")
-    with pytest.raises(RunError, match=r"row 3, message 1 \(assistant\): .*otherwise once later.*task\.turns=each"):
+    with pytest.raises(RunError, match=r"row 3, message 1 \(assistant\): .*otherwise once later.*task\.turns=per_turn"):
         learned(tok, thought, template=THINKING)
     assert learned(tok, thought[:2], template=THINKING)[0][1] == ["<think> x </think> b\n"]  # of one turn nothing is
     assert learned(tok, said("a", "b", "c", "d"), template=THINKING)[0][1] == ["b\n", "d\n"]  # nor where none thinks
@@ -142,7 +142,7 @@ def chats(folder: Path, rows: list[dict], *overrides: str, **task: Any) -> Run:
         write(folder / f"{split}.jsonl", some)
     values = {
         "task": {"name": "language_modeling", "messages": "messages", "chat_template": PLAIN, "block_size": 48} | task,
-        "data": {"source": str(folder), "overlap": "warn"},
+        "data": {"source": str(folder), "decontaminate": False},
         "model": GPT2,
         "tokenizer": {"train": "wordlevel", "vocab_size": 300},
         "output": str(folder / "out"),
@@ -170,9 +170,9 @@ THOUGHTS = [
 
 
 def test_of_a_template_that_rewrites_each_turn_is_an_example(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"row 0, message 1 .*task\.turns=each"):
+    with pytest.raises(RunError, match=r"row 0, message 1 .*task\.turns=per_turn"):
         task_of(chats(tmp_path, THOUGHTS, chat_template=THINKING))
-    task = task_of(chats(tmp_path, THOUGHTS, chat_template=THINKING, turns="each"))
+    task = task_of(chats(tmp_path, THOUGHTS, chat_template=THINKING, turns="per_turn"))
     found = [text.split() for text in targets(task)]
     assert len(found) == 2 * len(THOUGHTS)
     for i in range(len(THOUGHTS)):
@@ -249,11 +249,11 @@ def test_the_data_s_key_is_that_of_before_texts_were_counted(tmp_path: Path) -> 
         told = content(rows, ["messages"]), Path(task.prepared.tokenizer).name
         names.append((split, f"{digest('language modelling', VERSION, *told, values, False)}.arrow"))
     assert task.prepared.key == digest(sorted(names))
-    for words in (["task.turns=each"], ["task.template_arguments={x: 1}"]):
+    for words in (["task.turns=per_turn"], ["task.template_arguments={x: 1}"]):
         assert task_of(chats(tmp_path, [{"messages": said("a", "b")}] * 4, *words)).prepared.key != task.prepared.key
 
 
-@pytest.mark.parametrize("key", ["chat_template='x'", "template_arguments={a: 1}", "tools=t", "turns=each"])
+@pytest.mark.parametrize("key", ["chat_template='x'", "template_arguments={a: 1}", "tools=t", "turns=per_turn"])
 def test_keys_of_conversations_need_some(key: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=f"{key.partition('=')[0]} is for messages; name their column"):
         chats(tmp_path, [], f"task.{key}", "task.messages=null", *(["task.chat_template=null"] * ("x" not in key)))
@@ -261,7 +261,7 @@ def test_keys_of_conversations_need_some(key: str, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_same_bits_with_each_turn_an_example(tmp_path: Path) -> None:
-    words = ("task.turns=each", f"task.chat_template={json.dumps(THINKING)}")
+    words = ("task.turns=per_turn", f"task.chat_template={json.dumps(THINKING)}")
     alone = run_on(1, trained, run := make(tmp_path, "messages", "strategy.name=single", *words), run=run)[0]
     for name in ("ddp", "fsdp2"):
         first, other = run_on(2, trained, run := make(tmp_path, "messages", f"strategy.name={name}", *words), run=run)

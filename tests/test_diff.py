@@ -68,7 +68,7 @@ def test_a_planted_mistake_is_found_where_it_is(
         ("optim.learning_rate=4e-3", 2, "the learning rate", "the schedule"),  # that of the first step is 0
         ("seed=1", 1, "the weights before it:", "began from other weights"),
         ("optim.weight_decay=0.1", 2, "the update:", "weight decay"),
-        ("optim.clip=0.1", 1, "the update: optimizer.", "clipping"),
+        ("optim.max_grad_norm=0.1", 1, "the update: optimizer.", "clipping"),
     ],
 )
 def test_another_key_is_found(

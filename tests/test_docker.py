@@ -76,7 +76,7 @@ def test_the_index_of_torch_is_an_argument(index: str, expected: list[str]) -> N
 
 
 def test_the_user_is_that_of_the_pods() -> None:
-    launch = {"name": "kubernetes", "image": "i", "claim": "c", "processes": 1}
+    launch = {"name": "kubernetes", "image": "i", "pvc": "c", "processes": 1}
     run = load(None, [], {"data": {"source": "a/b"}, "model": {"source": "c/d"}, "launch": launch})
     context = pod(run, Kubernetes.options(run), "lockstep")["securityContext"]
     assert given("USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]

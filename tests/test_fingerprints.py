@@ -135,7 +135,7 @@ def test_every_step_has_a_line_and_some_the_state(output: Path) -> None:
 
 
 def test_a_run_that_goes_on_has_the_lines_of_one_that_was_not_stopped(output: Path, tmp_path: Path) -> None:
-    assert trained(tmp_path, "out", "stop_after=0.001s")[0] == 75
+    assert trained(tmp_path, "out", "max_time=0.001s")[0] == 75
     begun = lines(tmp_path / "out")
     assert 0 < len(begun) < 12
     with open(tmp_path / "out" / fingerprints.FILE, "a") as file:
@@ -203,7 +203,7 @@ def test_from_python_a_step_can_be_computed_by_hand(output: Path) -> None:
     norm = sum(float(g.double().norm()) ** 2 for g in found.gradients.values()) ** 0.5
     assert norm == pytest.approx(lines(output)[6]["grad_norm"], rel=1e-6)
     assert set(found.gradients) == {n for n, p in found.model.named_parameters() if p.requires_grad}
-    assert run.optim.clip == 0.5
+    assert run.optim.max_grad_norm == 0.5
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_the_page_has_the_names() -> None:
     ("override", "wanted"),
     [
         ("learning_rate=1", "it is 'optim.learning_rate' here"),
-        ("every=3", "it is 'evaluate.every' here or 'checkpoint.every' here or 'guard.every' here or"),
+        ("every=3", "it is 'evaluate.every' here or 'checkpoint.every' here or 'sdc_check.every' here or"),
         ("model.precision=bf16", "it is 'precision' here"),
         ("task.beams=4", "it is 'task.beams' with task.name: summarization, translation"),
         ("block_size=64", "it is 'task.block_size' with task.name: language_modeling"),

@@ -31,16 +31,22 @@ CHANGED: dict[str, Any] = {
     "evaluate": {"every": 1, "limit": 9, "batch_size": 1, "patience": 90, "min_delta": 0.5},
     "checkpoint": {"every": 1, "keep": 1, "at": [2], "best": "-loss", "on_failure": "stop", "changed_code": "allow"},
     "fingerprint": {"every": 2},
-    "guard": {"every": 2, "on_difference": "retry"},
+    "sdc_check": {"every": 2, "on_difference": "retry"},
     "verify": {"plain": False},
     "profile": {"steps": 1, "after": 1},
-    "track": {"every": 1, "console": "quiet", "wait_s": 1.0},
+    "track": {"every": 1, "console": "quiet", "close_timeout_s": 1.0},
     "export": "best",
     "metrics": ["test_free_keys.draws"],
     "hub": {"license": "mit", "language": "en", "tags": ["small"], "private": False},
     "model": {"checkpoint_activations": True},
-    "launch": {"timeout_s": 99.0, "hang_s": 99.0, "hand_over": 2, "max_restarts": 1, "copy_every": 0},
-    "strategy": {"name": "allreduce", "exchange": "tree"},
+    "launch": {
+        "timeout_s": 99.0,
+        "hang_timeout_s": 99.0,
+        "rebalance_every": 2,
+        "max_restarts": 1,
+        "replicate_every": 0,
+    },
+    "strategy": {"name": "allreduce", "all_reduce": "hierarchical"},
 }
 INSTEAD: dict[str, Any] = {"checkpoint": {"every": 3}, "average": {"last": 2}, "strategy": {"name": "ddp"}}
 SHOWN = {
@@ -56,8 +62,10 @@ SHOWN = {
 }
 SLOW = ("translation", "token_classification", "reward", "masked", "questions", "pairs")
 # What is tried elsewhere: where a run takes place, what it is called, when it stops, and what needs a network.
-ELSEWHERE = {"name", "output", "mirror", "stop_after", "hub.push_to", "track.to", "strategy.options"}
-ELSEWHERE |= {f"launch.{key}" for key in ("name", "device", "processes", "processes_per_gpu", "threads", "on_loss")}
+ELSEWHERE = {"name", "output", "remote_dir", "max_time", "hub.push_to", "track.to", "strategy.options"}
+ELSEWHERE |= {
+    f"launch.{key}" for key in ("name", "device", "processes", "processes_per_gpu", "threads", "on_rank_failure")
+}
 ELSEWHERE |= {
     "data.workers",
     "data.stream_cache_gb",
@@ -88,7 +96,7 @@ def changed(run: Run, values: dict[str, Any]) -> dict[str, Any]:
         given["average"]["last"] = None
     if run.task.name == "module":
         given["model"]["checkpoint_activations"] = False
-        given["guard"]["every"] = 0  # of a model with running statistics it cannot be
+        given["sdc_check"]["every"] = 0  # of a model with running statistics it cannot be
     if not run.metrics and not gathers(run):
         given["metrics"] = []
     return given

@@ -132,7 +132,7 @@ def test_replicas_of_unequal_shares_keep_the_bits() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "extra"), [(2, ()), (4, ())])
 def test_tensor_parallelism_is_equal_to_rounding(ranks: int, extra: tuple) -> None:
-    sgd = {"optim": {"name": "sgd", "learning_rate": 0.1, "clip": 0.5}, "model": LLAMA}
+    sgd = {"optim": {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.5}, "model": LLAMA}
     alone = of(1, "strategy.name=single", **sgd)
     found = of(ranks, strategy={"name": "fsdp2", "options": {"tensor_parallel": 2}}, **sgd)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)

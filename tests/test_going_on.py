@@ -1,4 +1,4 @@
-"""`launch.on_loss: continue`: ranks that are killed at any moment, and the others that finish the step; nothing is read
+"""`launch.on_rank_failure: continue`: ranks that are killed at any moment, and the others that finish the step; nothing is read
 from a checkpoint, and the bits are those of a job that nobody touched."""
 
 import json
@@ -88,9 +88,14 @@ def test_without_others_to_take_their_places_the_last_one_trains_alone(
 def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
     rank: int, tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
-    """SIGSTOP for less than `hang_s` costs the time; for longer, the rank is ended, and the others go on."""
+    """SIGSTOP for less than `hang_timeout_s` costs the time; for longer, the rank is ended, and the others go on."""
     write(tmp_path)
-    options = ["launch.on_loss=continue", "launch.processes=3", f"launch.hang_s={HANG_S}", "strategy.name=allreduce"]
+    options = [
+        "launch.on_rank_failure=continue",
+        "launch.processes=3",
+        f"launch.hang_timeout_s={HANG_S}",
+        "strategy.name=allreduce",
+    ]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
     until(lambda: step_of(tmp_path) >= 5, "step 5", process)
     main = json.loads((tmp_path / "out" / "launch.json").read_text())["main"]["pid"]
@@ -115,7 +120,7 @@ def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, cache: Pa
     """In the moment in which its process is there, long before it listens; nobody else is asked."""
     write(tmp_path, steps=400, checkpoint={"every": 1000}, evaluate={"every": 1000})
     (tmp_path / "hold").write_text("5")
-    options = ["launch.on_loss=continue", "launch.max_restarts=1", "strategy.name=held_steps.HeldTogether"]
+    options = ["launch.on_rank_failure=continue", "launch.max_restarts=1", "strategy.name=held_steps.HeldTogether"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=HERE)
     until(lambda: step_of(tmp_path) >= 5, "step 5", process)
     before = ranks_of(process, tmp_path)
@@ -133,14 +138,14 @@ def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, cache: Pa
 def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, cache: Path, untouched: Path) -> None:
     """Sharded strategies: as without the key."""
     write(tmp_path)
-    options = ["launch.on_loss=continue", "launch.max_restarts=1", "strategy.name=fsdp2"]
+    options = ["launch.on_rank_failure=continue", "launch.max_restarts=1", "strategy.name=fsdp2"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache)
     kept = tmp_path / "out" / "checkpoints"
     until(lambda: any(kept.glob("step-*/manifest.json")), "a checkpoint", process)
     os.kill(ranks_of(process, tmp_path)[1], signal.SIGKILL)
     status, out, err = ended(process)
     assert status == 0, err
-    assert "launch.on_loss: continue is not possible (strategy fsdp2 does not keep a whole copy" in out
+    assert "launch.on_rank_failure: continue is not possible (strategy fsdp2 does not keep a whole copy" in out
     assert "restarting from the last checkpoint (1 restart(s) left)" in err
     assert "resuming after step" in out
     assert bits(tmp_path) == bits(untouched)

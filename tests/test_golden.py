@@ -52,7 +52,7 @@ def test_two_processes_have_the_bits_of_the_file(folder: Path, capfd: pytest.Cap
 @pytest.mark.parametrize(
     ("key", "said"),
     [("optim.learning_rate=0.0051", "step 1: after it"), ("seed=1", "step 0: the loss"),
-     ("optim.clip=0.4", "step 1: after it")],
+     ("optim.max_grad_norm=0.4", "step 1: after it")],
 )  # fmt: skip
 def test_what_differs_is_named(key: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert asked(folder, key) == 1

@@ -130,7 +130,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
-POD = {"image": "lockstep", "claim": "disk"}
+POD = {"image": "lockstep", "pvc": "disk"}
 
 
 @pytest.mark.usefixtures("two")

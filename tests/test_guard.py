@@ -54,7 +54,7 @@ def test_what_is_guarded_has_the_bits_of_what_is_not_and_nothing_is_found() -> N
         jobs = [("single", 1), ("allreduce", 2), ("ddp", 3), ("hf_accelerate", 2), ("hf_trainer", 2), ("fsdp2", 2)]
         for name, ranks in jobs if not more else jobs[2:3]:
             options = ["strategy.options.gather=step"] if name == "fsdp2" else []
-            run = tiny(f"strategy.name={name}", *more, *options, "guard.every=1")
+            run = tiny(f"strategy.name={name}", *more, *options, "sdc_check.every=1")
             for rank in run_on(ranks, guarded, run, run=run):
                 assert rank["found"] == {}, (name, ranks)
                 assert rank["digest"] in (None, alone), (name, ranks)
@@ -112,7 +112,7 @@ class Planted:
 @pytest.mark.parametrize("wrong", [wrong_activation, wrong_gradient])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_bit_is_found_in_the_steps_in_which_its_micro_batch_is_drawn(wrong: Wrong, ranks: int) -> None:
-    run = tiny(f"strategy.name={'single' if ranks == 1 else 'allreduce'}", "guard.every=1", "seed=4")
+    run = tiny(f"strategy.name={'single' if ranks == 1 else 'allreduce'}", "sdc_check.every=1", "seed=4")
     sampled = {step: drawn(run, step) for step in range(STEPS)}
     micro_batch = sampled[2]
     results = run_on(ranks, guarded, run, Planted(micro_batch, wrong), run=run)
@@ -136,7 +136,7 @@ class WrongWitness:
 
 
 def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_time() -> None:
-    run = tiny("strategy.name=single", "guard.every=1")
+    run = tiny("strategy.name=single", "sdc_check.every=1")
     task, strategy = build(run, World(run))
     feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
     session: Any = SimpleNamespace(run=run, world=strategy.world, feed=feed, strategy=strategy)
@@ -160,7 +160,7 @@ def test_a_witness_that_is_wrong_is_named() -> None:
     def owner(run: Run, step: int) -> int:
         return next(r for r in range(3) if drawn(run, step) in range(r * 8 // 3, (r + 1) * 8 // 3))
 
-    runs = (tiny("strategy.name=allreduce", "guard.every=1", f"seed={seed}") for seed in range(100))
+    runs = (tiny("strategy.name=allreduce", "sdc_check.every=1", f"seed={seed}") for seed in range(100))
     run = next(r for r in runs if {owner(r, step) for step in range(STEPS)} == {0, 1, 2})
     owners = {step: owner(run, step) for step in range(STEPS)}
     for rank in run_on(3, guarded, run, WrongWitness(), run=run):
@@ -193,7 +193,7 @@ class WrongWeight:
 @pytest.mark.processes
 @pytest.mark.parametrize("fault", [WrongMessage(), WrongWeight()], ids=lambda fault: type(fault).__name__)
 def test_a_rank_that_drifts_is_named_before_the_next_step(fault: Fault) -> None:
-    run = tiny("strategy.name=allreduce", "guard.every=1")
+    run = tiny("strategy.name=allreduce", "sdc_check.every=1")
     for rank in run_on(3, guarded, run, fault, run=run):
         assert set(rank["found"]) == {4}
         assert "before step 5 the ranks do not hold the same weights: those of rank 1 on" in rank["found"][4]
@@ -221,21 +221,21 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_run_ends_before_the_update_and_goes_on_from_there(
     untouched: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status, output = trained(tmp_path, "strategy.name=planted.BitFlip", "guard.every=1")
+    status, output = trained(tmp_path, "strategy.name=planted.BitFlip", "sdc_check.every=1")
     assert status == 1
     said = " ".join(capfd.readouterr().err.split())
     assert "guard: step 6: the gradient of micro-batch" in said
     assert "Nothing was updated" in said
     assert json.loads((output / "checkpoints/latest/manifest.json").read_text())["step"] == 5
     assert "guard" in (output / "events.jsonl").read_text()
-    assert trained(tmp_path, "strategy.name=allreduce", "guard.every=1")[0] == 0
+    assert trained(tmp_path, "strategy.name=allreduce", "sdc_check.every=1")[0] == 0
     assert (output / "export/model.safetensors").read_bytes() == untouched
 
 
 @pytest.mark.processes
 def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Path) -> None:
     status, output = trained(
-        tmp_path, "strategy.name=planted.BitFlipOnce", "guard.every=1", "guard.on_difference=retry"
+        tmp_path, "strategy.name=planted.BitFlipOnce", "sdc_check.every=1", "sdc_check.on_difference=retry"
     )
     assert status == 0
     assert (output / "export/model.safetensors").read_bytes() == untouched
@@ -251,4 +251,4 @@ def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Pa
 )
 def test_what_holds_parts_is_refused(words: list[str]) -> None:
     with pytest.raises(RunError, match=r"guard\.every: .* holds parts of the model"):
-        load(None, ["guard.every=5", *words], TINY)
+        load(None, ["sdc_check.every=5", *words], TINY)

@@ -1,4 +1,4 @@
-"""`guard.on_difference: exclude`: a machine, or a rank, that computes wrongly is taken out, and the job goes on."""
+"""`sdc_check.on_difference: evict`: a machine, or a rank, that computes wrongly is taken out, and the job goes on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lockstep.training.guard import third_of
 
 HERE = str(Path(__file__).parent)
 MACHINES = ("launch.name=torchrun", "launch.machines=2:4", "launch.rendezvous=h:1", "launch.max_restarts=2")
-RANKS = ("launch.on_loss=continue",)
-EXCLUDE = ("guard.every=1", "guard.on_difference=exclude")
+RANKS = ("launch.on_rank_failure=continue",)
+EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
 
 
 # -- what is refused, before a process starts ------------------------------------------------------------------------
@@ -31,27 +31,27 @@ EXCLUDE = ("guard.every=1", "guard.on_difference=exclude")
     "words",
     [
         ("launch.name=local",),
-        ("launch.name=slurm", "launch.on_loss=continue"),
-        ("launch.name=torchrun", "launch.machines=3", "launch.rendezvous=h:1", "launch.on_loss=continue"),
-        (*MACHINES, "launch.on_loss=continue"),  # machines leave by a new start
+        ("launch.name=slurm", "launch.on_rank_failure=continue"),
+        ("launch.name=torchrun", "launch.machines=3", "launch.rendezvous=h:1", "launch.on_rank_failure=continue"),
+        (*MACHINES, "launch.on_rank_failure=continue"),  # machines leave by a new start
         ("launch.name=torchrun", "launch.machines=3:3", "launch.rendezvous=h:1", "launch.max_restarts=2"),
     ],
 )
 def test_it_is_refused_where_nothing_can_be_left_out(words: tuple[str, ...]) -> None:
-    with pytest.raises(RunError, match=r"guard\.on_difference: exclude goes on without what was wrong, which takes"):
+    with pytest.raises(RunError, match=r"guard\.on_difference: evict goes on without what was wrong, which takes"):
         load(None, [*EXCLUDE, *words], TINY)
-    assert load(None, ["guard.on_difference=exclude", *words], TINY).guard.every == 0  # nothing is guarded
+    assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # nothing is guarded
 
 
-@pytest.mark.parametrize("words", [MACHINES, RANKS, ("launch.name=torchrun", "launch.on_loss=continue")])
+@pytest.mark.parametrize("words", [MACHINES, RANKS, ("launch.name=torchrun", "launch.on_rank_failure=continue")])
 def test_where_it_is_taken(words: tuple[str, ...]) -> None:
-    assert load(None, [*EXCLUDE, *words], TINY).guard.on_difference == "exclude"
+    assert load(None, [*EXCLUDE, *words], TINY).sdc_check.on_difference == "evict"
 
 
 def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() -> None:
-    with pytest.raises(RunError, match=r"guard\.on_difference: exclude cannot take a rank out here \(the model is com"):
+    with pytest.raises(RunError, match=r"guard\.on_difference: evict cannot take a rank out here \(the model is com"):
         check(load(None, [*EXCLUDE, *RANKS], TINY), "the model is compiled")
-    check(load(None, ["guard.every=1", *RANKS], TINY), "the model is compiled")  # which only stops
+    check(load(None, ["sdc_check.every=1", *RANKS], TINY), "the model is compiled")  # which only stops
     check(load(None, [*EXCLUDE, *MACHINES], TINY), "it takes one machine")  # where machines leave
 
 
@@ -87,7 +87,7 @@ def test_the_third_computation_is_made_on_a_third_machine() -> None:
         (("launch.machines=3:4",), "abc", [1], [0, 1, 2], "b is not taken out, because launch.machines wants at", []),
         (RANKS, "aaa", [1], [0, 1, 2], "rank 1 is taken out", [1]),
         (RANKS, "aa", [1], [0, 1, 0], "nobody is taken out: it takes computations by three ranks", []),
-        (("guard.on_difference=stop",), "abc", [1], [0, 1, 2], "take that machine out", []),
+        (("sdc_check.on_difference=stop",), "abc", [1], [0, 1, 2], "take that machine out", []),
     ],
 )
 def test_who_leaves(
@@ -129,7 +129,12 @@ def test_a_machine_that_was_taken_out_is_not_let_in_by_a_later_start(
 
 def guarded(folder: Path, cache: Path, strategy: str, *words: str) -> tuple[int, str, str]:
     write(folder)
-    options = ["launch.processes=3", "launch.on_loss=continue", f"strategy.name=faulty_host.{strategy}", *EXCLUDE]
+    options = [
+        "launch.processes=3",
+        "launch.on_rank_failure=continue",
+        f"strategy.name=faulty_host.{strategy}",
+        *EXCLUDE,
+    ]
     return ended(start([*LOCKSTEP, "train", "run.yaml", *options, *words], folder, cache, PYTHONPATH=HERE), 600)
 
 
@@ -142,7 +147,7 @@ def differences(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("nobody_is_left")
 def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, steps=9)
-    words = ["launch.processes=2", "launch.max_restarts=2", "strategy.name=planted.BitFlip", "guard.every=1"]
+    words = ["launch.processes=2", "launch.max_restarts=2", "strategy.name=planted.BitFlip", "sdc_check.every=1"]
     status, _, err = ended(start([*LOCKSTEP, "train", "run.yaml", *words], tmp_path, cache, PYTHONPATH=HERE), 600)
     assert status == 1
     assert "guard: step 6: the gradient of micro-batch" in err

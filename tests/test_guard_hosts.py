@@ -1,4 +1,4 @@
-"""`guard.on_difference: exclude` between machines: the one that computes wrongly leaves, the others go on, and it is
+"""`sdc_check.on_difference: evict` between machines: the one that computes wrongly leaves, the others go on, and it is
 not let in again. Three network namespaces that share OUTPUT."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.track.report.history import lines_of
 __all__ = ["alone"]  # a fixture
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
-EXCLUDE = ("guard.every=1", "guard.on_difference=exclude")
+EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def three(tmp_path: Path, cache: Path) -> Iterator[Hosts]:
 
 
 def started(three: Hosts, host: int, strategy: str, folder: Path) -> Job:
-    words = [*QUICK, "launch.more_s=300", *EXCLUDE, f"strategy.name=faulty_host.{strategy}"]
+    words = [*QUICK, "launch.last_call_timeout_s=300", *EXCLUDE, f"strategy.name=faulty_host.{strategy}"]
     return torchrun(three, host, *words, folder=folder, machines="2:3")
 
 
@@ -40,7 +40,7 @@ def test_a_machine_that_computes_wrongly_is_taken_out(
     strategy: str, three: Hosts, alone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The job has the bits of one that it was never in, also where the machine is the one that the others meet on. They
-    wait `more_s` for nobody: all are there that may come."""
+    wait `last_call_timeout_s` for nobody: all are there that may come."""
     shared = write(tmp_path / "shared")
     wrong = 0 if strategy == "WrongOnFirstHost" else 1
     jobs = [started(three, host, strategy, shared) for host in range(3)]

@@ -1,4 +1,4 @@
-"""`launch.hand_over`: who is slow for a while runs less while it is, and the bits are those of equal shares."""
+"""`launch.rebalance_every`: who is slow for a while runs less while it is, and the bits are those of equal shares."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_what_a_person_reads() -> None:
 )
 def test_what_cannot_share_unevenly_is_refused(words: list[str], why: str) -> None:
     with pytest.raises(RunError, match=rf"launch\.hand_over: .*{why}"):
-        load(None, ["launch.hand_over=5", *words], TINY)
+        load(None, ["launch.rebalance_every=5", *words], TINY)
 
 
 # -- in training -----------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def alone() -> str:
 )
 def test_shares_move_and_move_back_and_the_bits_stay(name: str, ranks: int, slow: int) -> None:
     options = ["strategy.options.gather=step"] if name == "fsdp2" else []
-    run = tiny(f"strategy.name={name}", *options, f"steps={SHORT}", "launch.hand_over=2")
+    run = tiny(f"strategy.name={name}", *options, f"steps={SHORT}", "launch.rebalance_every=2")
     found = run_on(ranks, trained, run, slow, run=run)
     assert found[0]["digest"] == alone()
     assert all(rank["events"] == found[0]["events"] for rank in found)
@@ -217,7 +217,7 @@ def test_shares_move_and_move_back_and_the_bits_stay(name: str, ranks: int, slow
 
 @pytest.mark.processes
 def test_nobody_hands_over_where_all_are_alike() -> None:
-    run = tiny("strategy.name=allreduce", f"steps={SHORT}", "launch.hand_over=2")
+    run = tiny("strategy.name=allreduce", f"steps={SHORT}", "launch.rebalance_every=2")
     for rank in run_on(2, trained, run, -1, run=run):
         assert rank["events"] == []
 
@@ -227,8 +227,8 @@ def test_nobody_hands_over_where_all_are_alike() -> None:
 def test_a_job_of_which_one_rank_is_stopped_again_and_again(tmp_path: Path, cache: Path) -> None:
     """SIGSTOP for three quarters of the time, as if other work had its core."""
     for name in ("untouched", "slowed"):
-        write(tmp_path / name, micro_batches=8, launch={**RUN["launch"], "hand_over": 2})
-    finish(tmp_path / "untouched", cache, "launch.hand_over=0")
+        write(tmp_path / name, micro_batches=8, launch={**RUN["launch"], "rebalance_every": 2})
+    finish(tmp_path / "untouched", cache, "launch.rebalance_every=0")
     folder = tmp_path / "slowed"
     process = start([*LOCKSTEP, "train", "run.yaml"], folder, cache)
     until(lambda: step_of(folder) >= 2, "two steps", process)

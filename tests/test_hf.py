@@ -62,7 +62,7 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
             learning_rate=run.optim.learning_rate,
             lr_scheduler_type="constant",
             weight_decay=run.optim.weight_decay,
-            max_grad_norm=run.optim.clip or 0.0,
+            max_grad_norm=run.optim.max_grad_norm or 0.0,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
@@ -88,7 +88,7 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
     [("null", 0.0), ("0.5", 1e-5)],  # Trainer takes the norm in float32, and AdamW blows that up
 )
 def test_hf_trainer_is_what_trainer_does(clip: str, apart: float, tmp_path: Path) -> None:
-    run = tiny("strategy.name=hf_trainer", "strategy.exact=false", f"optim.clip={clip}", *CALM, *CONSTANT)
+    run = tiny("strategy.name=hf_trainer", "strategy.exact=false", f"optim.max_grad_norm={clip}", *CALM, *CONSTANT)
     ours = run_on(1, by_lockstep, run, run=run)[0]
     theirs = run_on(1, by_trainer, run, str(tmp_path), run=run)[0]
     assert ours.keys() == theirs.keys()

@@ -115,7 +115,7 @@ def test_by_hand_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None])
     jobs = []
     for host in range(2):
         write(two.folder(host))
-        options = ["launch.name=tcp", f"launch.master=tcp://{two.address(0)}:{PORT}", "launch.world_size=2"]
+        options = ["launch.name=tcp", f"launch.init_method=tcp://{two.address(0)}:{PORT}", "launch.world_size=2"]
         jobs.append(two.start(host, [*LOCKSTEP, "train", "run.yaml", *options, f"launch.rank={host}"]))
     assert [job.ended() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
     assert bits(two.folder(0)) == alone
@@ -186,7 +186,7 @@ def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, n
 def test_the_host_of_rank_0_is_lost_for_good(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     """Rank 0 is host 1 here, by its own wish; nothing of its folder is seen by host 0, which begins again."""
     hold(8, *(folders := own(two)))
-    words = [*QUICK, HELD, "launch.more_s=40"]
+    words = [*QUICK, HELD, "launch.last_call_timeout_s=40"]
     first = torchrun(two, 0, *words, "launch.node_rank=1", machines="1:2")
     second = torchrun(two, 1, *words, "launch.node_rank=0", machines="1:2")
     until_step(folders[1], 8, second)
@@ -237,14 +237,14 @@ def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Cal
     assert bits(shared) == alone
     times = {"told_s": round(told - cut, 1), "other_side_told_s": round(other - cut, 1)}
     times["formed_again_s"] = round(formed - cut, 1)
-    note(fault="link cut in the middle of a step, lost_s=12", **times, same_bits=True)
+    note(fault="link cut in the middle of a step, keep_alive_timeout_s=12", **times, same_bits=True)
 
 
 @pytest.mark.processes
 @pytest.mark.long
 def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     hold(4, *(folders := own(two)))
-    first, second = (torchrun(two, host, HELD, "launch.lost_s=20") for host in range(2))
+    first, second = (torchrun(two, host, HELD, "launch.keep_alive_timeout_s=20") for host in range(2))
     until_step(folders[0], 4, first)
     two.cut(1)
     release(*folders)
@@ -253,7 +253,7 @@ def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: 
     assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
     assert "lost" not in first.err + second.err
     assert bits(folders[0]) == alone
-    note(fault="link cut for 5 s, lost_s=20", noticed=False, same_bits=True)
+    note(fault="link cut for 5 s, keep_alive_timeout_s=20", noticed=False, same_bits=True)
 
 
 @pytest.mark.processes

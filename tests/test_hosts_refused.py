@@ -34,7 +34,7 @@ def test_machines_that_disagree_are_told_so(two: Hosts, launcher: str) -> None:
         if launcher == "torchrun":
             jobs.append(torchrun(two, host))
         else:
-            options = ["launch.name=tcp", f"launch.master=tcp://{two.address(0)}:{PORT}", "launch.world_size=2"]
+            options = ["launch.name=tcp", f"launch.init_method=tcp://{two.address(0)}:{PORT}", "launch.world_size=2"]
             jobs.append(two.start(host, [*LOCKSTEP, "train", "run.yaml", *options, f"launch.rank={host}"]))
     assert [job.ended() for job in jobs] == [2, 2], jobs[0].err + jobs[1].err
     for job in jobs:
@@ -85,7 +85,7 @@ def test_the_wrong_interface_is_named(two: Hosts) -> None:
 
 def test_too_few_machines(two: Hosts) -> None:
     write(two.folder(0))
-    job = torchrun(two, 0, "launch.join_s=8")
+    job = torchrun(two, 0, "launch.join_timeout_s=8")
     assert job.ended() == 1
     assert f"not enough machines came to {two.address(0)}:{PORT} within 8 s: wanted are 2" in job.err
 
@@ -93,11 +93,11 @@ def test_too_few_machines(two: Hosts) -> None:
 def test_an_address_that_nobody_answers(two: Hosts) -> None:
     write(two.folder(1))
     nobody = f"{two.net}.99:{PORT}"
-    job = torchrun(two, 1, "launch.join_s=4", f"launch.rendezvous={nobody}")
+    job = torchrun(two, 1, "launch.join_timeout_s=4", f"launch.rendezvous={nobody}")
     by_hand = ["launch.world_size=2", "launch.rank=1", "launch.timeout_s=4"]
     other = two.start(
         1,
-        [*LOCKSTEP, "train", "run.yaml", "launch.name=tcp", f"launch.master=tcp://{nobody}", *by_hand],
+        [*LOCKSTEP, "train", "run.yaml", "launch.name=tcp", f"launch.init_method=tcp://{nobody}", *by_hand],
     )
     assert job.ended() == 2
     assert f"launch.rendezvous: {nobody} could not be reached from host-1 ({two.address(1)}) within 4 s" in job.err

@@ -22,7 +22,7 @@ from lockstep.launchers.kubernetes import Kubernetes, state_from
 LAUNCH = {
     "name": "kubernetes",
     "image": "registry.example/lockstep:0.1.0",
-    "claim": "lockstep",
+    "pvc": "lockstep",
     "processes": 1,
     "machines": 2,
     "threads": 1,
@@ -168,7 +168,7 @@ def test_the_container_takes_the_command_and_the_probes_work(here: Path) -> None
     ("launch", "message"),
     [
         ({"image": None}, "launch.image: missing"),
-        ({"claim": None}, "launch.claim: missing"),
+        ({"pvc": None}, "launch.pvc: missing"),
         ({"processes": "auto"}, "auto counts launch.gpus, and there are none"),
         ({"processes": 5}, "2 pods of 5 processes cannot share 8 micro-batches"),
         ({"device": "cuda"}, "launch.gpus (a pod) is 0"),

@@ -136,7 +136,9 @@ def first_alone(model: Any, before: int, first: int) -> float:
         return -float(torch.log_softmax(model(torch.tensor([[before]])).logits[0, -1].double(), -1)[first])
 
 
-@pytest.mark.parametrize("options", [["task.packing=false"], ["task.cross_documents=false"], ["task.loss_chunk=16"]])
+@pytest.mark.parametrize(
+    "options", [["task.packing=false"], ["task.attend_across_documents=false"], ["task.loss_chunk=16"]]
+)
 @pytest.mark.parametrize("vocabulary", [120, 400])
 def test_bits_per_byte_are_of_the_whole_text(options: list[str], vocabulary: int, tmp_path: Path) -> None:
     """Whatever a tokenizer leaves without a context: short texts, each of which is read by itself."""

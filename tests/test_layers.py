@@ -200,5 +200,5 @@ def test_these_commands_import_no_torch(arguments: list[str]) -> None:
         "sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     if arguments == ["plan"]:
-        code = code.replace("['plan']", "['plan', 'launch.name=kubernetes', 'launch.image=x', 'launch.claim=y']")
+        code = code.replace("['plan']", "['plan', 'launch.name=kubernetes', 'launch.image=x', 'launch.pvc=y']")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

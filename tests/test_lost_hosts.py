@@ -1,4 +1,4 @@
-"""`launch.on_loss: continue` on several machines, each a network namespace: ranks, hosts and links are lost, the others
+"""`launch.on_rank_failure: continue` on several machines, each a network namespace: ranks, hosts and links are lost, the others
 finish the step, and what comes back gets its state from them; nothing is read from a checkpoint, and the bits are those
 of one process."""
 
@@ -113,7 +113,7 @@ def test_a_link_that_comes_back_to_one_that_still_waits(cut: int, three: Hosts, 
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
     store.says("holding")
     shared = write(tmp_path / "shared")
-    jobs = begun(three, shared, at=2, **{f"host_{cut}": "launch.lost_s=300"})
+    jobs = begun(three, shared, at=2, **{f"host_{cut}": "launch.keep_alive_timeout_s=300"})
     before = len(regrouped(shared))
     three.cut(cut)
     hold(10, shared)
@@ -171,7 +171,7 @@ def test_a_stop_on_request_ends_all_with_a_checkpoint(two: Hosts, tmp_path: Path
 def test_a_machine_that_comes_late_costs_no_restart(two: Hosts, tmp_path: Path, alone: str) -> None:
     """And its rank that is stopped is ended by its own launcher, whoever has noticed."""
     hold(8, shared := write(tmp_path / "shared"))
-    words = [*CONTINUE, "launch.hang_s=6"]
+    words = [*CONTINUE, "launch.hang_timeout_s=6"]
     first = torchrun(two, 0, *words, folder=shared, machines="1:2")
     until(lambda: step_of(shared) >= 8, first)
     second = torchrun(two, 1, *words, folder=shared, machines="1:2")

@@ -1,4 +1,4 @@
-"""`launch.on_loss: continue` on two machines, network namespaces, whose ranks share the state out: each copy of a part
+"""`launch.on_rank_failure: continue` on two machines, network namespaces, whose ranks share the state out: each copy of a part
 is on the other machine, so a rank and then a machine are lost and come back, with the bits of one process."""
 
 import json
@@ -15,7 +15,7 @@ from hosts import Hosts
 from marks import long
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
-CONTINUE = [*QUICK, "launch.on_loss=continue", "launch.copy_every=2", "launch.processes=2"]
+CONTINUE = [*QUICK, "launch.on_rank_failure=continue", "launch.replicate_every=2", "launch.processes=2"]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`launch.on_loss: continue` where ranks share the state out: those that are left bring it together from memory."""
+"""`launch.on_rank_failure: continue` where ranks share the state out: those that are left bring it together from memory."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 REPLICATED = ("strategy.options.replicate=2",)
-COPIED = ("launch.copy_every=2",)
+COPIED = ("launch.replicate_every=2",)
 LAYERS = "model.config.n_layer=4"  # of which three stages have one at least
 # Strategies that are struck, and more words of their commands. Whether fsdp2 gathers once a step is said: what it
 # decides by itself is a class that nobody strikes.

@@ -1,4 +1,4 @@
-"""`launch.on_loss: continue` under ZeRO: those that are left make DeepSpeed's engine anew, of copies in memory."""
+"""`launch.on_rank_failure: continue` under ZeRO: those that are left make DeepSpeed's engine anew, of copies in memory."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("nobody_is_left"),
     pytest.mark.timeout(900),
 ]
-COPIED = ("launch.copy_every=2",)
+COPIED = ("launch.replicate_every=2",)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_one_of_two_is_lost_again_and_again(tmp_path: Path, cache: Path, untouch
     names = ("step", "rank", "phase", "world")
     strikes = [dict(zip(names, each, strict=True)) for each in ((9, 1, "agreed", 2), (25, 0, "agree", 2))]
     job = striking.Job(0, "StruckZero2", 2, strikes)
-    _, _, err = striking.ended_after(job, tmp_path, cache, "launch.copy_every=1", replaced=2)
+    _, _, err = striking.ended_after(job, tmp_path, cache, "launch.replicate_every=1", replaced=2)
     assert len(job.done) == 2, err
     assert job.restarted == 0
     log = (tmp_path / "out/log.txt").read_text()

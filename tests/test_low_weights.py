@@ -108,7 +108,7 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool]:
     strategy.observe = hear
     for t in range(4):
         strategy.train_step(feed.make(t), 1e-3)
-        torch.nn.utils.clip_grad_norm_(list(theirs.values()), run.optim.clip)
+        torch.nn.utils.clip_grad_norm_(list(theirs.values()), run.optim.max_grad_norm)
         other.step()
     state = strategy.state_dict()
     apart = max(float((state[f"model.{n}"].float() - p.detach()).abs().max()) for n, p in theirs.items())

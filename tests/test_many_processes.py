@@ -55,7 +55,7 @@ def single() -> dict[str, Any]:
 @pytest.mark.parametrize("name", EXACT)
 def test_many_processes_have_the_bits_of_one(name: str, ranks: int, exchange: str, single: dict[str, Any]) -> None:
     assert LinkSpeeds("auto").tree(ranks)
-    found = of(ranks, *EXACT[name], f"strategy.exchange={exchange}")
+    found = of(ranks, *EXACT[name], f"strategy.all_reduce={exchange}")
     assert {each["ranks"] for each in found} == {ranks}
     assert {each["leaves"] for each in found} == ({1, 2} if ranks == 24 else {1})
     assert found[0]["state"] == single["state"]

@@ -100,8 +100,8 @@ def test_an_example_of_special_tokens_alone_has_a_target() -> None:
 
 @pytest.mark.parametrize("tokenizer", [WORDPIECE, "tokenizer={train: bpe, vocab_size: 290}"])
 def test_words_are_masked_whole_or_not_at_all(tokenizer: str, tmp_path: Path) -> None:
-    share = "task.masked=0.4"  # words of several tokens fit
-    run = make(tmp_path, "masked", "task.whole_words=true", "task.packing=false", share, tokenizer)
+    share = "task.mlm_probability=0.4"  # words of several tokens fit
+    run = make(tmp_path, "masked", "task.whole_word_mask=true", "task.packing=false", share, tokenizer)
     task = task_of(run)
     columns, known = task.splits["train"], task.tokenizer
     several = 0
@@ -159,7 +159,10 @@ def test_the_loss_in_chunks_is_the_loss(tmp_path: Path) -> None:
 BAD = {
     "no such column": (["task.text=words"], ["task.text", "'words'"]),
     "no mask token": (["tokenizer={source: TOKENIZER}"], ["tokenizer", "no mask token"]),
-    "unknown words": (["task.whole_words=true", "tokenizer={train: character}"], ["task.whole_words", "leave it out"]),
+    "unknown words": (
+        ["task.whole_word_mask=true", "tokenizer={train: character}"],
+        ["task.whole_word_mask", "leave it out"],
+    ),
     "a model that looks back": (["model={type: gpt2}"], ["no masked language model", "gpt2"]),
     "too long": (["data.max_length=65"], ["data.max_length", "positions for 64"]),
 }

@@ -45,7 +45,7 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def job(folder: Path, *overrides: str) -> Job:
-    return Job(run_in(folder, f"mirror={MIRROR}", "checkpoint.keep=2", *overrides))
+    return Job(run_in(folder, f"remote_dir={MIRROR}", "checkpoint.keep=2", *overrides))
 
 
 def copied(job: Job) -> str | None:
@@ -333,16 +333,18 @@ def refused(run: Any) -> str:
 
 
 def test_what_cannot_be_written_is_refused_before(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
-    run = run_in(tmp_path / "out", f"mirror={MIRROR}")
+    run = run_in(tmp_path / "out", f"remote_dir={MIRROR}")
     assert mirrors.check(run) == []
     assert store.names() == []  # nothing is left of the trial
     store.fault = always(403)
-    assert refused(run).startswith(f"mirror: s3://{BUCKET} refuses access (403): check the credentials (AWS_ACCESS_KEY")
+    assert refused(run).startswith(
+        f"remote_dir: s3://{BUCKET} refuses access (403): check the credentials (AWS_ACCESS_KEY"
+    )
     store.fault = always(503)
     assert "the store answered 503; without it nobody can tell" in refused(run)
     store.fault = lambda asked: None
-    other = run_in(tmp_path / "out", "mirror=s3://no-such-bucket/run")
-    assert refused(other) == "mirror: there is no bucket no-such-bucket: make it, or correct the address"
+    other = run_in(tmp_path / "out", "remote_dir=s3://no-such-bucket/run")
+    assert refused(other) == "remote_dir: there is no bucket no-such-bucket: make it, or correct the address"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert "without it nobody can tell whether there are checkpoints" in refused(run)
 
@@ -380,7 +382,7 @@ def test_a_model_that_output_does_not_take_is_in_the_mirror_too(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else is: without a checkpoint of it the run is not finished."""
-    run = run_in(tmp_path / "out", f"mirror={MIRROR}", f"checkpoint.rescue={tmp_path}/rescue")
+    run = run_in(tmp_path / "out", f"remote_dir={MIRROR}", f"checkpoint.rescue={tmp_path}/rescue")
     real = publish.write_export
 
     def full(*given: Any) -> Path:

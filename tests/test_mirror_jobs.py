@@ -46,8 +46,8 @@ def test_killed_in_an_upload_and_gone_on_with_elsewhere(
 ) -> None:
     """Sharded over two ranks here; on another machine, with an empty folder, one process goes on."""
     here, there = tmp_path / "here", tmp_path / "there"
-    write(here, mirror=MIRROR, strategy={"name": "fsdp2", "options": {"gather": "micro_batch"}})
-    write(there, mirror=MIRROR, strategy="single", launch={"device": "cpu", "threads": 1, "processes": 1})
+    write(here, remote_dir=MIRROR, strategy={"name": "fsdp2", "options": {"gather": "micro_batch"}})
+    write(there, remote_dir=MIRROR, strategy="single", launch={"device": "cpu", "threads": 1, "processes": 1})
 
     def slow_from_the_third_on(asked: Asked) -> None:
         store.slow_s = 5.0 if "step-000030" in asked.key else 0.0
@@ -86,7 +86,7 @@ def test_killed_in_an_upload_and_gone_on_with_elsewhere(
 
 def test_a_store_that_refuses_costs_no_training(tmp_path: Path, cache: Path, store: Store) -> None:
     """Status 1 at the end, with everything in OUTPUT; the same command copies it once the store takes it."""
-    write(tmp_path, mirror=MIRROR, steps=20, launch={"device": "cpu", "threads": 1, "processes": 1})
+    write(tmp_path, remote_dir=MIRROR, steps=20, launch={"device": "cpu", "threads": 1, "processes": 1})
     store.fault = lambda asked: 403 if asked.method == "PUT" and "shard" in asked.key else None
     status, out, err = train(tmp_path, cache, **store.environment)
     assert status == 1
@@ -101,7 +101,7 @@ def test_a_store_that_refuses_costs_no_training(tmp_path: Path, cache: Path, sto
 
 
 def test_a_stop_waits_for_the_copy_and_tells_what_is_missing(tmp_path: Path, cache: Path, store: Store) -> None:
-    write(tmp_path, mirror=MIRROR)
+    write(tmp_path, remote_dir=MIRROR)
     store.fault = lambda asked: (
         403 if asked.method == "PUT" and "step-0000" in asked.key and asked.key[-3:] != "son" else None
     )
@@ -123,12 +123,12 @@ def test_a_stop_waits_for_the_copy_and_tells_what_is_missing(tmp_path: Path, cac
 
 
 def test_plan_refuses_what_train_would(tmp_path: Path, cache: Path, store: Store) -> None:
-    write(tmp_path, mirror="s3://no-such-bucket/runs/job")
+    write(tmp_path, remote_dir="s3://no-such-bucket/runs/job")
     for command in ("plan", "train"):
         job = start([*LOCKSTEP, command, "run.yaml"], tmp_path, cache, **store.environment)
         status, _, err = ended(job)
         assert (status, err.strip()) == (
             2,
-            "lockstep: mirror: there is no bucket no-such-bucket: make it, or correct the address",
+            "lockstep: remote_dir: there is no bucket no-such-bucket: make it, or correct the address",
         )
     shutil.rmtree(tmp_path / "out", ignore_errors=True)

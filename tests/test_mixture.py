@@ -278,7 +278,7 @@ def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
     assert said(none).startswith("data.sources: web: data.filter: no row of the train split of ")
     copy = {"source": str(texts(tmp_path, "copy", 4)), "validation": str(tmp_path / "copy.jsonl")}
     with pytest.raises(RunError, match=r"data.sources: copy: no row is left in train"):
-        prepared(tiny("data.overlap=drop", data={"sources": [good, copy], "max_length": 32}))
+        prepared(tiny("data.decontaminate=true", data={"sources": [good, copy], "max_length": 32}))
 
 
 @pytest.mark.parametrize("packing", [True, False])

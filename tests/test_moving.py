@@ -132,7 +132,7 @@ def test_every_field_of_training_arguments_is_in_the_table() -> None:
     [
         (
             {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0, "lr_end": 1e-5}},
-            {"schedule": "polynomial", "power": 2.0, "minimum": 0.1},
+            {"schedule": "polynomial", "power": 2.0, "min_lr_ratio": 0.1},
         ),
         (
             {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 7}},
@@ -140,7 +140,7 @@ def test_every_field_of_training_arguments_is_in_the_table() -> None:
         ),
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.2}},
-            {"schedule": "cosine", "minimum": 0.2},
+            {"schedule": "cosine", "min_lr_ratio": 0.2},
         ),
         (
             {"optim": "lion_32bit", "adam_beta1": 0.95, "adam_beta2": 0.98, "adam_epsilon": 1e-6},
@@ -251,7 +251,7 @@ def test_packing_of_axolotl_and_llama_factory(here: Path) -> None:
     def packing(values: dict) -> tuple:
         (here / "t.yaml").write_text(yaml.safe_dump(values))
         options = moved(here / "t.yaml").task.options
-        return options.get("packing"), options.get("cross_documents")
+        return options.get("packing"), options.get("attend_across_documents")
 
     assert packing(AXOLOTL_TEXTS | {"sample_packing": True}) == (True, False)
     assert packing(AXOLOTL_TEXTS) == packing(AXOLOTL_TEXTS | {"sample_packing": False}) == (False, True)
@@ -272,7 +272,7 @@ def test_keys_of_axolotl_that_have_a_counterpart(here: Path) -> None:
     (here / "s.yaml").write_text(yaml.safe_dump(texts | {"pretraining_dataset": [source]}))
     run = moved(here / "s.yaml")
     assert (run.data.source, run.data.config, run.data.stream) == ("c/d", "en", True)
-    assert (run.task.options["text"], run.task.options["cross_documents"], run.steps) == ("body", False, 9)
+    assert (run.task.options["text"], run.task.options["attend_across_documents"], run.steps) == ("body", False, 9)
 
 
 @pytest.mark.processes  # DeepSpeed starts some when it is imported
@@ -304,7 +304,7 @@ def test_deepspeed_passes_through_untouched_but_for_what_the_run_file_says(here:
     (here / "ds.json").write_text(json.dumps(config))
     run = moved(here / "ds.json")
     assert (run.batch_size, run.micro_batches, run.precision) == (64, 16, "bf16")
-    assert (run.optim.clip, run.optim.betas, run.optim.warmup_steps) == (0.5, (0.9, 0.95), 9)
+    assert (run.optim.max_grad_norm, run.optim.betas, run.optim.warmup_steps) == (0.5, (0.9, 0.95), 9)
     assert run.strategy.name == "zero2"
     assert run.strategy.options == {
         "wall_clock_breakdown": False,

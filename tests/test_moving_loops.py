@@ -33,7 +33,12 @@ def test_a_plain_loop_becomes_a_module(
         "loss": "torch.nn.CrossEntropyLoss",
     }
     assert (run.epochs, run.batch_size, run.optim.name, run.optim.learning_rate) == (4, 20, "sgd", 0.01)
-    assert (run.optim.momentum, run.optim.weight_decay, run.optim.clip, run.optim.schedule) == (0, 0, 0, "constant")
+    assert (run.optim.momentum, run.optim.weight_decay, run.optim.max_grad_norm, run.optim.schedule) == (
+        0,
+        0,
+        0,
+        "constant",
+    )
     monkeypatch.syspath_prepend(here)
     assert main(["plan", "moved.yaml", "launch.device=cpu", "launch.processes=1"]) == 0  # which makes the model
     assert "points.Points: 540 train, 60 validation examples" in capsys.readouterr().out
@@ -104,7 +109,7 @@ def test_a_loop_of_accelerate_with_a_model_of_transformers(here: Path) -> None:
         "second",
     )
     assert (run.batch_size, run.micro_batches, run.precision, run.seed) == (32, 4, "bf16", 3)
-    assert (run.optim.schedule, run.optim.warmup_steps, run.optim.clip) == ("linear", 100, 0)
+    assert (run.optim.schedule, run.optim.warmup_steps, run.optim.max_grad_norm) == ("linear", 100, 0)
     assert run.optim.groups[0].weight_decay == run.optim.weight_decay == 0.01  # of biases and norms, too, as torch's
 
 
@@ -116,10 +121,10 @@ def test_loops_that_cannot_be_moved_are_read_as_far_as_they_can(
     run = moved(name, text, "--partial")
     if name == "pl.py":
         assert (run.epochs, run.batch_size, run.micro_batches, run.precision) == (5, 64, 4, "bf16")
-        assert (run.launch.processes, run.optim.learning_rate, run.optim.clip) == (2, 3e-5, 1.0)
+        assert (run.launch.processes, run.optim.learning_rate, run.optim.max_grad_norm) == (2, 3e-5, 1.0)
     else:
         assert (run.steps, run.batch_size, run.micro_batches) == (600, 60, 5)
-        assert (run.optim.betas, run.optim.weight_decay, run.optim.clip) == ((0.9, 0.95), 0.1, 1.0)
+        assert (run.optim.betas, run.optim.weight_decay, run.optim.max_grad_norm) == ((0.9, 0.95), 0.1, 1.0)
 
 
 # -- command lines ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_a_trainers_settings_are_those_of_training_arguments(given: dict[str, An
     assert (run.batch_size, run.seed) == (args.train_batch_size * args.gradient_accumulation_steps, args.seed)
     assert run.steps == (args.max_steps if args.max_steps > 0 else None)
     assert run.steps or run.epochs == args.num_train_epochs
-    assert (run.optim.learning_rate, run.optim.clip) == (args.learning_rate, args.max_grad_norm)
+    assert (run.optim.learning_rate, run.optim.max_grad_norm) == (args.learning_rate, args.max_grad_norm)
     assert (run.optim.weight_decay, run.precision) == (args.weight_decay, "bf16" if args.bf16 else "fp32")
     assert run.task.options.get("label_smoothing", 0) == args.label_smoothing_factor
     if run.optim.name == "adamw":
@@ -149,7 +149,7 @@ Trainer(model=model, args=TrainingArguments("o"), train_dataset=data["train"], d
     masked = moved(
         "lm.py", text.replace("AutoModelForCausalLM", "AutoModelForMaskedLM").replace("MLM", "mlm_probability=0.2")
     )
-    assert (masked.task.name, masked.task.options["masked"]) == ("masked_language_modeling", 0.2)
+    assert (masked.task.name, masked.task.options["mlm_probability"]) == ("masked_language_modeling", 0.2)
     assert masked.data.max_length == 64
 
 

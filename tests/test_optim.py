@@ -55,13 +55,13 @@ def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
 
 
 def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
-    found = {n: how.scale for n, how in param_groups.assigned(OptimSection(layer_decay=0.5), bert).items()}
+    found = {n: how.scale for n, how in param_groups.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
     assert found["classifier.weight"] == found["bert.pooler.dense.bias"] == 1.0
     assert found["bert.encoder.layer.1.output.dense.weight"] == 0.5
     assert found["bert.encoder.layer.0.output.dense.weight"] == 0.25
     assert found["bert.embeddings.word_embeddings.weight"] == found["bert.embeddings.LayerNorm.bias"] == 0.125
     gpt2 = GPT2ForSequenceClassification(GPT2Config(n_embd=8, n_layer=3, n_head=1, vocab_size=16))
-    found = {n: how.scale for n, how in param_groups.assigned(OptimSection(layer_decay=0.5), gpt2).items()}
+    found = {n: how.scale for n, how in param_groups.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
     assert found["transformer.wpe.weight"] == 1 / 16
     assert [found[f"transformer.h.{i}.ln_1.weight"] for i in range(3)] == [1 / 8, 1 / 4, 1 / 2]
     assert found["transformer.ln_f.weight"] == found["score.weight"] == 1.0
@@ -88,8 +88,8 @@ def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) 
 
 
 def test_no_layers_no_decay_from_layer_to_layer() -> None:
-    with pytest.raises(RunError, match=r"optim.layer_decay: the model has no list of layers; use optim.groups"):
-        param_groups.assigned(OptimSection(layer_decay=0.5), torch.nn.Linear(2, 2))
+    with pytest.raises(RunError, match=r"optim.layerwise_lr_decay: the model has no list of layers; use optim.groups"):
+        param_groups.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
 
 
 def test_what_is_frozen_is_in_no_group() -> None:
@@ -102,7 +102,7 @@ def test_what_is_frozen_is_in_no_group() -> None:
 def test_muon_takes_the_matrices_of_the_layers(bert: torch.nn.Module) -> None:
     found = {n for n, how in param_groups.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"}
     assert found == {n for n, p in bert.named_parameters() if ".layer." in n and p.ndim == 2}
-    section = run_of("optim=muon", "optim.matrices=['*.query.weight', '*.bias']").optim
+    section = run_of("optim=muon", "optim.muon_params=['*.query.weight', '*.bias']").optim
     found = {n for n, how in param_groups.assigned(section, bert).items() if how.kind == "matrix"}
     assert found == {f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(2)}
 
@@ -169,7 +169,7 @@ def test_adafactor_is_torch_s(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
 def test_muon_is_torch_s(adjust: Any) -> None:
-    ours, weight, other = pair("muon", f"optim.adjust={adjust}", "optim.matrices=['*']", shape=(16, 8))
+    ours, weight, other = pair("muon", f"optim.lr_adjust={adjust}", "optim.muon_params=['*']", shape=(16, 8))
     theirs = torch.optim.Muon([other], weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust)
     stepped(ours, weight, theirs, other, RATES)
     assert torch.equal(weight, other)

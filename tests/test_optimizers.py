@@ -29,8 +29,8 @@ GROUPS = (
 OPTIMIZERS = [n for n in plugins.names("optimizers") if n != "adamw"]  # which all other tests have
 CASES: dict[str, tuple[str, ...]] = {
     **{name: (f"optim={name}",) for name in OPTIMIZERS},
-    "groups": (GROUPS, "optim.layer_decay=0.7", "model.freeze=['*.wpe.*', '*.h.0.attn.*']"),
-    "muon in groups": ("optim=muon", GROUPS, "optim.layer_decay=0.7"),
+    "groups": (GROUPS, "optim.layerwise_lr_decay=0.7", "model.freeze=['*.wpe.*', '*.h.0.attn.*']"),
+    "muon in groups": ("optim=muon", GROUPS, "optim.layerwise_lr_decay=0.7"),
     "muon, bfloat16": ("optim=muon", "precision=bf16", "model.dtype=bfloat16"),
     "schedule_free, bfloat16": ("optim=schedule_free", "precision=bf16", "model.dtype=bfloat16"),
     "adafactor, bfloat16 alone": (
@@ -81,7 +81,7 @@ def run_of(name: str, case: str, folder: Path) -> Run:
         "output": str(folder / name.replace(" ", "-") / case.replace(" ", "-").replace(",", "")),
         "batch_size": 8,
         "micro_batches": 4,
-        "optim": {"learning_rate": rate, "warmup_steps": 1, "clip": 0.5, "weight_decay": 0.1},
+        "optim": {"learning_rate": rate, "warmup_steps": 1, "max_grad_norm": 0.5, "weight_decay": 0.1},
     }
     return load(None, [*STRATEGIES[name], *CASES[case]], values)
 

@@ -128,7 +128,7 @@ def test_faults_that_stay_are_one_message(store: Proxy, place: Address) -> None:
 
 def test_checkpoints_go_there_and_back(store: Proxy, place: Address, tmp_path: Path) -> None:
     def job(folder: Path) -> Job:
-        return Job(run_in(folder, f"mirror={place}", "checkpoint.keep=2"))
+        return Job(run_in(folder, f"remote_dir={place}", "checkpoint.keep=2"))
 
     trained = job(tmp_path / "out")
     store.fault = once("cut", 503, on="shard-")

@@ -156,7 +156,7 @@ def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
         (None, 0, (), "there is no checkpoint yet; restarting from the beginning (2 restart(s) left)"),
         (10, 0, (), "restarting from the last checkpoint (2 restart(s) left)"),
         (None, 1, (), "restarting from the last checkpoint, if there is one (2 restart(s) left)"),  # on machine 0
-        (None, 0, ("mirror=s3://bucket/run",), "restarting from the last checkpoint, if there is one"),
+        (None, 0, ("remote_dir=s3://bucket/run",), "restarting from the last checkpoint, if there is one"),
     ],
 )
 def test_what_follows_is_said_as_it_is(
@@ -200,7 +200,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path, checkpoint={"every": 10 if goes_on else 40, "keep": 2})
     words = ["launch.max_restarts=1", "strategy.name=hungry.Hungry"]
-    words += ["launch.on_loss=continue"] * goes_on
+    words += ["launch.on_rank_failure=continue"] * goes_on
     command = ["sh", "-c", f'echo $$ > {small}/cgroup.procs; exec "$@"', "sh", *LOCKSTEP, "train", "run.yaml", *words]
     status, _, err = ended(start_anew(command, tmp_path, cache, PYTHONPATH=str(Path(__file__).parent)), 400)
     assert status == 0, err

@@ -43,8 +43,8 @@ def trained(here: Path, code: str, name: str, ranks: int, *overrides: str, **val
     folder = values.pop("output", f"{here}/{name}-{ranks}{'-'.join(overrides)}")
     run = job(here, code, *overrides, functions=functions, strategy=strategy, output=folder, **values)
     status = run_on(ranks, works, run, run=run, joined=False)
-    assert status == [75 if run.stop_after else 0] * ranks
-    return {} if run.stop_after else load_file(run.folder / "export/model.safetensors")
+    assert status == [75 if run.max_time else 0] * ranks
+    return {} if run.max_time else load_file(run.folder / "export/model.safetensors")
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -98,7 +98,7 @@ def test_other_engines_have_the_bits_of_one(name: str, here: Path) -> None:
 def test_a_stopped_run_goes_on_under_other_strategies(here: Path) -> None:
     alone, folder = trained(here, NET, "single", 1), str(here / "resumed")
     for name, ranks in (("fsdp2", 2), ("allreduce", 3)):
-        trained(here, NET, name, ranks, output=folder, stop_after="0.001s")
+        trained(here, NET, name, ranks, output=folder, max_time="0.001s")
     resumed = trained(here, NET, "single", 1, output=folder)
     starts = [
         e["step"]

@@ -291,7 +291,7 @@ def reading(tmp_path: Path, *overrides: str) -> Any:
 
 @pytest.mark.parametrize("way", ["none", "batch"])
 def test_texts_that_share_a_block_are_read_apart(tmp_path: Path, way: str) -> None:
-    task = reading(tmp_path, "task.packing=true", "task.cross_documents=false", f"data.padding={way}")
+    task = reading(tmp_path, "task.packing=true", "task.attend_across_documents=false", f"data.padding={way}")
     model, columns = task.model().eval(), task.splits["train"]
     rows = np.arange(min(4, len(columns)))
     micro = task.collate(columns, rows, 0)
@@ -312,10 +312,14 @@ def test_texts_that_share_a_block_are_read_apart(tmp_path: Path, way: str) -> No
 
 
 def test_texts_apart_are_for_packed_texts_and_families_that_can(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="cross_documents is about packed texts"):
-        reading(tmp_path, "task.packing=false", "task.cross_documents=false")
-    with pytest.raises(RunError, match=r"task\.cross_documents: false is not for this family") as caught:
+    with pytest.raises(RunError, match="attend_across_documents is about packed texts"):
+        reading(tmp_path, "task.packing=false", "task.attend_across_documents=false")
+    with pytest.raises(RunError, match=r"task\.attend_across_documents: false is not for this family") as caught:
         reading(
-            tmp_path, "task.packing=true", "task.cross_documents=false", "model.type=roberta", "model.config=" + "{}"
+            tmp_path,
+            "task.packing=true",
+            "task.attend_across_documents=false",
+            "model.type=roberta",
+            "model.config=" + "{}",
         )
     assert "\n" not in str(caught.value)

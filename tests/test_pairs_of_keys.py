@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "marian": {"model": MARIAN, "task": TASKS["translation"]["task"] | QUIET | {"bleu": False}},
 }
 FOLDERS = {"gpt2": "documents", "llama": "documents", "packed": "packed", "packed llama": "packed"}
-AGAIN, CHUNK, APART = "model.checkpoint_activations=true", "task.loss_chunk=16", "task.cross_documents=false"
+AGAIN, CHUNK, APART = "model.checkpoint_activations=true", "task.loss_chunk=16", "task.attend_across_documents=false"
 FP16, BF16, LOW = ("precision=fp16",), ("precision=bf16",), ("precision=bf16", "model.dtype=bfloat16")
 
 # Kind of run and keys. Layers are laid end to end in all of them (`data.padding: none`).

@@ -119,7 +119,7 @@ def test_what_is_on_the_hub_stays_there(tmp_path: Path) -> None:
 def test_what_no_pod_sees_is_named(data: dict[str, Any], key: str, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", "{}\n")
     data = json.loads(json.dumps(data).replace("HERE", str(tmp_path)))
-    launch = {"name": "kubernetes", "image": "i", "claim": "c", "processes": 1, "volumes": ["claim=/data"]}
+    launch = {"name": "kubernetes", "image": "i", "pvc": "c", "processes": 1, "volumes": ["claim=/data"]}
     run = tiny(data=data, launch=launch)
     with pytest.raises(RunError) as caught:
         kubernetes_manifests.check(run, Kubernetes().options(run))

@@ -153,7 +153,7 @@ def test_an_evaluation_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 DATA = {
     "cut": {},
     "filtered": {"filter": {"lang": "en", "text": {"min_words": 2}}, "test_fraction": 0.1},
-    "each once": {"deduplicate": True, "overlap": "drop", "validation_fraction": 0.3},
+    "each once": {"deduplicate": True, "decontaminate": True, "validation_fraction": 0.3},
     "split column": {"split_column": "split", "limit": 90, "group_by_length": 2},
     "csv": {"source": "rows.csv"},
 }
@@ -257,7 +257,7 @@ def one_token_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def unscaled(patch: pytest.MonkeyPatch) -> None:
-    """The cosines are not multiplied by task.scale."""
+    """The cosines are not multiplied by task.similarity_scale."""
     losses: Callable[..., Any] = Embedding._losses
     patch.setattr(Embedding, "_losses", lambda self, vectors, targets: losses(self, vectors * 0.5, targets))
 

@@ -107,7 +107,7 @@ def test_a_sound_classifier_passes(overrides: tuple[str, ...]) -> None:
         slow("packed", ()),
         slow("packed", ("task.loss_chunk=8",)),
         slow("packed", ("task.loss_chunk=8", "precision=bf16")),
-        ("packed", ("task.cross_documents=false",)),
+        ("packed", ("task.attend_across_documents=false",)),
         slow("documents", ()),
         ("prompts", ()),
         slow("prompts", ("model.checkpoint_activations=true", "task.loss_chunk=7")),

@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "steps": STEPS,
         "batch_size": len(ROWS),
         "micro_batches": 3,
-        "optim": {"learning_rate": RATE, "warmup_steps": WARMUP, "weight_decay": 0.1, "clip": CLIP},
+        "optim": {"learning_rate": RATE, "warmup_steps": WARMUP, "weight_decay": 0.1, "max_grad_norm": CLIP},
         "average": {"ema": DECAY, "ema_warmup": False},
         "evaluate": {"every": 3},
         "track": {"every": 1},

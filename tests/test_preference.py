@@ -126,7 +126,7 @@ def test_a_run_that_goes_on_has_the_reference_of_its_start(folder: Path, capfd: 
     wanted = (whole / "export/model.safetensors").read_bytes()
     kept = load_file(whole / "reference.safetensors")
     assert {split: found.shape for split, found in kept.items()} == {"train": (90, 2), "validation": (15, 2)}
-    assert trained(folder, "kept", "stop_after=0.001s")[0] == 75
+    assert trained(folder, "kept", "max_time=0.001s")[0] == 75
     for name in ("gone", "other"):
         shutil.copytree(folder / "kept", folder / name, symlinks=True)
     for name in ("kept", "gone", "other"):

@@ -14,7 +14,7 @@ from lockstep.training.peer_checkpoints import PeerCheckpoints, neighbours
 from lockstep.training.reshard import best
 from lockstep.training.train_state import TrainState
 
-ZERO = ("strategy.name=zero2", "launch.on_loss=continue")
+ZERO = ("strategy.name=zero2", "launch.on_rank_failure=continue")
 LIVE, COPIED = (9, 2, "live"), (8, 2, "copied")
 
 
@@ -75,14 +75,14 @@ class Sending(Alone):
 
 def test_copies_that_nobody_could_use_are_refused() -> None:
     def run(*words: str) -> Run:
-        return load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.copy_every=5", *words])
+        return load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.replicate_every=5", *words])
 
-    with pytest.raises(RunError, match=r"set launch\.on_loss=continue"):
+    with pytest.raises(RunError, match=r"set launch\.on_rank_failure=continue"):
         run("strategy.name=fsdp2")
     with pytest.raises(RunError, match="hf_accelerate leaves FSDP2 to Accelerate"):
-        run("strategy.name=hf_accelerate", "strategy.options.fsdp={}", "launch.on_loss=continue")
+        run("strategy.name=hf_accelerate", "strategy.options.fsdp={}", "launch.on_rank_failure=continue")
     for name in ("fsdp2", "zero2"):
-        assert run(f"strategy.name={name}", "launch.on_loss=continue").launch.copy_every == 5
+        assert run(f"strategy.name={name}", "launch.on_rank_failure=continue").launch.replicate_every == 5
 
 
 @pytest.mark.parametrize("torn", [True, False])
@@ -95,7 +95,7 @@ def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> N
         all_reduce_max=lambda number: lambda: number,
     )  # fmt: skip
     session: Any = SimpleNamespace(
-        run=load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.copy_every=1", *ZERO]),
+        run=load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.replicate_every=1", *ZERO]),
         world=world,
         strategy=SimpleNamespace(torn=torn, sharded_state_dict=lambda: state),
         checkpoints=SimpleNamespace(progress=None, meter={}),

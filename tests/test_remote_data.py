@@ -55,7 +55,7 @@ def test_an_address_that_is_none_is_refused(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mirror", "message"),
+    ("remote_dir", "message"),
     [
         ("bucket/run", "'bucket/run' is no address"),
         ("https://host/run", "https:// can be read from and not written to"),
@@ -65,13 +65,13 @@ def test_an_address_that_is_none_is_refused(text: str, message: str) -> None:
 )
 def test_a_mirror_that_cannot_be_one_is_refused(mirror: str, message: str) -> None:
     with pytest.raises(RunError) as caught:
-        Run.load({"mirror": mirror, "data": "builtin/emotion", "model": "gpt2"})
+        Run.load({"remote_dir": mirror, "data": "builtin/emotion", "model": "gpt2"})
     assert "mirror" in str(caught.value)
     assert message in str(caught.value)
 
 
 def test_output_is_a_folder() -> None:
-    with pytest.raises(RunError, match="to keep its results elsewhere, too: mirror=s3://bucket/run"):
+    with pytest.raises(RunError, match="to keep its results elsewhere, too: remote_dir=s3://bucket/run"):
         Run.load({"output": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
 
 
@@ -90,8 +90,8 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.Monkey
     assert refused(train="gs://bucket/a.jsonl") == (
         "data.train: gs://bucket/a.jsonl needs obstore, which is not installed: pip install 'lockstep-train[stores]'"
     )
-    run = Run.load({"mirror": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
-    with pytest.raises(RunError, match=r"^mirror: s3://bucket/run needs obstore"):
+    run = Run.load({"remote_dir": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
+    with pytest.raises(RunError, match=r"^remote_dir: s3://bucket/run needs obstore"):
         remote_sync.check(run)
 
 

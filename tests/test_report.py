@@ -350,7 +350,7 @@ def test_a_run_that_was_stopped_has_two_starts_and_the_same_metrics(
     tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
     write(tmp_path)
-    assert ended(start([*LOCKSTEP, "train", "run.yaml", "stop_after=0.001s"], tmp_path, cache))[0] == 75
+    assert ended(start([*LOCKSTEP, "train", "run.yaml", "max_time=0.001s"], tmp_path, cache))[0] == 75
     finish(tmp_path, cache)
     history = read(tmp_path / "out")
     first, second = history.attempts

@@ -30,7 +30,7 @@ epochs: 3
 batch_size: 128
 micro_batches: 8
 precision: fp32
-optim: {learning_rate: 5.0e-5, schedule: linear, warmup_steps: 50, weight_decay: 0.01, clip: 1.0}
+optim: {learning_rate: 5.0e-5, schedule: linear, warmup_steps: 50, weight_decay: 0.01, max_grad_norm: 1.0}
 strategy: {name: ddp, exact: true, options: {}}
 launch: {name: local, processes: auto}
 evaluate: {every: 200}
@@ -53,8 +53,10 @@ def said(tmp_path: Path, text: str, *overrides: str) -> str:
 
 
 def test_defaults_and_overrides(tmp_path: Path) -> None:
-    run = read(tmp_path, GOOD, "optim.clip=0.5", "--seed=3", "strategy.name=allreduce", "model.config.n_layer=2")
-    assert (run.optim.learning_rate, run.optim.clip, run.seed, run.strategy.name) == (
+    run = read(
+        tmp_path, GOOD, "optim.max_grad_norm=0.5", "--seed=3", "strategy.name=allreduce", "model.config.n_layer=2"
+    )
+    assert (run.optim.learning_rate, run.optim.max_grad_norm, run.seed, run.strategy.name) == (
         5e-5,
         0.5,
         3,
@@ -164,7 +166,7 @@ def test_what_is_wrong_is_blamed_on_where_it_came_from(
         ("optim: {betas: [1, 2, 3]}", "optim.betas: [1, 2, 3] will not do: wanted are 2 values"),
         ("optim: {name: sgd, momentum: 1}", "optim.momentum: 1 will not do: wanted is a number less than 1 ("),
         ("data: {source: x, train: [5]}", "data.train: [5] will not do: wanted is a text or a list of texts ("),
-        ("stop_after: 3 hours", "time after which to stop as if asked to"),
+        ("max_time: 3 hours", "time after which to stop as if asked to"),
         ("launch: {processes: 1.5}", "launch.processes: 1.5 will not do: wanted is an integer or 'auto' ("),
         ("task: {label_names: [1]}", "task.label_names: 1 will not do: wanted is a text ("),
         ("model: {type: x, trust_remote_code: maybe}", "'maybe' will not do: wanted is true or false ("),
@@ -191,7 +193,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("text", "wanted"),
     [
         (BASE + "batch_size: 3\n", "line 5, column 1: the key 'batch_size' is there twice, first on line 3"),
-        (BASE + "optim: {clip: 1, 'clip': 2}\n", "line 5, column 18: the key 'clip' is there twice"),
+        (BASE + "optim: {max_grad_norm: 1, 'clip': 2}\n", "line 5, column 18: the key 'clip' is there twice"),
         (BASE + "a: &a [*a]\n", "line 5, column 8: the alias 'a' stands inside what it stands for"),
         (LAUGHS, "aliases make more than 100000 values"),
         (DEEP, "aliases make more than 100000 values or 40 levels of it"),
@@ -204,7 +206,7 @@ def test_yaml_that_would_be_misread_or_grow_without_end_is_refused(tmp_path: Pat
     assert f"{tmp_path}/run.yaml is not valid YAML: line " in message
     assert wanted in message
     with pytest.raises(RunError, match=r"the value of optim is not valid YAML: .* the key 'clip' is there twice"):
-        load(None, ["optim={clip: 1, clip: 2}"], {})
+        load(None, ["optim={max_grad_norm: 1, max_grad_norm: 2}"], {})
 
 
 def test_aliases_can_be_used(tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def test_arithmetic_leaves_out_what_cannot_change_bits(tmp_path: Path) -> None:
     for change in (
         "seed=1",
         "micro_batches=4",
-        "optim.clip=2",
+        "optim.max_grad_norm=2",
         "precision=bf16",
         "strategy.exact=false",
         "data.limit=5",

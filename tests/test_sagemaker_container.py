@@ -39,7 +39,7 @@ def test_hyperparameters_come_back_as_the_run_they_came_from(here: Path) -> None
     words = overrides(here / "hyperparameters.json")
     found = load(None, words, RUN | {"optim": {}, "seed": 7})
     assert found.optim.learning_rate == 0.25  # a tuning job's value
-    assert found.optim.clip == run.optim.clip
+    assert found.optim.max_grad_norm == run.optim.max_grad_norm
     assert found.seed == run.seed
     assert overrides(here / "nothing.json") == []
 

@@ -152,7 +152,7 @@ def taken_back(made: Hosts) -> None:
 
 def stopped(made: Hosts) -> int:
     """A job that goes on, and stops by itself. Returns the step that it went on after."""
-    job = instances(made, "stop_after=0.001s")
+    job = instances(made, "max_time=0.001s")
     job.moved()
     results = job.run()
     assert [status for status, _, _ in results] == [75, 75], results

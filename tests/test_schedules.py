@@ -36,7 +36,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 def named_there(steps: int, warmup: int, minimum: float) -> Iterator[tuple[dict, str, dict]]:
     """Ours, and transformers' name and options for the same, where it has one."""
-    ends, least = {"minimum": minimum}, minimum * 3e-4
+    ends, least = {"min_lr_ratio": minimum}, minimum * 3e-4
     yield {"schedule": "linear"} | ends, *(("polynomial", {"lr_end": least}) if minimum else ("linear", {}))
     yield (
         {"schedule": "cosine"} | ends,
@@ -82,7 +82,7 @@ def test_one_cycle_is_torch_s(steps: int, minimum: float) -> None:
             cycle_momentum=False,
             final_div_factor=1 / 25 / (minimum or 1e-30),
         )
-        found = rates(steps, schedule="one_cycle", minimum=minimum, **keys)
+        found = rates(steps, schedule="one_cycle", min_lr_ratio=minimum, **keys)
         assert found == pytest.approx(theirs(scheduler, known, steps), abs=1e-12), keys
 
 
@@ -92,10 +92,10 @@ def test_rates_that_were_corrected_are_named_in_a_run_s_arithmetic() -> None:
         ({"schedule": "one_cycle"}, 64, True),
         ({"schedule": "one_cycle"}, 190, False),  # 0.3 of them are whole
         ({"schedule": "one_cycle", "warmup_steps": 5}, 64, False),
-        ({"schedule": "wsd", "warmup_steps": 5, "minimum": 0.1}, 64, True),
+        ({"schedule": "wsd", "warmup_steps": 5, "min_lr_ratio": 0.1}, 64, True),
         ({"schedule": "wsd", "warmup_steps": 5}, 64, False),
-        ({"schedule": "wsd", "minimum": 0.1}, 64, False),
-        ({"schedule": "cosine", "warmup_steps": 5, "minimum": 0.1}, 64, False),
+        ({"schedule": "wsd", "min_lr_ratio": 0.1}, 64, False),
+        ({"schedule": "cosine", "warmup_steps": 5, "min_lr_ratio": 0.1}, 64, False),
     ):
         section = OptimSection(**keys)
         assert (revised(section) and not as_before(section, steps)) == other, keys
@@ -147,7 +147,10 @@ def test_it_is_drawn_in_blocks() -> None:
     ("words", "said"),
     [
         (["optim.schedule=coss"], "'coss' will not do: wanted is one of constant, linear, cosine, inverse_sqrt"),
-        (["optim.schedule=cosine_with_min_lr"], "it is cosine here, with optim.minimum (a share of learning_rate)"),
+        (
+            ["optim.schedule=cosine_with_min_lr"],
+            "it is cosine here, with optim.min_lr_ratio (a share of learning_rate)",
+        ),
         (["optim.schedule=reduce_lr_on_plateau"], "would differ between a run and its resume"),
         (["optim.schedule=[[1, 2]]"], "wanted are points [[step, rate], ...] in the order of their steps"),
         (["optim.schedule=[[0, 1], [0, 2]]"], "wanted are points [[step, rate], ...] in the order of their steps"),
@@ -155,7 +158,7 @@ def test_it_is_drawn_in_blocks() -> None:
         (["optim.schedule=[[0, 1e-4], [9, -1]]"], "rates are finite and not negative"),
         (["optim.schedule=[]"], "wanted are points"),
         (["optim.schedule=[[0, 1e-4]]"], "and the highest of the points in schedule 0.0001: leave learning_rate out"),
-        (["optim.minimum=0.1", "optim.schedule=constant"], "minimum has no meaning with schedule: constant"),
+        (["optim.min_lr_ratio=0.1", "optim.schedule=constant"], "minimum has no meaning with schedule: constant"),
         (["optim.power=2"], "power has no meaning with schedule: linear"),
         (["optim.decay_steps=5"], "decay_steps has no meaning with schedule: linear"),
         (["optim.warmup_fraction=0.1"], "give warmup_steps or warmup_fraction, and not both"),

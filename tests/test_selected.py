@@ -226,25 +226,27 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
     assert sizes(found) == {"train": 81, "validation": 22, "test": 4}
     assert splitting.warnings(found.facts) == [
         "2 of 22 validation examples stand in train, too; the first is row 5 of validation, row 9 of train: "
-        "'word  9'. Scores on them flatter; data.overlap=drop leaves them out of train",
+        "'word  9'. Scores on them flatter; data.decontaminate=true leaves them out of train",
         "1 of 4 test examples stand in train, too; the first is row 3 of test, row 9 of train: 'word 9 '. Scores on "
-        "them flatter; data.overlap=drop leaves them out of train",
+        "them flatter; data.decontaminate=true leaves them out of train",
     ]
-    dropped = prepared(run_of(tmp_path, "data.overlap=drop"))
+    dropped = prepared(run_of(tmp_path, "data.decontaminate=true"))
     assert sizes(dropped) == {"train": 78, "validation": 22, "test": 4}
     assert splitting.left_out(dropped.facts) == "; left out for standing in validation or test, too: 3 of train"
     assert splitting.warnings(dropped.facts) == []
     (tmp_path / "run.yaml").write_text(run.dump())
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
     assert "note: 2 of 22 validation examples stand in train" in capsys.readouterr().out
-    assert main(["plan", str(tmp_path / "run.yaml"), "data.overlap=drop", "data.filter={text: {max_words: 2}}"]) == 0
+    assert (
+        main(["plan", str(tmp_path / "run.yaml"), "data.decontaminate=true", "data.filter={text: {max_words: 2}}"]) == 0
+    )
     said = " ".join(capsys.readouterr().out.split())
     assert "left out for standing in validation or test, too: 3 of train" in said
     everything = [{"text": "word 1", "label": label} for label in ("joy", "anger")]
     saved(tmp_path, everything, "train.jsonl")
     saved(tmp_path, everything, "dev.jsonl")
-    with pytest.raises(RunError, match=r"data.overlap: every row of the train split of .* stands in validation"):
-        prepared(run_of(tmp_path, "data.overlap=drop"))
+    with pytest.raises(RunError, match=r"data.decontaminate: every row of the train split of .* stands in validation"):
+        prepared(run_of(tmp_path, "data.decontaminate=true"))
 
 
 @pytest.mark.parametrize("kind", ["packed", "prompts", "messages", "translation", "token_classification"])
@@ -264,7 +266,7 @@ def test_every_task_does_so(kind: str, tmp_path: Path) -> None:
     (tmp_path / "both").mkdir()
     saved(tmp_path / "both", rows, "train.jsonl")
     saved(tmp_path / "both", [*rows[3:5], {**rows[50]}], "test.jsonl")
-    told = prepared(run_of(tmp_path / "both", "data.overlap=drop", **values))
+    told = prepared(run_of(tmp_path / "both", "data.decontaminate=true", **values))
     assert 1 <= told.facts["overlap"]["test"]["examples"] <= 3  # some of them may have been cut off for validation
     assert told.facts["dropped"] == {"train": told.facts["overlap"]["test"]["examples"]}
 
@@ -287,7 +289,13 @@ def test_a_nested_column_trains_as_a_flat_one(tmp_path: Path) -> None:
 
 def test_the_cache_follows_every_key(tmp_path: Path) -> None:
     path = saved(tmp_path, [*LABELLED, LABELLED[0]])
-    keys = ["seed=0", "data.filter.language=en", "data.deduplicate=true", "data.test_fraction=0.1", "data.overlap=drop"]
+    keys = [
+        "seed=0",
+        "data.filter.language=en",
+        "data.deduplicate=true",
+        "data.test_fraction=0.1",
+        "data.decontaminate=true",
+    ]
     entries = cache_folder() / "prepared"
     before = len(list(entries.iterdir()))
     for count, key in enumerate([*keys, *keys]):

@@ -56,7 +56,7 @@ def test_it_has_the_bits_of_one(name: str, here: Path) -> None:
 @pytest.mark.parametrize("exchange", ["flat", "tree"])
 def test_either_exchange_has_them(name: str, exchange: str, here: Path) -> None:
     """Three ranks of one host."""
-    assert hashes(here, 8, 3, 3, *STRATEGIES[name], f"strategy.exchange={exchange}") == alone(here, 8)
+    assert hashes(here, 8, 3, 3, *STRATEGIES[name], f"strategy.all_reduce={exchange}") == alone(here, 8)
 
 
 def test_the_control_an_ordinary_all_reduce_has_other_bits(here: Path) -> None:

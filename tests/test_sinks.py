@@ -100,7 +100,7 @@ def connected(world: World, name: str, folder: Path) -> tuple[str, str]:
     from lockstep.track import wandb
 
     wandb.SECONDS_TO_CONNECT = 3.0
-    run = tiny(f"output={folder / 'out'}", f"track.to=[{name}]", "track.wait_s=250")
+    run = tiny(f"output={folder / 'out'}", f"track.to=[{name}]", "track.close_timeout_s=250")
     run.folder.mkdir()
     said: list[str] = []
     speaker = console.Console(True, run.folder / "log.txt")

@@ -1,4 +1,4 @@
-"""SLURM with `launch.ranks: elastic` and `launch.on_loss: continue`, on a real cluster of two nodes: a rank is killed,
+"""SLURM with `launch.ranks: elastic` and `launch.on_rank_failure: continue`, on a real cluster of two nodes: a rank is killed,
 then a node is lost; the job keeps its allocation, and nothing is read from a checkpoint."""
 
 import json
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 LAUNCH = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
-CONTINUE = {"ranks": "elastic", "on_loss": "continue", "max_restarts": 3, "hang_s": 0}
+CONTINUE = {"ranks": "elastic", "on_rank_failure": "continue", "max_restarts": 3, "hang_timeout_s": 0}
 
 
 @pytest.fixture

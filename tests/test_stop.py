@@ -37,7 +37,7 @@ def test_stop_after_is_75_and_the_same_command_goes_on(
 ) -> None:
     write(tmp_path)
     option = f"launch.processes={processes}"
-    process = start([*LOCKSTEP, "train", "run.yaml", option, "stop_after=0.001s"], tmp_path, cache)
+    process = start([*LOCKSTEP, "train", "run.yaml", option, "max_time=0.001s"], tmp_path, cache)
     status, out, err = ended(process)
     assert status == 75, err
     assert "stopped on request after step" in out
@@ -62,10 +62,10 @@ def test_the_second_interrupt_does_not_wait(tmp_path: Path, cache: Path) -> None
 
 @pytest.mark.parametrize(("text", "seconds"), [("3h50m", 13800), ("90s", 90), ("1d", 86400), ("1.5h", 5400)])
 def test_durations(text: str, seconds: float) -> None:
-    assert tiny(f"stop_after={text}").stop_after_s == seconds
+    assert tiny(f"max_time={text}").max_time_s == seconds
 
 
 @pytest.mark.parametrize("text", ["soon", "3 hours", "'90'"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(RunError, match="stop_after"):
-        tiny(f"stop_after={text}")
+    with pytest.raises(RunError, match="max_time"):
+        tiny(f"max_time={text}")

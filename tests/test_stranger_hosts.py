@@ -68,7 +68,7 @@ def clean(job: Job, status: int) -> None:
 def test_what_is_written_where_machines_meet(three: Hosts, how: str, given: bool, tmp_path: Path) -> None:
     """While the first machine waits for the second one."""
     write(three.folder(0))
-    words = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", "launch.machines=2", "launch.join_s=20"]
+    words = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", "launch.machines=2", "launch.join_timeout_s=20"]
     words += [f"launch.rendezvous={three.address(0)}:{PORT}"]
     job = three.start(0, words, **SEES, **(WITH if given else {}))
     until(lambda: PORT in listening(three, 0), job)
@@ -97,7 +97,7 @@ def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path
     """Into rank 0's own store, while both machines train."""
     folders = [write(three.folder(host)) for host in (0, 1)]
     hold(4, *folders)
-    words = ["launch.hang_s=600", "launch.max_restarts=0", "strategy.name=held_steps.Told"]
+    words = ["launch.hang_timeout_s=600", "launch.max_restarts=0", "strategy.name=held_steps.Told"]
     jobs = [start(three, host, words) for host in (0, 1)]
     port_of = folders[0] / "port"  # it is there before there is something in it
     until(lambda: port_of.exists() and port_of.read_text() != "" and step_of(folders[0]) >= 4, jobs[0])
@@ -119,7 +119,9 @@ def test_a_listener_that_says_nothing_where_machines_meet(three: Hosts) -> None:
     silent = "import socket, sys, time; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); time.sleep(600)"
     mute = three.start(0, [sys.executable, "-c", silent, three.address(0), str(PORT)])
     until(lambda: PORT in listening(three, 0), mute)
-    one_message(start(three, 1, ["launch.join_s=5"]), f"{three.address(0)}:{PORT} and has said nothing for 5 s", 2)
+    one_message(
+        start(three, 1, ["launch.join_timeout_s=5"]), f"{three.address(0)}:{PORT} and has said nothing for 5 s", 2
+    )
 
 
 def start(made: Hosts, host: int, words: list[str]) -> Job:

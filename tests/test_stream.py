@@ -121,7 +121,9 @@ def test_other_tasks_are_streamed(kind: str, tmp_path: Path) -> None:
 def test_packed_texts_lose_no_token_and_blocks_are_full_but_for_the_last_of_a_chunk(
     cross: bool, tmp_path: Path
 ) -> None:
-    run = streamed(shards(tmp_path), "data.stream_window=8", **LM | {"task": LM["task"] | {"cross_documents": cross}})
+    run = streamed(
+        shards(tmp_path), "data.stream_window=8", **LM | {"task": LM["task"] | {"attend_across_documents": cross}}
+    )
     found, wanted = examples_of(task_of(run).splits["train"]), cached(run)
     scored = [sum(t >= 0 for row in rows for t in row[1]) for rows in (found, wanted)]
     assert 0 <= scored[1] - scored[0] <= 20  # a token a chunk has nothing before it, where texts are read on
@@ -230,7 +232,7 @@ def test_rows_that_stand_in_validation_are_told_or_left_out(lm: bool, tmp_path: 
     assert len(task.splits["train"]) == 40
     (line,) = splitting.warnings(task.prepared.facts)
     assert f"row 2 of validation, rows 0 to 5 of {tmp_path}/train-0.jsonl.gz: '{held[2]['text']}'" in line
-    dropping = run.model_copy(update={"data": run.data.model_copy(update={"overlap": "drop"})})
+    dropping = run.model_copy(update={"data": run.data.model_copy(update={"decontaminate": True})})
     task = task_of(dropping)
     assert task.prepared.facts["dropped"] == {"train": 3}
     assert "left_out" not in task.prepared.facts

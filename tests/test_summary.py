@@ -27,14 +27,14 @@ def test_the_same_weights_on_another_number_of_processes(
     output: str, overrides: list[str], now: int, then: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    elsewhere = {"hub": {"push_to": "somebody/model"}, "mirror": "s3://bucket/run"}
-    run = tiny(*overrides, "stop_after=1h", output=output, **elsewhere)
+    elsewhere = {"hub": {"push_to": "somebody/model"}, "remote_dir": "s3://bucket/run"}
+    run = tiny(*overrides, "max_time=1h", output=output, **elsewhere)
     found, said = pasted(run, now)
     assert (found.strategy.name, found.launch.processes) == then
     assert said == f"gives the same weights on {then[1]} process(es)"
     assert found.arithmetic() == run.arithmetic()
     assert found.folder == Path(f"{output}-{then[1]}")
-    assert (found.stop_after, found.hub.push_to, found.mirror) == (None, None, None)
+    assert (found.max_time, found.hub.push_to, found.mirror) == (None, None, None)
     assert planned(found)[1].processes == then[1]
 
 

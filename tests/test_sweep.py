@@ -244,6 +244,6 @@ def test_a_search_depends_on_its_seed_and_on_what_was_found() -> None:
 
 
 def test_a_search_tries_both_ends_of_a_range_first() -> None:
-    corners = search.corners({"optim.clip": Range(low=-1, high=1), "seed": [1, 2]})
-    assert {corner["optim.clip"] for corner in corners} == {-1, 1}
+    corners = search.corners({"optim.max_grad_norm": Range(low=-1, high=1), "seed": [1, 2]})
+    assert {corner["optim.max_grad_norm"] for corner in corners} == {-1, 1}
     assert {corner["seed"] for corner in corners} == {1, 2}

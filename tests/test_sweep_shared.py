@@ -17,7 +17,7 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.tools.sweep import prefixes
 
-RATE = {"learning_rate": 5e-3, "warmup_steps": 2, "schedule": "wsd", "clip": 0.5}
+RATE = {"learning_rate": 5e-3, "warmup_steps": 2, "schedule": "wsd", "max_grad_norm": 0.5}
 VALUES = TINY | {"optim": RATE, "micro_batches": 4, "strategy": "single"}
 VALUES |= {"launch": {"device": "cpu", "threads": 1, "processes": 1}}
 
@@ -48,7 +48,7 @@ def test_trials_are_a_tree_of_stretches() -> None:
         {"batch_size": 20},
         {"data.limit": 90},
         {"optim.learning_rate": 4e-3},  # the first step of a warm-up is the same: not worth it
-        {"optim.clip": 0.4},
+        {"optim.max_grad_norm": 0.4},
     ],
 )
 def test_what_is_other_arithmetic_shares_nothing(other: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def test_a_schedule_that_depends_on_all_steps_shares_nothing() -> None:
 
 def test_a_warm_up_to_another_minimum_shares_nothing() -> None:
     """A schedule begins at its minimum, too, where it warms up."""
-    ends = [steps(30, 3, **{"optim.minimum": least}) for least in (0, 0.5)]
+    ends = [steps(30, 3, **{"optim.min_lr_ratio": least}) for least in (0, 0.5)]
     assert tree_of(*ends).begins == {}
     assert tree_of(*(each | {"optim.warmup_steps": 0} for each in ends)).begins == {"t1": ("t0", 28)}
 
@@ -104,7 +104,7 @@ def test_eight_trials_that_share_seventy_percent_cost_three_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.tools.sweep.sweep.Child", Here)
-    words = ["--over", "optim.decay_shape=linear,cosine", "--over", "optim.minimum=0,0.1,0.2,0.3"]
+    words = ["--over", "optim.decay_shape=linear,cosine", "--over", "optim.min_lr_ratio=0,0.1,0.2,0.3"]
     assert main(swept(tmp_path, {"steps": 20, "optim": RATE | {"decay_steps": 7, "warmup_steps": 0}}, *words)) == 0
     rows = trials(tmp_path / "out-sweep")
     first = next(iter(rows))
@@ -126,7 +126,7 @@ def test_eight_trials_that_share_seventy_percent_cost_three_runs(
 def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, cache: Path) -> None:
     """Killed while the first trial trains, and stopped while one trains that began with its steps."""
     rate = RATE | {"decay_steps": 20, "warmup_steps": 0}
-    words = swept(tmp_path, {"steps": 60, "optim": rate}, "--over", "optim.minimum=0,0.1,0.2")
+    words = swept(tmp_path, {"steps": 60, "optim": rate}, "--over", "optim.min_lr_ratio=0,0.1,0.2")
     folder = tmp_path / "out-sweep"
     first, second, third = (folder / f"minimum-{value}" for value in ("0", "0.1", "0.2"))
     for trial, number, status in ((first, signal.SIGKILL, -9), (second, signal.SIGTERM, 75)):

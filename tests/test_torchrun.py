@@ -88,7 +88,7 @@ def test_the_plan_of_accelerate() -> None:
         ("torchrun", ["launch.machines=1:2", MEET], "say how often with launch.max_restarts"),
         ("torchrun", ["launch.machines=3:2", MEET, "launch.max_restarts=1"], "the fewest come first"),
         ("torchrun", ["launch.machines=two", MEET], "launch.machines"),
-        ("torchrun", ["launch.lost_s=1"], "launch.lost_s: 1 is too short"),
+        ("torchrun", ["launch.keep_alive_timeout_s=1"], "launch.keep_alive_timeout_s: 1 is too short"),
         ("torchrun", ["launch.machine=2"], "unknown key 'launch.machine': did you mean 'machines'"),
         ("accelerate", ["launch.machines=2"], "launch.rendezvous: host:port of machine 0 is missing"),
         ("accelerate", ["launch.machines=2", "launch.machine_rank=2", MEET], "launch.machine_rank: 2 is not below"),

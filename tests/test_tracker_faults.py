@@ -54,7 +54,7 @@ HOW = {
 @pytest.mark.parametrize("how", HOW)
 def test_a_tracker_that_fails_is_named_once_and_training_goes_on(how: str, tmp_path: Path, cache: Path) -> None:
     (tmp_path / "mine.py").write_text(FAILING.replace("        pass\n", f"        {HOW[how]}\n"))
-    track = {"to": ["mine.Broken", "tensorboard"], "every": 1, "wait_s": 1}
+    track = {"to": ["mine.Broken", "tensorboard"], "every": 1, "close_timeout_s": 1}
     write(tmp_path, track=track, steps=8, evaluate={"every": 4}, launch={"device": "cpu", "threads": 1, "processes": 1})
     out = finish(tmp_path, cache)
     notes = re.findall(r"^note: mine\.Broken .*", out, re.MULTILINE)
@@ -76,7 +76,7 @@ def online(world: World, folder: Path, key: str | None) -> tuple[list[str], list
     from lockstep.track import wandb
 
     wandb.SECONDS_TO_CONNECT = 3.0
-    run = tiny(f"output={folder / 'out'}", "track.to=[wandb]", "track.wait_s=250")
+    run = tiny(f"output={folder / 'out'}", "track.to=[wandb]", "track.close_timeout_s=250")
     run.folder.mkdir()
     said: list[str] = []
     warned: list[str] = []

@@ -49,7 +49,7 @@ def logged(world: World, name: str, folder: Path) -> tuple[dict[str, str], list[
     os.environ.update(TRACKIO_DIR=str(folder / "trackio"), WANDB_MODE="offline")
     os.environ.pop("WANDB_API_KEY", None)
     options = ["track.wandb={project: names, group: seeds, tags: [a, b]}", "track.mlflow.experiment=names"]
-    options += ["track.trackio.project=names", "track.wait_s=250"]
+    options += ["track.trackio.project=names", "track.close_timeout_s=250"]
     run = tiny(f"output={folder / 'out'}", f"track.to=[{name}]", *options)
     run.folder.mkdir(exist_ok=True)
     ids: dict[str, str] = {}
@@ -179,7 +179,7 @@ def test_a_job_that_was_killed_goes_on_as_the_same_run_with_the_same_bits(
     for name in ALL:
         there(name)
     own = {"project": "names"}
-    track = {"to": ALL, "every": 1, "wandb": {**own, "mode": "offline"}, "trackio": own, "wait_s": 250}
+    track = {"to": ALL, "every": 1, "wandb": {**own, "mode": "offline"}, "trackio": own, "close_timeout_s": 250}
     write(tmp_path, track=track)
     hold = tmp_path / "hold"  # no step from 5 on before all trackers are open, none from 35 on at all
     hold.write_text("5")

@@ -187,7 +187,7 @@ def test_a_parcel_holds_everything_of_the_user_s(here: Path) -> None:
 def test_kubernetes_mounts_a_package_as_folders(here: Path) -> None:
     from lockstep.launchers.kubernetes import Kubernetes
 
-    launch = {"name": "kubernetes", "image": "i", "claim": "c", "processes": 1, "machines": 1}
+    launch = {"name": "kubernetes", "image": "i", "pvc": "c", "processes": 1, "machines": 1}
     run = run_of(launch=launch)
     config, _, job = yaml.safe_load_all(next(iter(Kubernetes().plan(run).files.values())))
     items = next(v for v in job["spec"]["template"]["spec"]["volumes"] if v["name"] == "run")["configMap"]["items"]

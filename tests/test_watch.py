@@ -43,7 +43,7 @@ class Dawdling(AllReduce):
 @pytest.mark.parametrize("rank", [1, slow(0)])  # rank 0 holds the store that the others beat in
 def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
-    options = ["launch.max_restarts=1", f"launch.hang_s={HANG_S}", "strategy.name=held.Held"]
+    options = ["launch.max_restarts=1", f"launch.hang_timeout_s={HANG_S}", "strategy.name=held.Held"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=HERE)
     until(
         lambda: saved(tmp_path) >= 20 and len(list(tmp_path.glob("held-*"))) == 2, "both in a step that waits", process
@@ -68,7 +68,7 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on(rank: int, tmp_path: Path, c
 @pytest.mark.processes
 def test_a_rank_that_does_something_else_is_named_with_its_stack(tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
-    options = ["launch.max_restarts=1", f"launch.hang_s={HANG_S}", "strategy.name=test_watch.Dawdling"]
+    options = ["launch.max_restarts=1", f"launch.hang_timeout_s={HANG_S}", "strategy.name=test_watch.Dawdling"]
     process = start([*LOCKSTEP, "train", "run.yaml", *options], tmp_path, cache, PYTHONPATH=HERE)
     status, _, err = ended(process)
     assert status == 0, err

@@ -250,7 +250,7 @@ def plain_loss(model: nn.Module, texts: list[tuple[Tensor, Tensor]]) -> float:
     return total / sum(int((targets >= 0).sum()) for _, targets in texts)
 
 
-@pytest.mark.parametrize("more", [(), ("task.cross_documents=false",)], ids=["", "apart"])
+@pytest.mark.parametrize("more", [(), ("task.attend_across_documents=false",)], ids=["", "apart"])
 @pytest.mark.parametrize("window", [4, 100])
 @pytest.mark.parametrize("way", ["none", "batch"])
 def test_an_evaluation_is_that_of_plain_transformers(

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 HERE = Path(__file__).parent
 STEPS, MICRO_BATCHES = 3, 4
-TREE = "strategy.exchange=tree"
+TREE = "strategy.all_reduce=hierarchical"
 Waits = dict[str, int]  # what and where -> how often in a step
 
 

@@ -246,7 +246,7 @@ def test_a_state_travels_between_strategies_and_numbers_of_processes(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("{gradient_clipping: 1.0}", "strategy.options.gradient_clipping: .*optim.clip"),
+        ("{gradient_clipping: 1.0}", "strategy.options.gradient_clipping: .*optim.max_grad_norm"),
         ("{train_batch_size: 8}", "strategy.options.train_batch_size: .*batch_size"),
         ("{optimizer: {type: Adam}}", "strategy.options.optimizer: .*optim"),
         ("{fp16: {enabled: true}}", "strategy.options.fp16: .*precision"),

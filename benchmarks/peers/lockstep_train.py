@@ -48,7 +48,7 @@ def run_of(args: argparse.Namespace, extra: argparse.Namespace, folder: str) -> 
             "learning_rate": args.learning_rate,
             "warmup_steps": args.warmup_steps,
             "weight_decay": args.weight_decay,
-            "clip": args.clip,
+            "max_grad_norm": args.clip,
             "schedule": args.schedule,
         },
         "strategy": {"name": extra.strategy, "exact": not extra.inexact, "options": extra.options},

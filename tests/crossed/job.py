@@ -130,10 +130,10 @@ _OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("classification", "label_smoothing weights"): {"label_smoothing": 0.1, "class_weights": "balanced"},
     ("classification", "threshold"): {"threshold": "validation"},
     ("classification", "mae"): {"loss": "mae"},
-    ("language_modeling", "apart"): {"cross_documents": False},
-    ("language_modeling", "each turn"): {"turns": "each"},
-    ("masked_language_modeling", "whole_words"): {"whole_words": True},
-    ("masked_language_modeling", "half"): {"masked": 0.5},
+    ("language_modeling", "apart"): {"attend_across_documents": False},
+    ("language_modeling", "each turn"): {"turns": "per_turn"},
+    ("masked_language_modeling", "whole_word_mask"): {"whole_word_mask": True},
+    ("masked_language_modeling", "half"): {"mlm_probability": 0.5},
     ("question_answering", "unanswerable"): {"unanswerable": True},
     ("embedding", "negative"): {"negative": "negative"},
     ("embedding", "negatives"): {"negatives": 1},
@@ -170,7 +170,7 @@ def _reading(case: Case, recipe: dict[str, Any]) -> dict[str, Any]:
         "filter words": ({}, {"filter": {text: {"max_words": 8}, "size": {"none_of": [0]}}}),
         "limit": ({}, {"limit": 13}),
         "deduplicate": ({"repeated": True}, {"deduplicate": True}),
-        "overlap": ({"overlapping": True}, {"overlap": "drop"}),
+        "overlap": ({"overlapping": True}, {"decontaminate": True}),
         "mixed": ({"files": "two"}, {"sources": plain}),
         "mixed weights": ({"files": "two"}, {"sources": weighted}),
         "mixed filter": ({"files": "two"}, {"sources": [weighted[0], weighted[1] | {"filter": {"size": {"min": 1}}}]}),
@@ -243,9 +243,9 @@ def _tokenizer_recipe(case: Case) -> dict[str, Any]:
 def _optim(case: Case) -> dict[str, Any]:
     name, schedule, last = case["optimizer"], case["schedule"], case["steps"]
     rate = {"sgd": 0.05, "lion": 1e-3, "adafactor": 1e-2}.get(name, 5e-3)
-    optim: dict[str, Any] = {"name": name, "learning_rate": rate, "clip": case["clip"]}
+    optim: dict[str, Any] = {"name": name, "learning_rate": rate, "max_grad_norm": case["clip"]}
     if name == "adamw_8bit":
-        optim["least"] = 256
+        optim["min_8bit_size"] = 256
     if name == "schedule_free" and schedule == "linear":
         schedule = "constant"
     if schedule == "points":
@@ -255,14 +255,14 @@ def _optim(case: Case) -> dict[str, Any]:
         if case["warmup"]:
             optim["warmup_steps"] = case["warmup"]
     optim |= {
-        "cosine": {"minimum": 0.1},
-        "polynomial": {"power": 2.0, "minimum": 0.1},
+        "cosine": {"min_lr_ratio": 0.1},
+        "polynomial": {"power": 2.0, "min_lr_ratio": 0.1},
         "wsd": {"decay_fraction": 0.5, "decay_shape": "sqrt"},
     }.get(str(schedule), {})
     if case["groups"] == "group":
         optim["groups"] = [{"match": "*.0.*", "learning_rate": rate * 3}, {"match": "*.1.*", "weight_decay": 0.3}]
-    if case["groups"] == "layer_decay":
-        optim["layer_decay"] = 0.5
+    if case["groups"] == "layerwise_lr_decay":
+        optim["layerwise_lr_decay"] = 0.5
     return optim
 
 
@@ -296,7 +296,7 @@ def _way(way: tuple[str, int]) -> dict[str, Any]:
     (name, _, option), processes = way[0].partition(" "), way[1]
     keys: dict[str, Any] = {"strategy.name": name, "launch.processes": processes}
     if option == "tree":
-        keys["strategy.exchange"] = "tree"
+        keys["strategy.all_reduce"] = "tree"
     options: dict[str, Any] = {
         "step": {"gather": "step"},
         "micro_batch": {"gather": "micro_batch"},

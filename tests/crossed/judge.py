@@ -167,7 +167,7 @@ def _each_example_once(job: Job, watched: Watched, which: str) -> None:
     if "sources" in job.run["data"]:
         return
     epoch = Counter[int]()
-    known = _all_rows(job) and not {"deduplicate", "overlap"} & {*job.run["data"]}
+    known = _all_rows(job) and not {"deduplicate", "decontaminate"} & {*job.run["data"]}
     for step in sorted(watched.steps):
         whole = sorted(epoch) == list(range(TRAIN if known else len(epoch)))
         if whole and epoch.keys() & {*watched.steps[step]}:

@@ -37,18 +37,18 @@ class CheckpointCatalog:
 
     def __init__(self, run: Run, world: World, prepared: Prepared, say: Callable[[str], None]) -> None:
         self.run, self.world, self.prepared = run, world, prepared
-        self.mirror = RemoteSync(run, say) if run.mirror is not None and world.is_main else None
+        self.mirror = RemoteSync(run, say) if run.remote_dir is not None and world.is_main else None
 
     def found(self) -> tuple[list[tuple[str, Manifest | str, bool]], list[str]]:
         """Checkpoints, newest first, of OUTPUT and then of the mirror, with their manifest or what is wrong with it,
         and whether they are in the mirror; and what the user should know. Collective. Errors: `RunError`."""
         here = [(path.name, manifest, False) for path, manifest in candidates(self.run)] if self.world.is_main else []
         here = self.world.broadcast(here)
-        if self.run.mirror is None:
+        if self.run.remote_dir is None:
             return here, []
         there, fault = self._by_main(lambda: self.mirror.found() if self.mirror else [])
         if fault is not None and not here:
-            raise RunError(f"mirror: {fault}; without it nobody can tell whether there are checkpoints")
+            raise RunError(f"remote_dir: {fault}; without it nobody can tell whether there are checkpoints")
         notes = [f"{fault}; only the checkpoints in {folder_of(self.run)} are looked at"] if fault else []
         every = here + [(name, manifest, True) for name, manifest in there or []]
         return sorted(every, key=lambda each: (-len(each[0]), *(-ord(c) for c in each[0]))), notes
@@ -88,13 +88,13 @@ class CheckpointCatalog:
     def rest(self, seconds: float) -> str | None:
         """At a stop: wait for what is being copied into the mirror, at most so long. Returns why the newest checkpoint
         is not there, on rank 0. Collective."""
-        if self.run.mirror is None:
+        if self.run.remote_dir is None:
             return None
         until = time.monotonic() + seconds
         while self.world.all_reduce_max(
             int(self.mirror is not None and self.mirror.busy and time.monotonic() < until)
         )():
-            ACTIVITY.at(f"waiting for the copy in {self.run.mirror}")
+            ACTIVITY.at(f"waiting for the copy in {self.run.remote_dir}")
             time.sleep(0.2)
         if self.mirror is None:
             return None

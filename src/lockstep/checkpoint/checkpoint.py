@@ -289,7 +289,7 @@ class Checkpoints:
         found, notes = self.kept.found()
         faults = list[str]()
         for name, manifest, away in found:
-            where = f"{name} in {self.run.mirror}" if away else name
+            where = f"{name} in {self.run.remote_dir}" if away else name
             if (fault := self._loaded(strategy, name, manifest, away)) is not None:
                 faults.append(f"{where}: {fault}")
                 notes.append(f"{where} is damaged ({fault}) and is not used")

@@ -229,7 +229,7 @@ def broken(path: Path, manifest: Manifest) -> str | None:
 
 
 def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") -> str | None:
-    """Why a run must not go on from a checkpoint whose files are as they should be, or None. `mirror`: where it is, if
+    """Why a run must not go on from a checkpoint whose files are as they should be, or None. `remote_dir`: where it is, if
     not in OUTPUT."""
     where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
     differing = differing_keys(run, prepared.key, manifest)
@@ -349,7 +349,7 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
 def none_usable(run: Run, reasons: Iterable[str]) -> str:
     """The message where there are checkpoints and not one can be gone on from: beginning anew would delete them."""
     rows = "\n".join(f"  {reason}" for reason in reasons)
-    also, then = (f" or {run.mirror}", ", and give another mirror") if run.mirror else ("", "")
+    also, then = (f" or {run.remote_dir}", ", and give another mirror") if run.remote_dir else ("", "")
     return (
         f"{folder_of(run)}{also} holds checkpoints, and none of them can be used:\n{rows}\nNone of them was touched. "
         "Make one readable (permissions, a disk that is not mounted, the version of lockstep that wrote it), or "

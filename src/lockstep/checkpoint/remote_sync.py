@@ -1,6 +1,6 @@
 """What a run has in an object store: copies of the checkpoints that it keeps, and of its export.
 
-In: OUTPUT, where training writes as ever, and `mirror` of the run file. Out: MIRROR/checkpoints/step-NNNNNN/ with the
+In: OUTPUT, where training writes as ever, and `remote_dir` of the run file. Out: MIRROR/checkpoints/step-NNNNNN/ with the
 same files, each verified after it was sent, the manifest last, so that what was cut off is never taken for a
 checkpoint; MIRROR/export, with export.json last; and on a machine that has none of it, the newest whole one back.
 
@@ -48,8 +48,8 @@ class RemoteSync:
 
     def __init__(self, run: Run, say: Callable[[str], None] = lambda text: None) -> None:
         """Asks nothing yet."""
-        assert run.mirror is not None
-        self.run, self.address, self._say = run, address_of(run.mirror), say
+        assert run.remote_dir is not None
+        self.run, self.address, self._say = run, address_of(run.remote_dir), say
         self.held: frozenset[str] = frozenset()  # checkpoints that are being copied, which must not be removed
         self.fault: str | None = None  # why the last try to copy did not come to its end
         self._there: dict[int, Manifest] | None = None  # whole ones by step; None: not asked yet
@@ -277,14 +277,14 @@ def _hash(path: Path) -> str:
 
 def require_extra(run: Run) -> None:
     """Errors: `RunError` when the library that the mirror needs is not installed."""
-    if run.mirror is not None:
-        require(address_of(run.mirror), "mirror")
+    if run.remote_dir is not None:
+        require(address_of(run.remote_dir), "remote_dir")
 
 
 def check(run: Run, prepared: Prepared | None = None) -> list[str]:
     """Refuse, before training, a mirror that cannot be read and written, for which a small object is put there and
     removed; with `prepared`, the data, one that holds another run. Returns notes for a person. Errors: `RunError`."""
-    if run.mirror is None:
+    if run.remote_dir is None:
         return []
     require_extra(run)
     mirror = RemoteSync(run)
@@ -299,19 +299,19 @@ def check(run: Run, prepared: Prepared | None = None) -> list[str]:
         try:
             bucket.remove(mirror.address.below(PROBE))
         except StoreError as error:
-            return [f"mirror: nothing can be removed there, so all checkpoints stay: {error}"]
+            return [f"remote_dir: nothing can be removed there, so all checkpoints stay: {error}"]
     except StoreError as error:
         if error.again and newest_whole(run) is not None:
-            return [f"mirror: {error}; checkpoints are copied when it can be reached"]
+            return [f"remote_dir: {error}; checkpoints are copied when it can be reached"]
         more = "; without it nobody can tell whether there are checkpoints" if error.again else ""
-        raise RunError(f"mirror: {error}{more}") from error
+        raise RunError(f"remote_dir: {error}{more}") from error
     return []
 
 
 def finish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> str | None:
     """At a run's end: copy what is missing, the export too. Rank 0 only. Returns why not all of it is there, or None.
     A signal's handler may end the waiting by an exception; what was copied by then is gone on with the next time."""
-    if run.mirror is None:
+    if run.remote_dir is None:
         return None
     mirror = mirror or RemoteSync(run, say)
     mirror.offer()

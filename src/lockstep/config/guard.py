@@ -15,11 +15,11 @@ class GuardSection(Section):
         description="steps between those in which one micro-batch is computed a second time, by another rank, and the "
         "weights of all ranks are compared, bit for bit; 0: never",
     )
-    on_difference: Literal["stop", "retry", "exclude"] = Field(
+    on_difference: Literal["stop", "retry", "evict"] = Field(
         "stop",
         description="before the update; stop: save the state before the step and end; retry: compute the step once "
-        "more, and stop if it differs again; exclude: go on without the machine that was wrong (torchrun with "
-        "launch.machines as fewest:most), or on one machine without the rank (launch.on_loss: continue)",
+        "more, and stop if it differs again; evict: go on without the machine that was wrong (torchrun with "
+        "launch.machines as fewest:most), or on one machine without the rank (launch.on_rank_failure: continue)",
     )
 
 
@@ -28,18 +28,18 @@ TAKEN = "single, allreduce, ddp, hf_accelerate, hf_trainer, or fsdp2 with gather
 
 def unsupported_reason(guard: GuardSection, strategy: Any, launch: Any) -> str | None:
     """Why a run of this strategy and launcher cannot be guarded so; None: as far as its keys say, it can."""
-    if not guard.every:
+    if not sdc_check.every:
         return None
-    if guard.on_difference == "exclude" and fewest(launch) is None and not loses_ranks(launch):
+    if sdc_check.on_difference == "evict" and fewest(launch) is None and not loses_ranks(launch):
         return (
-            f"guard.on_difference: exclude goes on without what was wrong, which takes launch.name=torchrun with "
-            "launch.machines as fewest:most and launch.on_loss=restart, or, on one machine, launch.on_loss=continue "
+            f"sdc_check.on_difference: evict goes on without what was wrong, which takes launch.name=torchrun with "
+            "launch.machines as fewest:most and launch.on_rank_failure=restart, or, on one machine, launch.on_rank_failure=continue "
             f"under local or torchrun; launch.name={launch.name} is not given so: take stop or retry"
         )
     if not holds_parts(strategy):
         return None
     return (
-        f"guard.every: {strategy.name} holds parts of the model with these options, and what a rank computed cannot be "
+        f"sdc_check.every: {strategy.name} holds parts of the model with these options, and what a rank computed cannot be "
         f"computed again by another; guard takes {TAKEN}"
     )
 
@@ -54,11 +54,11 @@ def holds_parts(strategy: Any) -> bool:
 def fewest(launch: Any) -> int | None:
     """The fewest machines that a job goes on with after one was taken out; None: none can be."""
     least, several, most = str(launch.options.get("machines", "")).partition(":")
-    leave = launch.name == "torchrun" and launch.on_loss == "restart" and several and least != most
+    leave = launch.name == "torchrun" and launch.on_rank_failure == "restart" and several and least != most
     return int(least) if leave else None
 
 
 def loses_ranks(launch: Any) -> bool:
     """Whether a job on one machine goes on without single ranks, as far as its keys say."""
     one = launch.name == "local" or (launch.name == "torchrun" and launch.options.get("machines", 1) in (1, "1", "1:1"))
-    return bool(one and launch.on_loss == "continue")
+    return bool(one and launch.on_rank_failure == "continue")

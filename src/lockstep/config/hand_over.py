@@ -1,4 +1,4 @@
-"""Which runs may share micro-batches unevenly (`launch.hand_over`)."""
+"""Which runs may share micro-batches unevenly (`launch.rebalance_every`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def unsupported_reason(every: int, strategy: Any) -> str | None:
         return None
     if holds_parts(strategy):
         return (
-            f"launch.hand_over: {strategy.name} holds parts of the model with these options, and its ranks work on "
+            f"launch.rebalance_every: {strategy.name} holds parts of the model with these options, and its ranks work on "
             f"micro-batches together, or on as many each; it takes {TAKEN}"
         )
     if not strategy.exact:
-        return "launch.hand_over: without strategy.exact other shares are other bits; set strategy.exact=true"
+        return "launch.rebalance_every: without strategy.exact other shares are other bits; set strategy.exact=true"
     return None

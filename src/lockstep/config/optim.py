@@ -18,13 +18,13 @@ NAMES = ("constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "o
 # What transformers calls the schedules that have another name here, and one that is no name but a key of its own.
 SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 _SAID = {
-    "cosine_with_min_lr": "it is cosine here, with optim.minimum (a share of learning_rate) for its min_lr_rate",
-    "cosine_warmup_with_min_lr": "it is cosine here, with optim.minimum (a share of learning_rate) for its "
+    "cosine_with_min_lr": "it is cosine here, with optim.min_lr_ratio (a share of learning_rate) for its min_lr_rate",
+    "cosine_warmup_with_min_lr": "it is cosine here, with optim.min_lr_ratio (a share of learning_rate) for its "
     "min_lr_rate, and its rates come a step earlier than these",
     "cosine_with_restarts": "restarts can be written as points: [[step, rate], ...]",
     "reduce_lr_on_plateau": "a rate that follows the scores would differ between a run and its resume",
 }
-_ENDING = ("linear", "cosine", "polynomial", "wsd", "one_cycle")  # schedules that end at `minimum`
+_ENDING = ("linear", "cosine", "polynomial", "wsd", "one_cycle")  # schedules that end at `min_lr_ratio`
 # What an optimizer takes where `schedule` is not given, if it is not linear.
 _USUAL = {"schedule_free": "constant"}
 
@@ -90,9 +90,9 @@ class OptimSection(PluginSection):
         description="constant | linear | cosine | inverse_sqrt | polynomial | wsd | one_cycle, after the warm-up, or "
         "points [[step, rate], ...] with straight lines between them; of schedule_free constant by default",
     )
-    warmup_steps: Steps = Field(0, description="steps of linear warm-up from 0 (wsd: from minimum)")
+    warmup_steps: Steps = Field(0, description="steps of linear warm-up from 0 (wsd: from min_lr_ratio)")
     warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
-    minimum: float = Field(
+    min_lr_ratio: float = Field(
         0.0, ge=0, le=1, description="what linear, cosine, polynomial, wsd and one_cycle end at: share of learning_rate"
     )
     power: float = Field(1.0, gt=0, description="exponent of polynomial")
@@ -107,7 +107,7 @@ class OptimSection(PluginSection):
         description="weights with a rate or a decay of their own, as {match, learning_rate, weight_decay}; the first "
         "that matches holds",
     )
-    layer_decay: float = Field(
+    layerwise_lr_decay: float = Field(
         1.0, gt=0, le=1, description="factor of the rate from each layer to the one below it; 1: all the same"
     )
     master_weights: bool = Field(
@@ -115,7 +115,7 @@ class OptimSection(PluginSection):
         description="with model.dtype bfloat16: a float32 copy of the weights, which is updated and rounded into them; "
         "false: none, and updates below a weight's last bit are lost",
     )
-    clip: float | None = Field(1.0, ge=0, description="largest gradient norm; 0 or null: no clipping")
+    max_grad_norm: float | None = Field(1.0, ge=0, description="largest gradient norm; 0 or null: no clipping")
 
     @model_validator(mode="before")
     @classmethod
@@ -143,7 +143,7 @@ class OptimSection(PluginSection):
         wrong = {
             "warmup_steps": points and self.warmup_steps,
             "warmup_fraction": points and self.warmup_fraction,
-            "minimum": self.schedule not in _ENDING and self.minimum,
+            "min_lr_ratio": self.schedule not in _ENDING and self.min_lr_ratio,
             "power": self.schedule != "polynomial" and self.power != 1.0,
             "decay_steps": self.schedule != "wsd" and self.decay_steps,
             "decay_fraction": self.schedule != "wsd" and self.decay_fraction != 0.1,

@@ -57,8 +57,8 @@ from lockstep.config.sections import (
 from lockstep.config.verification import VerifySection
 
 _FREE = (
-    *("name", "output", "mirror", "stop_after", "launch", "metrics", "evaluate", "checkpoint"),
-    *("fingerprint", "guard", "verify"),
+    *("name", "output", "remote_dir", "max_time", "launch", "metrics", "evaluate", "checkpoint"),
+    *("fingerprint", "sdc_check", "verify"),
     *("track", "profile", "export", "hub"),
 )
 
@@ -68,7 +68,7 @@ class Run(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder")
     output: PathText | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
-    mirror: Mirror | None = Field(
+    remote_dir: Mirror | None = Field(
         None,
         description="address in an object store (s3://, gs:// or az://, BUCKET/FOLDER) that checkpoints and the export "
         "are copied to; a start whose OUTPUT has none as new goes on from the newest whole one there",
@@ -80,7 +80,7 @@ class Run(Section):
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)  # type: ignore[arg-type]
     epochs: float | None = Field(None, gt=0, description="passes over the training split; or give steps")
     steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
-    stop_after: str | None = Field(
+    max_time: str | None = Field(
         None,
         pattern=r"^(\d+(\.\d+)?[dhms])+$",
         description="time after which to stop as if asked to, for example 3h50m; counted from each start",
@@ -104,7 +104,7 @@ class Run(Section):
     )
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
-    guard: GuardSection = Field(default_factory=GuardSection)  # type: ignore[arg-type]
+    sdc_check: GuardSection = Field(default_factory=GuardSection)  # type: ignore[arg-type]
     fingerprint: FingerprintSection = Field(default_factory=FingerprintSection)  # type: ignore[arg-type]
     verify: VerifySection = Field(default_factory=VerifySection)  # type: ignore[arg-type]
     average: AverageSection = Field(default_factory=AverageSection)  # type: ignore[arg-type]
@@ -136,15 +136,15 @@ class Run(Section):
                 raise ValueError(f"{key}.source: {source} is not loaded from; copy that folder to this machine first")
         if is_address(self.output):
             raise ValueError(
-                f"output is a folder of this machine; to keep its results elsewhere, too: mirror={self.output}"
+                f"output is a folder of this machine; to keep its results elsewhere, too: remote_dir={self.output}"
             )
         model_selection.check(
             self.checkpoint.best, bool(self.evaluate.every), self.checkpoint.every, self.average, self.export
         )
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give either epochs or steps, and not both")
-        why = unsupported_reason(self.guard, self.strategy, self.launch) or hand_over.unsupported_reason(
-            self.launch.hand_over, self.strategy
+        why = unsupported_reason(self.sdc_check, self.strategy, self.launch) or hand_over.unsupported_reason(
+            self.launch.rebalance_every, self.strategy
         )
         why = why or copies.unsupported_reason(self.launch, self.strategy)
         if why is not None:
@@ -172,10 +172,10 @@ class Run(Section):
         return Path(str(self.output))
 
     @property
-    def stop_after_s(self) -> float | None:
-        """`stop_after` in seconds."""
+    def max_time_s(self) -> float | None:
+        """`max_time` in seconds."""
         units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-        parts = re.findall(r"([\d.]+)([dhms])", self.stop_after or "")
+        parts = re.findall(r"([\d.]+)([dhms])", self.max_time or "")
         return sum(float(number) * units[unit] for number, unit in parts) or None
 
     def dump(self, filtered: Callable[[str], str] = str) -> str:

@@ -22,9 +22,9 @@ def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
     """The rate of the update numbered `step` (from 0) of `steps`.
 
     Linear warm-up reaches the full rate with the update after the last warm-up step; then the schedules of transformers
-    of the same names: linear and half a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017) to `minimum`, polynomial, the
+    of the same names: linear and half a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017) to `min_lr_ratio`, polynomial, the
     inverse square root of Vaswani et al., "Attention is all you need", 2017, and wsd (Hu et al., "MiniCPM", 2024; its
-    `sqrt` is of Hägele et al., 2024), which warms up from `minimum`, too. `one_cycle` is torch's OneCycleLR (Smith and
+    `sqrt` is of Hägele et al., 2024), which warms up from `min_lr_ratio`, too. `one_cycle` is torch's OneCycleLR (Smith and
     Topin, 2018), without its momentum; the top of its two curves may lie between two steps.
     """
     if isinstance(optim.schedule, list):
@@ -32,8 +32,8 @@ def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
     warmup = optim.warmup_steps or math.ceil(optim.warmup_fraction * steps)
     if optim.schedule == "one_cycle":
         return optim.learning_rate * _one_cycle(optim, step, steps)
-    if step < warmup and optim.schedule == "wsd" and optim.minimum:
-        return optim.learning_rate * (step / warmup * (1.0 - optim.minimum) + optim.minimum)
+    if step < warmup and optim.schedule == "wsd" and optim.min_lr_ratio:
+        return optim.learning_rate * (step / warmup * (1.0 - optim.min_lr_ratio) + optim.min_lr_ratio)
     if step < warmup:
         return optim.learning_rate * step / warmup
     return optim.learning_rate * _share(optim, step, steps, warmup)
@@ -51,13 +51,13 @@ def _share(optim: OptimSection, step: int, steps: int, warmup: int) -> float:
         begin = max(warmup, steps - decay)
         if step < begin:
             return 1.0
-        return _falling(optim.decay_shape, (step - begin) / max(1, steps - begin), 1.0, optim.minimum)
+        return _falling(optim.decay_shape, (step - begin) / max(1, steps - begin), 1.0, optim.min_lr_ratio)
     progress = (step - warmup) / max(1, steps - warmup)
-    return _falling(str(optim.schedule), progress, optim.power, optim.minimum)
+    return _falling(str(optim.schedule), progress, optim.power, optim.min_lr_ratio)
 
 
 def _falling(shape: str, progress: float, power: float, minimum: float) -> float:
-    """From 1 to `minimum`, where `progress` goes from 0 to 1."""
+    """From 1 to `min_lr_ratio`, where `progress` goes from 0 to 1."""
     if shape == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * progress))
     elif shape == "sqrt":
@@ -77,15 +77,15 @@ def _one_cycle(optim: OptimSection, step: int, steps: int) -> float:
     if step < top:
         return 1.0 - _falling("cosine", step / top, 1.0, 0.0) * (1.0 - begin)
     down = steps - 1 - top
-    return _falling("cosine", min(1.0, (step - top) / down) if down > 0 else 0.0, 1.0, optim.minimum)
+    return _falling("cosine", min(1.0, (step - top) / down) if down > 0 else 0.0, 1.0, optim.min_lr_ratio)
 
 
 def revised(optim: OptimSection) -> bool:
     """Whether the rates of some runs of this kind are others since revision 2, which is written down with theirs: until
-    then the top of `one_cycle` was rounded up to a step, and `wsd` warmed up from 0 whatever its `minimum`."""
+    then the top of `one_cycle` was rounded up to a step, and `wsd` warmed up from 0 whatever its `min_lr_ratio`."""
     if optim.schedule == "one_cycle":
         return not optim.warmup_steps
-    return optim.schedule == "wsd" and bool(optim.minimum and (optim.warmup_steps or optim.warmup_fraction))
+    return optim.schedule == "wsd" and bool(optim.min_lr_ratio and (optim.warmup_steps or optim.warmup_fraction))
 
 
 def as_before(optim: OptimSection, steps: int) -> bool:

@@ -136,10 +136,10 @@ class DataSection(Streaming, Section):
         description="of rows of train that hold the same, up to white space, in all columns the task reads, use the "
         "first, and count the others",
     )
-    overlap: Literal["warn", "drop"] = Field(
-        "warn",
-        description="rows of train whose texts stand in validation or test, too; warn: say how many; drop: leave them "
-        "out of train, and count them",
+    decontaminate: bool = Field(
+        False,
+        description="leave rows out of train, counted, whose texts stand in validation or test, too; false: say how "
+        "many there are",
     )
     drop_missing: bool = Field(
         False,
@@ -279,10 +279,10 @@ class StrategySection(Section):
         description="the same bits at every number of processes, where the strategy can; false: the engine's own "
         "reduction",
     )
-    exchange: Literal["auto", "flat", "tree"] = Field(
+    all_reduce: Literal["auto", "flat", "hierarchical"] = Field(
         "auto",
-        description="how exact sums travel: flat, from every process to every other; tree, in stages, first within a "
-        "machine; auto: tree on several machines or above 8 processes. The same bits",
+        description="how exact sums travel: flat, from every process to every other; hierarchical, in stages, first within a "
+        "machine; auto: hierarchical on several machines or above 8 processes. The same bits",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
 
@@ -305,23 +305,23 @@ class LaunchSection(PluginSection):
         "auto", description="threads a process; auto: cores / micro_batches if exact, else its share"
     )
     max_restarts: Steps = Field(0, description="times a job whose rank died starts again from its last checkpoint")
-    on_loss: Literal["restart", "continue"] = Field(
+    on_rank_failure: Literal["restart", "continue"] = Field(
         "restart",
         description="when a rank is killed or a machine is lost; continue: the others finish the step, without a "
         "checkpoint, and what takes its place (ranks: at most max_restarts of them) gets the state from them",
     )
-    copy_every: Steps = Field(
+    replicate_every: Steps = Field(
         0,
         description="steps between copies of each rank's share of the state in the memory of another rank, from which "
-        "strategies that share it out go on under on_loss=continue; 0: none",
+        "strategies that share it out go on under on_rank_failure=continue; 0: none",
     )
     timeout_s: float = Field(600.0, gt=0, description="seconds a collective may wait for the other ranks")
-    hang_s: float = Field(
+    hang_timeout_s: float = Field(
         300.0,
         ge=0,
         description="seconds a rank may be silent, or in one place, before it is named and the job ends; 0: any",
     )
-    hand_over: Steps = Field(
+    rebalance_every: Steps = Field(
         0,
         description="steps between looks at how long each rank takes for a token; one that is slow for a while hands "
         "micro-batches over to others; 0: never",
@@ -361,7 +361,9 @@ class TrackSection(OpenSection):
         "keys of its own under its name",
     )
     every: Positive = Field(10, description="steps between lines of metrics.jsonl")
-    wait_s: float = Field(60.0, ge=0, description="seconds to wait at the end for trackers that are still sending")
+    close_timeout_s: float = Field(
+        60.0, ge=0, description="seconds to wait at the end for trackers that are still sending"
+    )
     console: Literal["normal", "quiet", "verbose"] = Field(
         "normal",
         description="what is said on the terminal; quiet: notes and errors only; verbose: every line of the log",

@@ -22,7 +22,7 @@ NOWHERE: dict[str, str] = {
     "bf16_full_eval": "an evaluation computes as training does (precision)",
     "tf32": _KERNELS,
     "optim_args": "each optimizer has keys of its own: docs/optimizers.md",
-    "optim_target_modules": "optim.matrices of muon; optim.groups has rates",
+    "optim_target_modules": "optim.muon_params of muon; optim.groups has rates",
     "average_tokens_across_devices": _SUMS,
     "activation_checkpointing_kwargs": AGAIN,
     "gradient_checkpointing_kwargs": AGAIN,

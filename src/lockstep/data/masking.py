@@ -72,7 +72,7 @@ def chosen(
     place: Sequence[int],
     share: float,
     known: Vocabulary,
-    whole_words: bool,
+    whole_word_mask: bool,
 ) -> np.ndarray:
     """Which tokens are to be foretold: bool [B, T]. Of each example the `share`, rounded, and one at least; of whole
     words no more than that, unless a single one is longer. `place`: the seed and the step."""
@@ -80,13 +80,13 @@ def chosen(
     can |= (real == 1) & ~can.any(1, keepdims=True)  # where there is nothing but special tokens
     wanted = np.maximum(1, np.rint(share * can.sum(1)).astype(np.int64))  # [B]
     at = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    if whole_words:
+    if whole_word_mask:
         at = _starts(ids, can, known)
     order = mixed(*place, _ORDER, rows[:, None], at)  # [B, T]: the same for all tokens of a word
     order[~can] = np.iinfo(np.uint64).max
     ranked = np.argsort(order, axis=1, kind="stable")
     found = np.zeros(ids.shape, dtype=bool)
-    if not whole_words:
+    if not whole_word_mask:
         np.put_along_axis(found, ranked, np.arange(ids.shape[1])[None] < wanted[:, None], axis=1)
         return found
     for row, most in enumerate(wanted.tolist()):

@@ -51,11 +51,13 @@ def deduplicate_and_split(
     found, overlapping = overlap(splits, texts)
     if found:
         facts["overlap"] = found
-    if found and run.data.overlap == "drop":
+    if found and run.data.decontaminate:
         facts["dropped"] = {"train": len(overlapping)}
         rest = np.setdiff1d(np.arange(len(splits["train"])), overlapping)
         if len(rest) == 0:
-            raise RunError(f"data.overlap: every row of the train split of {read.name} stands in {' and '.join(found)}")
+            raise RunError(
+                f"data.decontaminate: every row of the train split of {read.name} stands in {' and '.join(found)}"
+            )
         splits = splits | {"train": splits["train"].select(rest)}
     facts |= _of_sources(read, splits)
     for name, count in zip(read.sources, facts.get("sources", {"rows": {"train": []}})["rows"]["train"], strict=True):
@@ -230,7 +232,7 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
     return told + [
         f"{found['examples']:,} of {found['of']:,} {split} examples stand in train, too; the first is row "
         f"{found['row']:,} of {split}, {_in_train(found)}: {found['text']!r}. Scores on them flatter; "
-        "data.overlap=drop leaves them out of train"
+        "data.decontaminate=true leaves them out of train"
         for split, found in facts.get("overlap", {}).items()
     ]
 

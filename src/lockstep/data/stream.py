@@ -68,7 +68,7 @@ class Stream:
         """With its files. `splits`: the others, whose rows are looked for in it by what they have in the columns
         `texts`. Errors: `RunError` where there are none, or one that cannot be streamed."""
         parts = [each.found() for each in self._sources()]
-        held_out = EvalHashes.of(splits, texts, self.data.overlap == "drop")
+        held_out = EvalHashes.of(splits, texts, self.data.decontaminate)
         known = tuple(replace(each, held_out=held_out if held_out.drop else None) for each in parts)
         return replace(self, parts=known, held_out=held_out, splits=splits)
 
@@ -236,7 +236,7 @@ class Stream:
             empty = of_each.index(0)
             mine = told[bounds[empty] : bounds[empty + 1]]
             left = any(each.get("filtered") or each.get("dropped") for each in mine)
-            which = " that data.filter and data.overlap leave" if left else ""
+            which = " that data.filter and data.decontaminate leave" if left else ""
             raise self._nothing(self.parts[empty], f"make no example{which}")
         named = next(each["names"] for each in told if each["names"])
         rows = sum(int(numbers_of(each, "rows").sum()) for each in tables)

@@ -53,7 +53,7 @@ class World:
         self.device = pick_device(run, self.local_rank, self.local_size)
         self.threads = threads_of(run, self.local_size)
         self.agreed = ""  # the hash of what is the same on every rank: agreement.py
-        self.stop = StopRequest(run.stop_after_s)
+        self.stop = StopRequest(run.max_time_s)
         self.refusal: str | None = None  # why this rank may not write into OUTPUT, until all ranks are told
         timeout = timedelta(seconds=run.launch.timeout_s)
         several, shared = self.size > self.local_size, share_gpus(run)
@@ -199,7 +199,7 @@ class World:
         """Whether any rank had been asked to stop when this was last called: the same answer on every rank. Collective.
 
         The question asked here is answered in the next call, a step later: nobody waits for its travelling. `by_clock`:
-        `stop_after` asks too; it must not where nothing can be kept of what was done since, or no start would get on.
+        `max_time` asks too; it must not where nothing can be kept of what was done since, or no start would get on.
         """
         asked = self.stop.asked(by_clock)
         offered = 0 if self.members is None else self.members.offered

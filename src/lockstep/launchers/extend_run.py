@@ -30,8 +30,8 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
     left = ("source", "revision", "type", "config")  # the export has all of these
     kept = {name: value for name, value in values["model"].items() if name not in left}
     values |= {"name": f"{run.name}-{whole:g}-{key}", "output": output, key: more}
-    if run.mirror is not None:
-        values["mirror"] = f"{run.mirror}-{whole:g}-{key}"
+    if run.remote_dir is not None:
+        values["remote_dir"] = f"{run.remote_dir}-{whole:g}-{key}"
     values |= {"model": kept | {"source": str(run.folder)}, "tokenizer": {}}
     say(
         f"{run.folder} is finished (step {manifest.step}) and stays as it is; {more:g} {key} more start from its "

@@ -42,7 +42,7 @@ class Kubernetes(Launcher):
         """What the pods need."""
 
         image: str | None = Field(None, description="container image that holds lockstep (docker/Dockerfile)")
-        claim: str | None = Field(
+        pvc: str | None = Field(
             None, description="PersistentVolumeClaim for OUTPUT; with machines > 1 one that many nodes can write"
         )
         namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", description="of all objects")
@@ -74,11 +74,11 @@ class Kubernetes(Launcher):
         found = manifests(run, options)
         file = str(run.folder / "launch/kubernetes.yaml")
         notes = [
-            f"OUTPUT is {output_of(run)} on the volume of the claim {options.claim}",
+            f"OUTPUT is {output_of(run)} on the volume of the claim {options.pvc}",
             f"by hand: kubectl apply -f {file}",
         ]
         if options.machines > 1:
-            notes.append(f"the claim {options.claim} must allow ReadWriteMany: pods on several nodes write checkpoints")
+            notes.append(f"the claim {options.pvc} must allow ReadWriteMany: pods on several nodes write checkpoints")
         command = next(m for m in found if m["kind"] in ("Job", "TrainingRuntime"))
         spec = command["spec"]["template"]["spec"]
         if options.kubeflow:
@@ -97,7 +97,7 @@ class Kubernetes(Launcher):
         allowed(facts)
         state = self.state(run, record)
         if state.word == "done":
-            Console(True).say(f"{kind} {name} is complete; the model is in {output_of(run)}/export on {options.claim}")
+            Console(True).say(f"{kind} {name} is complete; the model is in {output_of(run)}/export on {options.pvc}")
             return 0
         (path,) = plan.files
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class Kubernetes(Launcher):
         while (state := self.state(run, record)).live:
             time.sleep(self.every_s)
         if state.word == "done":
-            Console(True).say(f"the model is in {output_of(run)}/export on the claim {options.claim}")
+            Console(True).say(f"the model is in {output_of(run)}/export on the claim {options.pvc}")
         elif state.word == "stopped":
             Console(True).say("stopped; the same command goes on from the last checkpoint")
         else:

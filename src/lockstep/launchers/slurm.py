@@ -54,7 +54,7 @@ class Slurm(Launcher):
         qos: str | None = Field(None, description="quality of service")
         constraint: str | None = Field(None, description="features that the nodes must have")
         time: str | None = Field(None, description="limit, 4h or 1d12h; or SLURM's own form, in quotes")
-        warn: str = Field("2m", description="how long before the limit the ranks are told to save")
+        signal_before: str = Field("2m", description="how long before the limit the ranks are told to save")
         gpus: int = Field(0, ge=0, description="GPUs of each node")
         cpus: Positive | None = Field(None, description="cores of each process")
         memory: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="memory of each node, for example 64G")
@@ -66,7 +66,7 @@ class Slurm(Launcher):
         python: str | None = Field(None, description="the nodes' Python; default: this one")
         detach: bool = Field(False, description="return as soon as the job is queued (also: --detach)")
 
-        @field_validator("time", "warn", mode="before")
+        @field_validator("time", "signal_before", mode="before")
         @classmethod
         def _a_time(cls, value: Any) -> Any:
             if isinstance(value, int):
@@ -174,9 +174,11 @@ class Slurm(Launcher):
         world = asked.machines * processes
         run.check_shared(world, f"launch.machines: {asked.machines} machine(s) of {processes} process(es)")
         minutes = sbatch.minutes_of(asked.time) if asked.time else None
-        warn = 60 * sbatch.minutes_of(asked.warn)
+        warn = 60 * sbatch.minutes_of(asked.signal_before)
         if minutes and warn >= 60 * minutes:
-            raise RunError(f"launch.warn: {asked.warn} is not shorter than launch.time ({asked.time})")
+            raise RunError(
+                f"launch.signal_before: {asked.signal_before} is not shorter than launch.time ({asked.time})"
+            )
         elastic = asked.ranks == "elastic"
         return sbatch.Job(
             name=run.name,
@@ -283,7 +285,7 @@ def agent_of(run: Run, task: SlurmTask) -> int:
     common |= {"name": "torchrun", "processes": processes_of(run, Slurm.options(run))}
     where: dict[str, Any] = {"machines": task.size, "rendezvous": f"{task.host}:{task.port}", "node_rank": task.rank}
     if _outlives_nodes(run) and task.size > 1:
-        where |= {"machines": f"1:{task.size}", "more_s": _MORE_S}
+        where |= {"machines": f"1:{task.size}", "last_call_timeout_s": _MORE_S}
     inner = run.model_copy(update={"launch": LaunchSection(**common, **where)})
     if task.rank:  # the first node opens the port
         network.reach(task.host, task.port, run.launch.timeout_s, Console(True).say)
@@ -299,7 +301,7 @@ def agent_of(run: Run, task: SlurmTask) -> int:
 def _outlives_nodes(run: Run) -> bool:
     """Whether a job goes on when a node is lost."""
     elastic = Slurm.options(run).ranks == "elastic"
-    return elastic and run.launch.on_loss == "continue" and run.launch.max_restarts > 0
+    return elastic and run.launch.on_rank_failure == "continue" and run.launch.max_restarts > 0
 
 
 def log_of(run: Run, record: JobRecord) -> Path:

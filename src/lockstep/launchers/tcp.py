@@ -27,21 +27,21 @@ class Tcp(Launcher):
     class Options(Section):
         """What `init_process_group` asks for."""
 
-        master: str | None = Field(None, description="tcp://host:port of rank 0")
+        init_method: str | None = Field(None, description="tcp://host:port of rank 0")
         rank: Steps | None = Field(None, description="this process's rank")
         world_size: Positive | None = Field(None, description="number of processes in all")
 
     def plan(self, run: Run) -> LaunchPlan:
         launch = self.options(run)
-        if launch.master is None or not re.fullmatch(r"tcp://[^:/]+:\d+", launch.master):
-            raise RunError(f"launch.master: wanted is tcp://host:port of rank 0, not {launch.master!r}")
+        if launch.init_method is None or not re.fullmatch(r"tcp://[^:/]+:\d+", launch.init_method):
+            raise RunError(f"launch.init_method: wanted is tcp://host:port of rank 0, not {launch.init_method!r}")
         if launch.rank is None or launch.world_size is None:
             raise RunError("launch: the tcp launcher needs launch.rank and launch.world_size")
         if launch.rank >= launch.world_size:
             raise RunError(f"launch.rank: {launch.rank} is not below launch.world_size ({launch.world_size})")
-        if run.launch.on_loss == "continue":
+        if run.launch.on_rank_failure == "continue":
             raise RunError(
-                "launch.on_loss: continue takes somebody who starts the ranks and says which of them are left: "
+                "launch.on_rank_failure: continue takes somebody who starts the ranks and says which of them are left: "
                 "launch.name=local, torchrun, or slurm with ranks=elastic. With tcp each is started by hand, and the "
                 "loss of one ends all: take restart"
             )
@@ -52,7 +52,7 @@ class Tcp(Launcher):
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
         }
-        notes = [f"this process is rank {launch.rank} of {launch.world_size}, meeting at {launch.master}"]
+        notes = [f"this process is rank {launch.rank} of {launch.world_size}, meeting at {launch.init_method}"]
         return LaunchPlan(
             launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes
         )

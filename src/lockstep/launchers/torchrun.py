@@ -48,9 +48,13 @@ class Torchrun(Launcher):
         node_rank: Steps | None = Field(
             None, description="torchrun: this machine's place; default: the rendezvous machine first, then by address"
         )
-        join_s: Seconds = Field(600.0, description="torchrun: seconds to wait until enough machines are there")
-        more_s: Seconds = Field(30.0, description="torchrun: seconds to wait for more once the fewest are there")
-        lost_s: Seconds = Field(15.0, description="torchrun: seconds without a sign of life after which one is lost")
+        join_timeout_s: Seconds = Field(600.0, description="torchrun: seconds to wait until enough machines are there")
+        last_call_timeout_s: Seconds = Field(
+            30.0, description="torchrun: seconds to wait for more once the fewest are there"
+        )
+        keep_alive_timeout_s: Seconds = Field(
+            15.0, description="torchrun: seconds without a sign of life after which one is lost"
+        )
 
     def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run)
@@ -59,8 +63,10 @@ class Torchrun(Launcher):
         if fewest > most:
             raise RunError(f"launch.machines: {options.machines!r}: the fewest come first, as in 1:4")
         run.check_shared(most * processes, f"launch.machines: {most} machine(s) of {processes} process(es)")
-        if options.lost_s < 3:
-            raise RunError(f"launch.lost_s: {options.lost_s:g} is too short; signs of life come once a second at most")
+        if options.keep_alive_timeout_s < 3:
+            raise RunError(
+                f"launch.keep_alive_timeout_s: {options.keep_alive_timeout_s:g} is too short; signs of life come once a second at most"
+            )
         if fewest < most and not run.launch.max_restarts:
             raise RunError(
                 f"launch.machines: {options.machines} means that the job goes on when a machine is lost; say how "
@@ -149,9 +155,9 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
     else:
         say(f"note: no {secret.VARIABLE}: whoever reaches {host}:{port} can disturb this job (docs/security.md)")
     if not holds:
-        network.reach(host, port, options.join_s, say)
+        network.reach(host, port, options.join_timeout_s, say)
     node = Node(socket.gethostname(), address, processes_of(run), options.node_rank, holds)
-    limits = Limits(options.join_s, options.more_s, options.lost_s)
+    limits = Limits(options.join_timeout_s, options.last_call_timeout_s, options.keep_alive_timeout_s)
 
     def newest() -> int:
         return next((manifest.step for _, manifest in newest_first(run)), 0)

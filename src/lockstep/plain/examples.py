@@ -172,7 +172,7 @@ def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
     if not (task["packing"] if task["packing"] is not None else not cut):
         most = size + 1 if cut else None
         return [block for ids, known in texts for block in _blocks(ids[:most], known[:most], size)]
-    apart = not task["cross_documents"]
+    apart = not task["attend_across_documents"]
     known = [t and not (apart and place == 0) for _, learned in texts for place, t in enumerate(learned)]
     places = [place for ids, _ in texts for place in range(len(ids))]
     return _blocks([token for ids, _ in texts for token in ids], known, size, places if apart else None)
@@ -223,7 +223,7 @@ def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple
     at = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     at = at[-1:] if task["name"] != "language_modeling" else at
     spans = [(len(text(place, True)), len(text(place + 1))) for place in at]
-    each = task.get("turns") == "each"
+    each = task.get("turns") == "per_turn"
     for whole, learned in (
         [(text(p + 1), [s]) for p, s in zip(at, spans, strict=True)] if each else [(text(len(messages)), spans)]
     ):
@@ -254,7 +254,7 @@ def masked(job: Any, example: dict, read: list[int], predicted: list[int]) -> di
         (label if has else token) == own for token, label, has, own in zip(read, predicted, hidden, ids, strict=True)
     )
     special = {*job.tokenizer.all_special_ids} - {job.tokenizer.unk_token_id}
-    most = max(1, round(task["masked"] * (sum(token not in special for token in ids) or len(ids))))
-    if len(read) != len(ids) or not right or (sum(hidden) != most and not task["whole_words"]):
+    most = max(1, round(task["mlm_probability"] * (sum(token not in special for token in ids) or len(ids))))
+    if len(read) != len(ids) or not right or (sum(hidden) != most and not task["whole_word_mask"]):
         raise ValueError(f"{sum(hidden)} tokens are masked, {most} should be, or they are of another text")
     return {"input_ids": read, "next": predicted}

@@ -132,7 +132,7 @@ def _embedding(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
     if task["score"]:
         wanted = torch.tensor([example["score"] for example in examples], device=device).float()
         return ((asked * others).sum(1) - wanted).square().sum(), count
-    scores = task["scale"] * asked.float() @ others.float().T
+    scores = task["similarity_scale"] * asked.float() @ others.float().T
     own, other = ([e["names"][side] for side in some for e in examples] for some in ((0,), range(1, sides)))
     most = task["negatives"] or count  # other rows that a row is told apart from
     hidden = [

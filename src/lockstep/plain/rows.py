@@ -64,7 +64,7 @@ def read_splits(run: dict, tokenizer: Any = None) -> dict[str, list[Row]]:
     if "validation" not in splits:
         rest = data["validation_fraction"] / (1 - share)
         splits["train"], splits["validation"] = cut(run, splits["train"], rest, run["seed"])
-    if data["overlap"] == "drop":
+    if data["decontaminate"]:
         elsewhere = {same(row, texts) for split in splits if split != "train" for row in splits[split]}
         splits["train"] = [row for row in splits["train"] if same(row, texts) not in elsewhere]
     return splits

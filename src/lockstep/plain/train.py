@@ -164,7 +164,7 @@ def train_steps(
             p.grad = None if p.grad is None else p.grad / count
         gradients = {name: p.grad.cpu() for name, p in trained.items() if p.grad is not None}
         gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), run["optim"]["clip"] or math.inf))
+        norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), run["optim"]["max_grad_norm"] or math.inf))
         for optimizer in optimizers:
             for treated in optimizer.param_groups:
                 treated["lr"] = rates[number] * treated["scale"]
@@ -205,8 +205,8 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
     """The optimizer of torch, its groups with `scale`, a factor of the run's rate; of muon a second for the rest."""
     optim, groups = run["optim"], dict[tuple[float, float, bool], list[nn.Parameter]]()
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
-    if optim["name"] not in (*kinds, "muon") or optim["layer_decay"] != 1.0:
-        raise NotCovered("optim.name, optim.layer_decay: of this one plain compares losses and gradients alone")
+    if optim["name"] not in (*kinds, "muon") or optim["layerwise_lr_decay"] != 1.0:
+        raise NotCovered("optim.name, optim.layerwise_lr_decay: of this one plain compares losses and gradients alone")
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     for name, p in trained.items():
@@ -215,8 +215,8 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
         decay = optim["weight_decay"] if own.get("weight_decay") is None else own["weight_decay"]
         decay = 0.0 if id(p) in norms or name.endswith("bias") else decay
         matrix = re.search(r"(^|\.)\d+\.", name) is not None and id(p) not in tables
-        if optim.get("matrices") is not None:
-            matrix = any(fnmatchcase(name, pattern) for pattern in optim["matrices"])
+        if optim.get("muon_params") is not None:
+            matrix = any(fnmatchcase(name, pattern) for pattern in optim["muon_params"])
         groups.setdefault((scale, decay, matrix and p.dim() == 2), []).append(p)
     every = [{"params": ps, "scale": s, "weight_decay": d, "matrix": m} for (s, d, m), ps in groups.items()]
     options: dict[str, Any] = {
@@ -225,7 +225,7 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
     rate = {"lr": optim["learning_rate"]}
     if optim["name"] == "muon":
         both: dict[str, Any] = {key: options.pop(key) for key in ("betas", "eps")}
-        muon = torch.optim.Muon([g for g in every if g["matrix"]], adjust_lr_fn=optim["adjust"], **rate, **options)
+        muon = torch.optim.Muon([g for g in every if g["matrix"]], adjust_lr_fn=optim["lr_adjust"], **rate, **options)
         made = [muon, torch.optim.AdamW([g for g in every if not g["matrix"]], **rate, **both)]
     else:
         made = [kinds[optim["name"]](every, **rate, **options)]
@@ -239,7 +239,7 @@ def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: d
 
 def rates_of(optim: dict, total: int, count: int) -> list[float]:
     """The learning rates of the first `count` of `total` steps, by transformers' `get_scheduler` or OneCycleLR."""
-    top, least, kind = optim["learning_rate"], optim["minimum"], optim["schedule"]
+    top, least, kind = optim["learning_rate"], optim["min_lr_ratio"], optim["schedule"]
     if isinstance(kind, list):
         return [float(np.interp(step, [s for s, _ in kind], [rate for _, rate in kind])) for step in range(count)]
     from transformers import get_scheduler

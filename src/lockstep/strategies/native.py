@@ -45,7 +45,7 @@ class Native(Strategy):
 
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
-        held = most_held(run.micro_batches, processes, uneven=bool(run.launch.hand_over))
+        held = most_held(run.micro_batches, processes, uneven=bool(run.launch.rebalance_every))
         return 4.0 * (held - 1) if run.strategy.exact else 0.0
 
     @property

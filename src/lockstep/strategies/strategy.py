@@ -214,7 +214,7 @@ class Strategy(ABC):
             self.scaling.follow(losses, norm)
         used = (self.check_finite_async if self.asks_late else self.usable)(step, losses, norm, scale)
         if used is not False:
-            gradient.clip_(norm, self.run.optim.clip)
+            gradient.clip_(norm, self.run.optim.max_grad_norm)
             gradient.give(uses)
             optim.set_rate(self.optimizer, learning_rate, used if isinstance(used, Tensor) else None)
             self.optimizer.step()

@@ -45,7 +45,7 @@ class EmbeddingOptions(BaseModel):
         None, description="column of how near the two texts are; then these are learned, and nothing is told apart"
     )
     score_range: tuple[float, float] = Field((0.0, 1.0), description="scores of the farthest and of the nearest texts")
-    scale: float = Field(20.0, gt=0, description="what cosines are multiplied by before their softmax")
+    similarity_scale: float = Field(20.0, gt=0, description="what cosines are multiplied by before their softmax")
     negatives: int | None = Field(
         None, ge=1, description="other rows of its micro-batch that a row is told apart from, at most; default: all"
     )
@@ -218,7 +218,7 @@ class Embedding(Task):
             wanted = (targets[:count].double() / text_pairs.ONE).float()
             return ((asked * others).sum(1) - wanted).square() * real
         with torch.autocast(vectors.device.type, enabled=False):
-            scores = self.options.scale * asked @ others.T  # [B, (texts - 1) B]
+            scores = self.options.similarity_scale * asked @ others.T  # [B, (texts - 1) B]
         place = torch.arange(count, device=targets.device)
         scores = scores.masked_fill(self._not_compared(targets, count), -torch.inf)
         return cross_entropy(scores, place, reduction="none") * real

@@ -150,7 +150,7 @@ class LanguageModeling(PerToken):
         """Where texts of a block are read by themselves, positions begin anew with each, which is what transformers
         takes to mean that they do not see each other; it asks for no `attention_mask` beside."""
         batch = super().collate(columns, rows, index)
-        if self.options.cross_documents:
+        if self.options.attend_across_documents:
             return batch
         import torch
 
@@ -190,7 +190,7 @@ class LanguageModeling(PerToken):
         if not found:
             return sums | {"openings": torch.zeros((), dtype=torch.float64)}
         inputs = {"input_ids": torch.tensor([[begin]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
-        if not self.options.cross_documents:
+        if not self.options.attend_across_documents:
             inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.zeros(1, 1, dtype=torch.long)}
         logits = forward({name: values.to(device) for name, values in inputs.items()})[0, -1].double().cpu()
         return sums | {"openings": -logits.log_softmax(-1)[torch.from_numpy(np.concatenate(found)).long()].sum()}
@@ -347,7 +347,7 @@ def _documents(dataset: Dataset, tok: Any, options: LanguageModelingOptions, row
     else:
         found = lm_documents.of_texts(dataset, tok, options.text, rows)
     if options.packed:
-        return found if options.cross_documents else ((packing.apart(each), count) for each, count in found)
+        return found if options.attend_across_documents else ((packing.apart(each), count) for each, count in found)
     if not options.cut:
         return found
     most = options.block_size + 1  # a response is not read without its prompt
@@ -360,7 +360,7 @@ def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptio
 
     read = list((options.columns or options.writing.columns).values())
     parts = arrow_cache.cuts(dataset.select_columns(list(dict.fromkeys(read))))
-    separate = not options.cross_documents
+    separate = not options.attend_across_documents
     return packing.write(parts, tokens, options.block_size, options.packed, key, separate, options.cut, True)
 
 
@@ -381,5 +381,5 @@ def _check_model(run: Run, options: LanguageModelingOptions) -> None:
 
     models.check(run, "causal", options.block_size, "task.block_size", **models.causal_entries(run))
     padding.check_foresight(run)
-    if not options.cross_documents and (why := padding.crosses(run)) is not None:
-        raise RunError(f"task.cross_documents: false is not for this family of models: {why}; leave it out")
+    if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
+        raise RunError(f"task.attend_across_documents: false is not for this family of models: {why}; leave it out")

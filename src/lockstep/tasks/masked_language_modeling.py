@@ -56,8 +56,8 @@ class MaskedLanguageModelingOptions(BaseModel):
     packing: bool = Field(
         True, description="texts follow each other in blocks of data.max_length tokens that are all full"
     )
-    masked: float = Field(0.15, gt=0, lt=1, description="share of an example's tokens that are to be foretold")
-    whole_words: bool = Field(False, description="all tokens of a word are masked together, or none")
+    mlm_probability: float = Field(0.15, gt=0, lt=1, description="share of an example's tokens that are to be foretold")
+    whole_word_mask: bool = Field(False, description="all tokens of a word are masked together, or none")
     loss_chunk: Annotated[int, Field(ge=1, strict=True)] | Literal["liger"] | None = Field(
         None,
         description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
@@ -178,7 +178,9 @@ class MaskedLanguageModeling(PerToken):
         """Tokens, which of them are real, and which are to be foretold: [B, T] each."""
         ids, real = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))
         place, options = (self.run.seed, step), self.options
-        picked = masking.chosen(ids, real, rows, place, options.masked, self.vocabulary, options.whole_words)
+        picked = masking.chosen(
+            ids, real, rows, place, options.mlm_probability, self.vocabulary, options.whole_word_mask
+        )
         return ids, real, picked
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
@@ -279,9 +281,9 @@ def _check_tokenizer(tok: Any, options: MaskedLanguageModelingOptions) -> None:
     """Errors: `RunError`."""
     if tok.mask_token_id is None:
         raise RunError("tokenizer: it has no mask token; use that of an encoder, or train one (tokenizer.train)")
-    if options.whole_words and masking.vocabulary(tok).begins is None:
+    if options.whole_word_mask and masking.vocabulary(tok).begins is None:
         raise RunError(
-            "task.whole_words: which tokens of this tokenizer make a word is not known (it is of wordpiece, bpe and "
+            "task.whole_word_mask: which tokens of this tokenizer make a word is not known (it is of wordpiece, bpe and "
             "unigram); leave it out"
         )
 

@@ -54,7 +54,7 @@ def again(output: Path, overrides: Sequence[str] | Mapping[str, Any], strategy: 
     values["launch"] |= {"name": "local", "processes": processes, "max_restarts": 0}
     if "launch.threads" not in overrides_of(overrides) and (threads := start_of(output).get("threads")):
         values["launch"]["threads"] = threads
-    values |= {"track": {"console": "quiet"}, "stop_after": None, "hub": {}, "profile": {}}
+    values |= {"track": {"console": "quiet"}, "max_time": None, "hub": {}, "profile": {}}
     return Run.model_validate(values)
 
 

@@ -36,7 +36,7 @@ class Trackers:
     ) -> None:
         """`after`: updates done. `ids`: run ids by tracker, from the checkpoint; those of new runs are put in as they
         become known. `say` and `warn` tell the user. `loud`: whether this rank writes at all, as one in a job does."""
-        self._wait_s, self._warn, self._warned = run.track.wait_s, warn, False
+        self._wait_s, self._warn, self._warned = run.track.close_timeout_s, warn, False
         self._jsonl: Tracker | None = Jsonl(run, None, after, None) if loud else None
         self._lanes = []
         self._names: dict[str, str] = {}  # of numbers -> as they are told
@@ -59,7 +59,7 @@ class Trackers:
             self._hand_on("show", step, redact_all(list(samples), printable))
 
     def close(self, end: End) -> None:
-        """Let every tracker finish, for `track.wait_s` seconds in all."""
+        """Let every tracker finish, for `track.close_timeout_s` seconds in all."""
         self._hand_on("close", end)
         until = time.monotonic() + self._wait_s
         for lane in self._lanes:
@@ -111,7 +111,7 @@ class _Lane:
         """Wait for the thread's end, which the call of `close` brings about."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive() and not self._ended:
-            self._give_up("was still sending when track.wait_s was over")
+            self._give_up("was still sending when track.close_timeout_s was over")
 
     def _run(self) -> None:
         try:

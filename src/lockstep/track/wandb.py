@@ -80,7 +80,7 @@ class WandB(Tracker):
                 console="off",
                 silent=True,
                 init_timeout=SECONDS_TO_CONNECT,
-                finish_timeout=self.run.track.wait_s,
+                finish_timeout=self.run.track.close_timeout_s,
                 disable_git=True,  # no diff of the working tree is sent
                 disable_code=True,
                 x_disable_stats=True,  # of this process only; `system/...` has those of every rank

@@ -1,10 +1,10 @@
 """Who leaves a job after `guard` has found ranks that do not come to the same bits, and what follows for each rank.
 
-In: which ranks were wrong, by whose word, and what the run file chooses (`guard.on_difference`). Out: a sentence, and
+In: which ranks were wrong, by whose word, and what the run file chooses (`sdc_check.on_difference`). Out: a sentence, and
 the ranks that leave; then, on every rank, the state before the step on disk and how this rank goes on.
 
 It takes three to tell who is wrong: three machines where machines leave (torchrun with `launch.machines` as
-fewest:most), three ranks on one machine (`launch.on_loss: continue`). With two, the one that is wrong every time would
+fewest:most), three ranks on one machine (`launch.on_rank_failure: continue`). With two, the one that is wrong every time would
 decide against the other.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def leaving(run: Run, hosts: Sequence[str], wrong: Collection[int], told: Collection[int]) -> tuple[str, list[int]]:
     """What becomes of ranks that were `wrong` (none: it could not be decided), by computations of the ranks `told`: in
     words, and the ranks that leave. `hosts` are those of all ranks."""
-    if run.guard.on_difference != "exclude":
+    if run.sdc_check.on_difference != "evict":
         return "take that machine out", []
     least, kind = fewest(run.launch), "machines"
     places: Sequence[object] = hosts
@@ -49,14 +49,14 @@ def leaving(run: Run, hosts: Sequence[str], wrong: Collection[int], told: Collec
 def check(run: Run, why: str | None) -> None:
     """Machines, or ranks, can be taken out of this job. `why`: why single ranks cannot be lost here. Errors:
     `RunError`, before the first step."""
-    if run.guard.on_difference != "exclude" or not run.guard.every:
+    if run.sdc_check.on_difference != "evict" or not run.sdc_check.every:
         return
     how = launched_by(run)
     if fewest(run.launch) is None and why is not None:
-        raise RunError(f"guard.on_difference: exclude cannot take a rank out here ({why}); take stop or retry")
+        raise RunError(f"sdc_check.on_difference: evict cannot take a rank out here ({why}); take stop or retry")
     if how != f"launcher {run.launch.name}":
         raise RunError(
-            f"guard.on_difference: exclude takes lockstep's own launcher, and this job was started by {how}; take stop "
+            f"sdc_check.on_difference: evict takes lockstep's own launcher, and this job was started by {how}; take stop "
             "or retry, or start it as `lockstep train`"
         )
 

@@ -54,7 +54,7 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
     values["model"]["compile"] = False  # training only
     values["average"] = {}
     values["strategy"] = {"name": "single", "exact": run.strategy.exact, "options": {}}
-    values["launch"] |= {"name": "local", "processes": 1, "master": None, "rank": None, "world_size": None}
+    values["launch"] |= {"name": "local", "processes": 1, "init_method": None, "rank": None, "world_size": None}
     return Run.model_validate(values | {"output": str(output)})
 
 

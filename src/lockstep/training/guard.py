@@ -3,7 +3,7 @@
 In: a step that is about to be trained. Out: the same result, or, before anything is updated, which micro-batch, which
 ranks and which hosts did not come to the same bits.
 
-At every `guard.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it is,
+At every `sdc_check.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it is,
 as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same bits;
 no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who was
 wrong, and `leaving.py` what becomes of it. At these steps the weights of all ranks are compared, too; before every
@@ -55,25 +55,25 @@ class Guard:
         self._run, self._world, self._feed = session.run, session.world, session.feed
         self._strategy: Any = session.strategy
         self._session, self.retried = session, 0  # steps that were computed once more
-        if not self._run.guard.every:
+        if not self._run.sdc_check.every:
             return
         if not isinstance(self._strategy, Native):
-            raise RunError(f"guard.every: {self._run.strategy.name} takes parts of this model; it takes {TAKEN}")
+            raise RunError(f"sdc_check.every: {self._run.strategy.name} takes parts of this model; it takes {TAKEN}")
         if self._strategy.statistics.names:
             raise RunError(
-                f"guard.every: the model keeps running statistics ({self._strategy.statistics.names[0]}), which a "
+                f"sdc_check.every: the model keeps running statistics ({self._strategy.statistics.names[0]}), which a "
                 "second computation would change; leave it out"
             )
 
     def trained(self, batch: StepBatch, rate: float) -> StepResult:
         """One update. Collective. Errors: `Corrupted`, on every rank, before anything is updated."""
-        every = self._run.guard.every
+        every = self._run.sdc_check.every
         if not every or (batch.step + 1) % every:
             return self._strategy.train_step(batch, rate)
         try:
             return self._watched(batch, rate)
         except Corrupted as caught:
-            if self._run.guard.on_difference != "retry" or not caught.sound:
+            if self._run.sdc_check.on_difference != "retry" or not caught.sound:
                 raise
             self.retried += 1
             self._session.journal.event("guard", batch.step, retried=True)
@@ -150,7 +150,7 @@ class Guard:
     def agree(self, step: int) -> None:
         """After `step` updates, whether all ranks hold the same weights and, where each has all of it, optimizer.
         Collective. Errors: `Corrupted`."""
-        if self._run.guard.every:
+        if self._run.sdc_check.every:
             state = sorted(self._strategy.sharded_state_dict().items())
             self._agree(f"after step {step}", [each.detach() for _, each in state if local(each) is each])
 
@@ -177,7 +177,7 @@ class Guard:
         told = f"those of {others} are other ones" if wrong else "no majority has the same"
         then, leaves = leaving(self._run, world.hosts, wrong, range(world.size))
         raise Corrupted(
-            f"guard: {when} the ranks do not hold the same weights: {told}. What changed them came after the last "
+            f"sdc_check: {when} the ranks do not hold the same weights: {told}. What changed them came after the last "
             f"checkpoint, before which they were compared; {then}",
             False,
             leaves,

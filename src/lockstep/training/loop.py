@@ -61,7 +61,7 @@ def explained(caught: NotFinite, feed: StepLoader, rows: np.ndarray, when: str =
     what = "the loss" if caught.micro_batches else f"the gradient (norm {caught.norm}), though no loss,"
     return (
         f"{when or f'step {caught.step}'}: {what} is not a finite number; nothing was updated. Look at these examples, "
-        "or lower optim.learning_rate or optim.clip; on_nonfinite=skip leaves such steps out"
+        "or lower optim.learning_rate or optim.max_grad_norm; on_nonfinite=skip leaves such steps out"
     ) + "".join("\n" + line for line in lines)
 
 

@@ -72,7 +72,7 @@ def resolve_options(run: Run, task: Task, world: World) -> Run:
 
 def check_names(run: Run, prepared: Prepared) -> None:
     """Refuse patterns of weights' names that match none, before any process starts. Errors: `RunError`."""
-    if run.model.freeze or run.optim.groups or run.optim.layer_decay < 1:
+    if run.model.freeze or run.optim.groups or run.optim.layerwise_lr_decay < 1:
         task_class: Any = plugins.find("tasks", run.task.name)
         assigned(run.optim, freeze(run, task_class(run, prepared).model(empty=True)))
 

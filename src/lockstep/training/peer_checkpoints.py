@@ -1,4 +1,4 @@
-"""Copies of the state in the memory of ranks, taken every `launch.copy_every` steps beside training: what a rank that
+"""Copies of the state in the memory of ranks, taken every `launch.replicate_every` steps beside training: what a rank that
 is lost has held is in the memory of another one.
 
 In: each rank's share of the state after some step, cut as a checkpoint cuts it, so that all together have everything
@@ -76,9 +76,9 @@ class PeerCheckpoints:
     """Of the ranks of one generation, and what is left of those before."""
 
     def __init__(self, session: Session) -> None:
-        """Nothing is copied where `launch.copy_every` is 0."""
+        """Nothing is copied where `launch.replicate_every` is 0."""
         self._session = session
-        self.every = session.run.launch.copy_every
+        self.every = session.run.launch.replicate_every
         self.kept: list[Version] = []  # newest last
         self._flight: _Flight | None = None
         self._shapes: Any = None

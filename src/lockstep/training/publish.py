@@ -75,8 +75,8 @@ def _mirrored(run: Run, folder: Path, mirror: RemoteSync | None) -> str:
     try:
         mirror.copy_export(folder)
     except (OSError, StoreError) as caught:
-        return f"; it could not be copied to {run.mirror} ({caught})"
-    return f"; a copy is in {run.mirror}/export"
+        return f"; it could not be copied to {run.remote_dir} ({caught})"
+    return f"; a copy is in {run.remote_dir}/export"
 
 
 def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> int:
@@ -85,23 +85,23 @@ def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = No
     fault = finish(run, say, mirror)
     if fault is not None:
         error(
-            f"{run.folder} is not whole in {run.mirror}: {fault}. Everything is in {run.folder}; the same command "
+            f"{run.folder} is not whole in {run.remote_dir}: {fault}. Everything is in {run.folder}; the same command "
             "copies what is missing"
         )
-    elif run.mirror is not None:
-        say(f"checkpoints and export are in {run.mirror}")
+    elif run.remote_dir is not None:
+        say(f"checkpoints and export are in {run.remote_dir}")
     return max(DONE if fault is None else FAILED, push_pending(run, say))
 
 
 def publish_until_stopped(run: Run, world: World, console: Console, mirror: RemoteSync | None = None) -> int:
     """The same, which a stop signal ends. Rank 0 only. Returns the exit status."""
-    if run.mirror is None and not pending(run):
+    if run.remote_dir is None and not pending(run):
         return DONE
     try:
         with world.stop.interrupts():
             return publish(run, console.say, mirror)
     except Stopped:
-        where = " and ".join(place for place in (run.mirror, run.hub.push_to) if place)
+        where = " and ".join(place for place in (run.remote_dir, run.hub.push_to) if place)
         console.say(
             f"stopped on request before {where} had the model, which is in {run.folder}/export; the same command "
             "goes on with that"

@@ -216,7 +216,7 @@ def train_and_evaluate(session: Session, console: Console, step: int) -> Trained
     run, world, task, strategy = session.run, session.world, session.task, session.strategy
     sinks = RankZeroSinks(session, console, step)
     session = replace(session, sinks=sinks, fingerprints=Fingerprints(world, run.folder, step))
-    going = Recovery(session, Watchdog(world, run.launch.hang_s).start(), step, sinks.moved)
+    going = Recovery(session, Watchdog(world, run.launch.hang_timeout_s).start(), step, sinks.moved)
     end: End = "failed"
     best = Best(run.checkpoint.best)
     for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step and world.is_main else ():

@@ -1,4 +1,4 @@
-"""`launch.hand_over`: a rank that is slow for a while hands micro-batches over to others; the bits stay.
+"""`launch.rebalance_every`: a rank that is slow for a while hands micro-batches over to others; the bits stay.
 
 In: how long each rank took for the tokens that it computed, every few steps. Out: which micro-batches each rank runs
 from the next step on. Micro-batches belong to the step and not to the rank, and the tree adds them up in one order
@@ -39,14 +39,16 @@ class LoadBalancer:
     def __init__(self, session: Session) -> None:
         """Errors: `RunError` for a strategy whose ranks hold parts of the model."""
         self._session, self._world, self._feed = session, session.world, session.feed
-        self._every = session.run.launch.hand_over if session.world.size > 1 else 0
+        self._every = session.run.launch.rebalance_every if session.world.size > 1 else 0
         self._even: Shares = even(session.run.micro_batches, session.world.size)
         self._shares = self._even
         self._rates: deque[list[float]] = deque(maxlen=2)  # seconds a token of each rank, of the last two looks
         self._asked: Callable[[], list[list[float]]] | None = None
         self._tokens, self._seconds = 0, 0.0
         if self._every and not isinstance(session.strategy, Native):
-            raise RunError(f"launch.hand_over: {session.run.strategy.name} takes parts of this model; it takes {TAKEN}")
+            raise RunError(
+                f"launch.rebalance_every: {session.run.strategy.name} takes parts of this model; it takes {TAKEN}"
+            )
 
     def steps(self, after: int, ends: Callable[[Unreadable], None]) -> Iterator[StepBatch]:
         """`Feed.steps`. A step is over when the next batch is asked for. Collective."""

@@ -75,9 +75,9 @@ class Recovery:
         )
         eviction.check(session.run, why)
         if members is None or why is not None:
-            if session.run.launch.on_loss == "continue" and session.world.size > 1:
+            if session.run.launch.on_rank_failure == "continue" and session.world.size > 1:
                 session.checkpoints.say(
-                    f"launch.on_loss: continue is not possible ({why}): a lost rank ends the others"
+                    f"launch.on_rank_failure: continue is not possible ({why}): a lost rank ends the others"
                 )
             return train(session, self.stand.step)
         members.ready()
@@ -258,10 +258,10 @@ def unsupported_reason(session: Session) -> str | None:
     if session.world.apart and strategy.rebuilds:
         return None  # those that it comes to have answered
     if isinstance(strategy, ShardedRecovery) and strategy.rebuilds and strategy.outlives(run):
-        if not run.launch.copy_every and not strategy.keeps_copies:
+        if not run.launch.replicate_every and not strategy.keeps_copies:
             return (
                 f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "
-                "each part on another: set launch.copy_every"
+                "each part on another: set launch.replicate_every"
             )
         if session.task.reference_size:
             return f"task {run.task.name} asks the model before training"
@@ -273,7 +273,7 @@ def unsupported_reason(session: Session) -> str | None:
         return "the model keeps running statistics"
     if run.average.ema is not None or strategy.stepper.rule.averages:
         return "weights are averaged"
-    if run.mirror is not None:
+    if run.remote_dir is not None:
         return "checkpoints are mirrored by rank 0"
     if run.model.compile:
         return "the model is compiled"

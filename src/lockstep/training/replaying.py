@@ -117,7 +117,7 @@ class _Looker:
         if self._session.world.is_main:
             _save(self._gradient, run.folder / GRADIENTS)
         norms = {name: float(g.double().norm()) for name, g in self._gradient.items()}
-        norm, limit = line["grad_norm"], run.optim.clip
+        norm, limit = line["grad_norm"], run.optim.max_grad_norm
         return {
             "step": line["step"],
             "learning_rate": rate,

@@ -22,7 +22,7 @@ from lockstep.data.tokens import Prepared
 from lockstep.training.data_loader import StepLoader
 
 # Keys of which a step knows its learning rate only.
-_OF_RATES: tuple[str, ...] = ("learning_rate", "schedule", "warmup_steps", "warmup_fraction", "minimum", "power")
+_OF_RATES: tuple[str, ...] = ("learning_rate", "schedule", "warmup_steps", "warmup_fraction", "min_lr_ratio", "power")
 _OF_RATES += ("decay_fraction", "decay_steps", "decay_shape")
 OF_RATES = {"epochs", "steps", REVISION, *(f"optim.{key}" for key in _OF_RATES)}
 OF_STEPS = OF_RATES | {"optim.groups", "data.sources"}  # and its examples: keys that are answered by comparing steps

@@ -167,9 +167,9 @@ def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES
                 return shlex.join(words), f"whether this is the same training on {processes} process(es)"
             words += [override_of("output", f"{run.folder}-{processes}")]
             # what belongs to this run, and not to one that is compared with it
-            words += ["stop_after=null"] if run.stop_after else []
+            words += ["max_time=null"] if run.max_time else []
             words += ["hub.push_to=null"] if run.hub.push_to else []
-            words += ["mirror=null"] if run.mirror else []
+            words += ["remote_dir=null"] if run.remote_dir else []
             return shlex.join(words), f"gives the same weights on {processes} process(es)"
     return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model once more"
 

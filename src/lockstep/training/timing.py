@@ -85,7 +85,7 @@ def measure(job: Job, world: World, steps: str, skip: str) -> int:
     join_ranks(job, world)
     session = build_session(job, world)
     strategy, whole = session.strategy, session.feed.total
-    watch = Watchdog(world, run.launch.hang_s).start()
+    watch = Watchdog(world, run.launch.hang_timeout_s).start()
     try:
         try_a_step(session)
         found = _timed(session, prepared, (int(skip), int(skip) + int(steps)))

@@ -38,7 +38,7 @@ def name_of(run: Run) -> str:
 
 
 def output_of(run: Run) -> str:
-    """OUTPUT as the pods see it, on the volume of `launch.claim`."""
+    """OUTPUT as the pods see it, on the volume of `launch.pvc`."""
     return f"{OUTPUTS}/{name_of(run).removeprefix('lockstep-')}"
 
 
@@ -87,7 +87,7 @@ def check(run: Run, options: Any) -> None:
     """Errors: `RunError` for what no pod could use."""
     for key, what in (
         ("image", "a container image that holds lockstep; docker/Dockerfile builds one"),
-        ("claim", "the name of a PersistentVolumeClaim for OUTPUT (checkpoints and the model)"),
+        ("pvc", "the name of a PersistentVolumeClaim for OUTPUT (checkpoints and the model)"),
     ):
         if getattr(options, key) is None:
             raise RunError(f"launch.{key}: missing; kubernetes needs {what}")
@@ -246,7 +246,7 @@ def pod(run: Run, options: Any, container: str) -> dict[str, Any]:
         words.append("launch.node_rank=$(LOCKSTEP_NODE_RANK)")
     mounts = {"outputs": OUTPUTS, "run": RUN_FOLDER, "cache": CACHE, "shm": "/dev/shm"}
     volumes: list[dict[str, Any]] = [
-        {"name": "outputs", "persistentVolumeClaim": {"claimName": options.claim}},
+        {"name": "outputs", "persistentVolumeClaim": {"claimName": options.pvc}},
         {"name": "run", "configMap": {"name": name_of(run)} | _folders(run)},
         {"name": "cache", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -283,7 +283,7 @@ def probes(run: Run, options: Any) -> dict[str, Any]:
     """A pod whose job writes nothing for `launch.stuck_minutes` is started anew. All pods look at the same file, which
     rank 0 writes; the first probe waits until it is newer than the mounted run file, which was put there with the pod.
 
-    Ranks that wait for each other are found much sooner by `launch.hang_s`; this is for whatever that does not see.
+    Ranks that wait for each other are found much sooner by `launch.hang_timeout_s`; this is for whatever that does not see.
     """
     if not options.stuck_minutes:
         return {}

@@ -127,8 +127,8 @@ def _deepspeed(run: Run, details: Mapping[str, Any]) -> Iterator[tuple[str, str]
         if not (wanted == "0" and name == "ddp"):
             yield f"distributed_type DEEPSPEED, zero_stage {wanted}", same
     clip = str(details.get("gradient_clipping", "")).lower()
-    if clip not in _UNUSED and float(clip) != (run.optim.clip or 0.0):
-        yield f"gradient_clipping {clip}", f"optim.clip={clip}"
+    if clip not in _UNUSED and float(clip) != (run.optim.max_grad_norm or 0.0):
+        yield f"gradient_clipping {clip}", f"optim.max_grad_norm={clip}"
     micro_batches = str(details.get("gradient_accumulation_steps", "")).lower()
     if micro_batches not in (*_UNUSED, "1") and run.micro_batches % int(micro_batches):
         yield f"gradient_accumulation_steps {micro_batches}", f"micro_batches: {micro_batches} for each process"

@@ -68,7 +68,7 @@ def run_agent(
         monitor_interval=0.1,
     )
     agent = Agent(spec, rendezvous, run, say)
-    rendezvous.continues = run.launch.on_loss == "continue" and max(processes, rendezvous.most) > 1
+    rendezvous.continues = run.launch.on_rank_failure == "continue" and max(processes, rendezvous.most) > 1
     spec.monitor_interval = 0.01 if rendezvous.continues else 0.1  # `Ranks` waits by itself
     # Torch elastic would pass a signal on as it came, look no more at how ranks end, and wait even for those that have
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""

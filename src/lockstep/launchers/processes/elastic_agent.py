@@ -1,4 +1,4 @@
-"""An agent of torch elastic whose ranks may be lost one by one: `launch.on_loss: continue`.
+"""An agent of torch elastic whose ranks may be lost one by one: `launch.on_rank_failure: continue`.
 
 In: a formation of the job, or a job that runs and that this machine comes into. Out: ranks on a roll, and what torch
 elastic asks of them. The loss of a rank on one machine is `elastic_ranks.py`'s, that of machines
@@ -90,7 +90,9 @@ class Survivors(LocalElasticAgent):
         store = self.rendezvous
         self.goes_on = store.continues and all(node.continues for node in store.nodes)
         if store.continues and not self.goes_on:
-            self.say("note: launch.on_loss: continue is not the same on every machine: a lost rank ends the others")
+            self.say(
+                "note: launch.on_rank_failure: continue is not the same on every machine: a lost rank ends the others"
+            )
         if store.most > 1:
             self._in = f"lockstep-ranks-{store.get_run_id()}-{store.round}"
         if store.most > 1 and store.place == 0:

@@ -4,7 +4,7 @@ In: what `elastic_ranks.py` has for one machine, and this machine's place among 
 
 Every machine says in the store, at least once a second, that it lives, which of its ranks were killed, and which
 processes wait to come in. The first of those that live decides for all: it posts the next generation. The store takes
-each generation once, so two that both decide cannot both be right. A machine that has said nothing for `launch.lost_s`
+each generation once, so two that both decide cannot both be right. A machine that has said nothing for `launch.keep_alive_timeout_s`
 is lost, and its ranks with it. One that does not reach the store hears of no generation, its ranks can meet nobody, and
 it ends (`elastic.py`): when a network falls apart, only the side that has the store goes on.
 """
@@ -59,9 +59,9 @@ class Word:
 class Machines:
     """Those of one formation of a job, and those that have come into it, as one of them sees them."""
 
-    def __init__(self, store: Sealed, host: str, place: int | None, count: int, lost_s: float) -> None:
+    def __init__(self, store: Sealed, host: str, place: int | None, count: int, keep_alive_timeout_s: float) -> None:
         """`place`: of this machine among the `count` that formed the job; None: it comes into it."""
-        self._store, self._count, self._lost_s = store, count, lost_s
+        self._store, self._count, self._lost_s = store, count, keep_alive_timeout_s
         self.place = count + store.add("guests", 1) - 1 if place is None else place
         self.mine = Word(host)
         self.others: dict[int, Word | None] = {}  # None: it has not spoken yet

@@ -1,4 +1,4 @@
-"""The ranks of one machine, where the loss of one does not end the others: `launch.on_loss: continue`.
+"""The ranks of one machine, where the loss of one does not end the others: `launch.on_rank_failure: continue`.
 
 In: what each of them runs, and the launcher's store. Out: what torch elastic asks a process context for; and, when a
 rank was killed and all others can go on, the next generation of the job's ranks (`distributed/membership.py`), and a

@@ -45,7 +45,7 @@ class Node:
     processes: int
     place: int | None = None  # `launch.node_rank`: its wish for a place
     holds: bool = False  # whether it holds the store
-    continues: bool = False  # whether its ranks may be lost one by one: `launch.on_loss`
+    continues: bool = False  # whether its ranks may be lost one by one: `launch.on_rank_failure`
     step: int = 0  # of the newest checkpoint in its OUTPUT
 
     @property

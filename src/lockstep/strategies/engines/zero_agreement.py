@@ -17,7 +17,7 @@ OURS = {
     "train_micro_batch_size_per_gpu": "micro_batches",
     "gradient_accumulation_steps": "micro_batches",
     "managed_gradient_accumulation": "micro_batches",
-    "gradient_clipping": "optim.clip",
+    "gradient_clipping": "optim.max_grad_norm",
     "optimizer": "optim",
     "scheduler": "optim.schedule",
     "steps_per_print": "track.every",
@@ -54,7 +54,7 @@ def differing(run: Run, processes: int, stage: int, options: Mapping[str, Any], 
         "train_batch_size": run.batch_size,
         "train_micro_batch_size_per_gpu": run.batch_size / run.micro_batches,
         "gradient_accumulation_steps": run.micro_batches / processes,
-        "gradient_clipping": run.optim.clip or 0.0,
+        "gradient_clipping": run.optim.max_grad_norm or 0.0,
         "steps_per_print": run.track.every,
     }
     rows = []
@@ -140,7 +140,7 @@ def _scheduler(run: Run, value: Any) -> Iterator[str]:
         "warmup_num_steps": run.optim.warmup_steps,
         "total_num_steps": run.steps,
         "warmup_type": "linear",
-        "cos_min_ratio": run.optim.minimum,
+        "cos_min_ratio": run.optim.min_lr_ratio,
     }
     yield from _parameters(value, same)
 

@@ -55,7 +55,7 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
     ours = {
         "train_micro_batch_size_per_gpu": 1,  # a number DeepSpeed wants and does nothing with
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": run.optim.clip or 0.0,
+        "gradient_clipping": run.optim.max_grad_norm or 0.0,
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # it would wait for the device around every micro-batch
         "zero_allow_untested_optimizer": True,  # SGD: tested here

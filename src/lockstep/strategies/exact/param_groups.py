@@ -45,7 +45,7 @@ def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]
         for p in module.parameters(recurse=False)
     }
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    factors = layer_factors(list(named), {n for n, p in named.items() if id(p) in embeddings}, optim.layer_decay)
+    factors = layer_factors(list(named), {n for n, p in named.items() if id(p) in embeddings}, optim.layerwise_lr_decay)
     treated, matched = {}, set()
     for name, p in named.items():
         group = next((group for group in optim.groups if fnmatchcase(name, group.match)), None)
@@ -87,7 +87,7 @@ def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: floa
         return dict.fromkeys(names, 1.0)
     places = {name: (found[1], int(found[2])) for name in names if (found := _LAYER.match(f"model.{name}"))}
     if not places:
-        raise RunError("optim.layer_decay: the model has no list of layers; use optim.groups")
+        raise RunError("optim.layerwise_lr_decay: the model has no list of layers; use optim.groups")
     sizes: dict[str, int] = {}
     for stack, place in places.values():
         sizes[stack] = max(sizes.get(stack, 0), place + 1)

@@ -31,20 +31,20 @@ AT_ONCE = 8  # ranks of one host that send to each other directly
 class LinkSpeeds:
     """How sums travel between the ranks of a process group."""
 
-    exchange: str = "auto"  # as `strategy.exchange` says
+    all_reduce: str = "auto"  # as `strategy.all_reduce` says
     hosts: tuple[str, ...] = ()  # of each rank; none: all on one
 
     def tree(self, ranks: int) -> bool:
         """Whether they travel in stages: between hosts, and where one all-to-all would be many messages."""
-        if self.exchange == "auto":
+        if self.all_reduce == "auto":
             return ranks > AT_ONCE or len(set(self.hosts)) > 1
-        return self.exchange == "tree"
+        return self.all_reduce == "hierarchical"
 
 
 def links(run: Run, world: World, group: dist.ProcessGroup | None = None) -> LinkSpeeds:
     """Of a run, between the ranks of a group; all by default."""
     ranks = range(world.size) if group is None else dist.get_process_group_ranks(group)
-    return LinkSpeeds(run.strategy.exchange, tuple(world.hosts[rank] for rank in ranks))
+    return LinkSpeeds(run.strategy.all_reduce, tuple(world.hosts[rank] for rank in ranks))
 
 
 def merged(nodes: Iterable[Node], leaves: int) -> tuple[Node, ...]:

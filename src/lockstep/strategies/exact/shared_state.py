@@ -1,4 +1,4 @@
-"""Strategies whose ranks share the state out, and which outlive the loss of a rank: `launch.on_loss: continue`.
+"""Strategies whose ranks share the state out, and which outlive the loss of a rank: `launch.on_rank_failure: continue`.
 
 In: a step that was broken off. Out: what this rank still holds, and whether that is the state before the update or the
 one after it; and the same strategy for another number of ranks, built without weights. `training/reshard.py` does the

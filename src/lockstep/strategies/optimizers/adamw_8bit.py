@@ -34,7 +34,9 @@ class AdamW8bit(Optimizer):
     class Options(Section):
         betas: tuple[float, float] = Field((0.9, 0.999), description="decays of the two moments")
         eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-        least: int = Field(4096, ge=0, description="numbers of a tensor from which on its moments are in 8 bits")
+        min_8bit_size: int = Field(
+            4096, ge=0, description="numbers of a tensor from which on its moments are in 8 bits"
+        )
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -48,7 +50,7 @@ class AdamW8bit(Optimizer):
         count = 1
         for size in weight.shape:
             count *= size
-        return EIGHT if count >= self.options.least and not weight.embedding else ""
+        return EIGHT if count >= self.options.min_8bit_size and not weight.embedding else ""
 
     def whole(self, group: GroupOf) -> bool:
         return bool(group["kind"] == EIGHT)  # blocks are counted from the first number

@@ -29,12 +29,12 @@ class Muon(Optimizer):
         momentum: float = Field(0.95, ge=0, lt=1, description="share of the mean gradient that the next one keeps")
         nesterov: bool = Field(True, description="look ahead by the gradient")
         ns_steps: int = Field(5, ge=1, lt=100, description="Newton-Schulz steps that make a matrix orthogonal")
-        adjust: Literal["match_rms_adamw", "original"] = Field(
+        lr_adjust: Literal["match_rms_adamw", "original"] = Field(
             "match_rms_adamw",
             description="match_rms_adamw: updates of AdamW's size, so that one learning_rate suits both (Liu et al., "
             "2025); original: longer for tall matrices",
         )
-        matrices: list[str] | None = Field(
+        muon_params: list[str] | None = Field(
             None, description="names of the matrices, with * for any part of a name; default: those of the layers"
         )
         betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decays of the two moments")
@@ -47,8 +47,8 @@ class Muon(Optimizer):
     def kind(self, weight: Weight) -> str:
         if len(weight.shape) != 2:
             return ""
-        if self.options.matrices is not None:
-            return MATRIX if any(fnmatchcase(weight.name, each) for each in self.options.matrices) else ""
+        if self.options.muon_params is not None:
+            return MATRIX if any(fnmatchcase(weight.name, each) for each in self.options.muon_params) else ""
         return MATRIX if weight.in_layer and not weight.embedding else ""
 
     def whole(self, group: GroupOf) -> bool:
@@ -66,5 +66,5 @@ class Muon(Optimizer):
             self.others.update(group, weights, gradients, states)
             return
         own = self.options.model_dump(include={"momentum", "nesterov", "ns_steps"})
-        own |= {"lr": group["lr"], "weight_decay": group["weight_decay"], "adjust_lr_fn": self.options.adjust}
+        own |= {"lr": group["lr"], "weight_decay": group["weight_decay"], "adjust_lr_fn": self.options.lr_adjust}
         by_torch(torch.optim.Muon, weights, gradients, states, **own)

@@ -34,7 +34,7 @@ class LanguageModelingOptions(BaseModel):
     tools: str | None = Field(
         None, description="column of the tools that a conversation may call: lists of schemas, or JSON of them"
     )
-    turns: Literal["together", "each"] = Field(
+    turns: Literal["together", "per_turn"] = Field(
         "together",
         description="together: a conversation is one example; each: every turn of the assistant is one, with what is "
         "before it as the chat template writes it then",
@@ -48,7 +48,7 @@ class LanguageModelingOptions(BaseModel):
         description="tokens whose logits are in memory at once: the loss in chunks, without the matrix of logits; "
         "liger: by Liger-Kernel, on CUDA; default: all tokens of a micro-batch",
     )
-    cross_documents: bool = Field(
+    attend_across_documents: bool = Field(
         True, description="of packed texts: whether a text is read after those before it in its block; false: by itself"
     )
     samples: int = Field(2, ge=0, description="continuations to show after each evaluation")
@@ -70,8 +70,8 @@ class LanguageModelingOptions(BaseModel):
         ):
             if getattr(self, key) != default and self.messages is None:
                 raise ValueError(f"{key} is for messages; name their column")
-        if not self.cross_documents and not self.packed:
-            raise ValueError("cross_documents is about packed texts, and these are not packed; leave it out")
+        if not self.attend_across_documents and not self.packed:
+            raise ValueError("attend_across_documents is about packed texts, and these are not packed; leave it out")
         return self
 
     @property
@@ -104,7 +104,7 @@ class LanguageModelingOptions(BaseModel):
         """What of these keys decides the tokens of a split."""
         always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
         found = {k: v for k, v in self.model_dump().items() if k in always}
-        found |= {} if self.cross_documents else {"cross_documents": False}
+        found |= {} if self.attend_across_documents else {"attend_across_documents": False}
         if self.messages is not None:  # keys that are younger than checkpoints: what they are without them
             asked = (
                 self.template_arguments,

@@ -66,7 +66,7 @@ def main(known: argparse.Namespace) -> int:
             "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
             "strategy": f"{run.strategy.name}{', exact where it can be' if run.strategy.exact else ''}",
             **(amounts(run) if isinstance(job, str) else sizes_of(job)),
-            "output": f"{run.folder}{f', copied to {run.mirror}' if run.mirror else ''}",
+            "output": f"{run.folder}{f', copied to {run.remote_dir}' if run.remote_dir else ''}",
         }
     )
     if isinstance(job, str):

@@ -40,7 +40,7 @@ TABLE: Table = {
     "sequence_len": Row("task.block_size", "of preference and reward: data.max_length"),
     "pretraining_dataset": Row("data.source", "path of the one there is, with data.stream: true", joined=True),
     "streaming": Row("data.stream", joined=True),
-    "sample_packing": Row("task.packing", "true: with task.cross_documents: false", joined=True),
+    "sample_packing": Row("task.packing", "true: with task.attend_across_documents: false", joined=True),
     "chat_template_jinja": Row("task.chat_template"),
     "field_messages": Row("task.messages"),
     "adapter": Row("model.adapter", "lora; qlora: with model.quantization", joined=True),
@@ -64,7 +64,7 @@ TABLE: Table = {
     "warmup_steps": Row("optim.warmup_steps", joined=True),
     "warmup_ratio": Row("optim.warmup_fraction", joined=True),
     "weight_decay": Row("optim.weight_decay"),
-    "max_grad_norm": Row("optim.clip"),
+    "max_grad_norm": Row("optim.max_grad_norm"),
     "adam_beta1": Row("optim.betas", "with adam_beta2", joined=True),
     "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
     "adam_epsilon": Row("optim.eps"),
@@ -374,7 +374,7 @@ def _packing(theirs: Mapping[str, Any], moved: Imported) -> None:
     elif "task.text" in moved.keys:  # texts alone are packed by default here
         moved.set("task.packing", False, "sample_packing, by axolotl's default")
     if packed:
-        moved.set("task.cross_documents", False, "sample_packing")
+        moved.set("task.attend_across_documents", False, "sample_packing")
 
 
 def _tracking(theirs: Mapping[str, Any], moved: Imported) -> None:

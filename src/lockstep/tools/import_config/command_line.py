@@ -58,7 +58,7 @@ EXAMPLES: Table = {
     "source_lang": Row("task.source", "of translation"),
     "target_lang": Row("task.target", "of translation"),
     "max_target_length": Row("task.target_length"),
-    "mlm_probability": Row("task.masked", "of masked language modelling"),
+    "mlm_probability": Row("task.mlm_probability", "of masked language modelling"),
     "doc_stride": Row("task.stride", "of question answering"),
     "max_answer_length": Row("task.answer_tokens", "of question answering"),
     "version_2_with_negative": Row("task.unanswerable", "of question answering"),

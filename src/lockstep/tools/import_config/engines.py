@@ -48,7 +48,7 @@ DEEPSPEED: Table = {
     "train_batch_size": Row("batch_size", joined=True),
     "train_micro_batch_size_per_gpu": Row("micro_batches", "batch_size / this many examples", joined=True),
     "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
-    "gradient_clipping": Row("optim.clip", joined=True),
+    "gradient_clipping": Row("optim.max_grad_norm", joined=True),
     "optimizer": Row("optim", "AdamW, Adam, SGD and Lion with lr, betas, eps, weight_decay, momentum", joined=True),
     "scheduler": Row(
         "optim.schedule", "WarmupLR: constant; WarmupDecayLR: linear; WarmupCosineLR: cosine", joined=True
@@ -110,7 +110,7 @@ def _of_accelerate(config: Mapping[str, Any], moved: Imported, processes: int) -
         moved.drop("deepspeed_config_file", path, "`lockstep init --from` that file moves it, too")
     moved.set("strategy.name", f"zero{stage}" if stage else "ddp", f"zero_stage {stage}")
     if (clip := number(config.get("gradient_clipping"))) is not None:
-        moved.set("optim.clip", clip, "gradient_clipping")
+        moved.set("optim.max_grad_norm", clip, "gradient_clipping")
     if (times := number(config.get("gradient_accumulation_steps"))) is not None:
         moved.set("micro_batches", int(times) * processes, f"gradient_accumulation_steps {int(times)} x {processes}")
     offload = {
@@ -138,7 +138,7 @@ def move_deepspeed(theirs: Mapping[str, Any], moved: Imported, processes: int | 
         moved.drop(name, value, "without ZeRO DeepSpeed is not used")
     _steps(theirs, moved, processes)
     if (clip := number(theirs.get("gradient_clipping"))) is not None:
-        moved.set("optim.clip", clip, "gradient_clipping")
+        moved.set("optim.max_grad_norm", clip, "gradient_clipping")
     if (every := number(theirs.get("steps_per_print"))) is not None and every < 10_000:
         moved.set("track.every", max(1, int(every)), "steps_per_print")
     if _enabled(theirs.get("bf16")):

@@ -106,9 +106,9 @@ def collator(call: Call, at: Reading) -> None:
     mlm = given.known.get("mlm", "mlm" not in given.unknown)
     if call.name == "DataCollatorForWholeWordMask" or mlm:
         at.moved.set("task.name", "masked_language_modeling", f"{call.name}, line {call.line}")
-        at.set(call, "task.masked", given.known.get("mlm_probability", 0.15))
+        at.set(call, "task.mlm_probability", given.known.get("mlm_probability", 0.15))
         if call.name == "DataCollatorForWholeWordMask":
-            at.set(call, "task.whole_words", True)
+            at.set(call, "task.whole_word_mask", True)
     at.read(call, f"task.name: {at.moved.keys.get('task.name')}")
 
 

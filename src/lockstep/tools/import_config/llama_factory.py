@@ -28,7 +28,7 @@ TABLE: Table = {
     "dataset_dir": Row("data.source", "the folder of that file", joined=True),
     "cutoff_len": Row("task.block_size", "of preference and reward: data.max_length"),
     "packing": Row("task.packing", "stage pt: true by default", joined=True),
-    "neat_packing": Row("task.cross_documents", "true: with packing, false", joined=True),
+    "neat_packing": Row("task.attend_across_documents", "true: with packing, false", joined=True),
     "max_samples": Row("data.limit"),
     "val_size": Row("data.validation_fraction", "a share", joined=True),
     "finetuning_type": Row("model.adapter", "lora; full: no adapter", joined=True),
@@ -119,7 +119,7 @@ def move(theirs: Mapping[str, Any], moved: Imported, processes: int | None) -> N
         told = "neat_packing" if neat else "packing" if "packing" in theirs else f"packing, by default of stage {stage}"
         moved.set("task.packing", packed, told)
         if neat:
-            moved.set("task.cross_documents", False, told)
+            moved.set("task.attend_across_documents", False, told)
     _data(theirs, moved)
     _adapter(theirs, moved)
 

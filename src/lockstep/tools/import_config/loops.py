@@ -32,7 +32,7 @@ _NAMES = {
     "num_epochs": "epochs",
     "max_epochs": "epochs",
     "epochs": "epochs",
-    "grad_clip": "optim.clip",
+    "grad_clip": "optim.max_grad_norm",
     "warmup_iters": "optim.warmup_steps",
     "warmup_steps": "optim.warmup_steps",
 }
@@ -92,7 +92,7 @@ class Loop:
         elif name == "DataLoader":
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
-            self._known(call, "optim.clip", ("parameters", "max_norm"), "max_norm")
+            self._known(call, "optim.max_grad_norm", ("parameters", "max_norm"), "max_norm")
         elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
             self._known(call, "seed", ("seed",), "seed")
         elif name in ("autocast", "Accelerator", "GradScaler"):
@@ -195,7 +195,7 @@ class Loop:
         keys = {
             "max_epochs": "epochs",
             "max_steps": "steps",
-            "gradient_clip_val": "optim.clip",
+            "gradient_clip_val": "optim.max_grad_norm",
             "log_every_n_steps": "track.every",
             "num_nodes": "launch.machines",
         }
@@ -310,8 +310,8 @@ class Loop:
             batches(moved, self.batch, self.accumulated, self.processes, ("batch_size", "accumulation"))
         else:
             moved.unclear("the batch size", "no DataLoader with one was seen", by=("batch_size",))
-        if "optim.clip" not in moved.keys:
-            moved.set("optim.clip", 0.0, "no gradient is clipped in the script")
+        if "optim.max_grad_norm" not in moved.keys:
+            moved.set("optim.max_grad_norm", 0.0, "no gradient is clipped in the script")
         if not self.scheduled:
             if any(
                 "lr" in ast.unparse(n.targets[0]) and "param_group" in ast.unparse(n.targets[0])

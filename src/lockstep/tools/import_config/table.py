@@ -37,7 +37,19 @@ Table = dict[str, Row]
 
 
 # Keys of a run file that decide nothing about the weights that a run ends with, or only at which bits.
-_OUTWARD = ("name", "output", "seed", "launch", "track", "hub", "profile", "strategy", "metrics", "evaluate", "mirror")
+_OUTWARD = (
+    "name",
+    "output",
+    "seed",
+    "launch",
+    "track",
+    "hub",
+    "profile",
+    "strategy",
+    "metrics",
+    "evaluate",
+    "remote_dir",
+)
 _OUTWARD_KEYS: tuple[str, ...] = (
     "checkpoint.every",
     "checkpoint.keep",
@@ -213,7 +225,12 @@ SCHEDULES = {
     "warmup_stable_decay": "wsd",
 }
 SCHEDULES |= {f"schedulertype.{name}": ours for name, ours in SCHEDULES.items()}
-_ENDS = {"min_lr_rate": "minimum", "min_lr_ratio": "minimum", "num_decay_steps": "decay_steps", "power": "power"}
+_ENDS = {
+    "min_lr_rate": "min_lr_ratio",
+    "min_lr_ratio": "min_lr_ratio",
+    "num_decay_steps": "decay_steps",
+    "power": "power",
+}
 
 
 def schedule_ends(moved: Imported, kind: str, given: Mapping[str, Any], rate: float, name: str) -> None:
@@ -226,7 +243,7 @@ def schedule_ends(moved: Imported, kind: str, given: Mapping[str, Any], rate: fl
         if key in _ENDS:
             moved.set(f"optim.{_ENDS[key]}", value, f"{name}: {key}")
         elif key in ("min_lr", "lr_end") and (least := number(value)) is not None:
-            moved.set("optim.minimum", least / rate, f"{name}: {key} {least:g} of {rate:g}")
+            moved.set("optim.min_lr_ratio", least / rate, f"{name}: {key} {least:g} of {rate:g}")
         else:
             moved.drop(f"{name}: {key}", value, "optim has no such key")
 

@@ -54,7 +54,7 @@ TABLE: Table = {
     "gradient_accumulation_steps": Row("micro_batches", "times processes", joined=True),
     "learning_rate": Row("optim.learning_rate"),
     "lr_scheduler_type": Row("optim.schedule", "all but restarts and those that follow the scores", values=SCHEDULES),
-    "lr_scheduler_kwargs": Row("optim", "minimum, power, decay_steps, decay_shape", joined=True),
+    "lr_scheduler_kwargs": Row("optim", "min_lr_ratio, power, decay_steps, decay_shape", joined=True),
     "warmup_steps": Row("optim.warmup_steps", "below 1: optim.warmup_fraction", joined=True),
     "warmup_ratio": Row("optim.warmup_fraction", joined=True),
     "optim": Row(
@@ -64,7 +64,7 @@ TABLE: Table = {
     "adam_beta1": Row("optim.betas", "with adam_beta2", joined=True),
     "adam_beta2": Row("optim.betas", "with adam_beta1", joined=True),
     "adam_epsilon": Row("optim.eps"),
-    "max_grad_norm": Row("optim.clip"),
+    "max_grad_norm": Row("optim.max_grad_norm"),
     "label_smoothing_factor": Row(
         "task.label_smoothing", "of classification, translation and summarization", joined=True
     ),

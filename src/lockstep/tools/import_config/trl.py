@@ -28,7 +28,7 @@ TABLE: Table = {
     "max_length": Row("data.max_length", "of language modelling: task.block_size; default 1024", joined=True),
     "max_seq_length": Row("data.max_length", "the older name of max_length", joined=True),
     "packing": Row("task.packing", "with packing_strategy", joined=True),
-    "packing_strategy": Row("task.cross_documents", "bfd: false; wrapped: true", joined=True),
+    "packing_strategy": Row("task.attend_across_documents", "bfd: false; wrapped: true", joined=True),
     # of the loss
     "beta": Row("task.beta", "of preference", joined=True),
     "loss_type": Row("task.loss", "sigmoid: dpo; ipo, hinge; simpo of CPOConfig with cpo_alpha 0", joined=True),
@@ -168,7 +168,7 @@ def _texts(theirs: Mapping[str, Any], moved: Imported) -> None:
     if theirs.get("packing"):
         strategy = str(theirs.get("packing_strategy", "bfd"))
         moved.set("task.packing", True, "packing")
-        moved.set("task.cross_documents", strategy == "wrapped", f"packing_strategy {strategy}")
+        moved.set("task.attend_across_documents", strategy == "wrapped", f"packing_strategy {strategy}")
         if strategy != "wrapped":
             moved.notes.append("packing: texts follow each other and are cut where a block ends; TRL's bfd sorts them")
     else:

@@ -225,7 +225,7 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
     folder = sweep.folder / name
     hub = run.hub.model_copy(update={"push_to": None})  # not every trial: `lockstep push` sends the best
     own = {"name": f"{run.name}-{name}", "output": str(folder), "hub": hub}
-    run = run.model_copy(update=own | {"mirror": run.mirror and f"{run.mirror}/{folder.name}"})
+    run = run.model_copy(update=own | {"remote_dir": run.remote_dir and f"{run.remote_dir}/{folder.name}"})
     try:
         launcher = start.launcher_of(run)
         if not launcher.submits or importlib.util.find_spec("torch") is not None:  # else the ranks check
