@@ -1,7 +1,7 @@
 """What fingerprints and `guard` cost, in processor time on one thread, and whether `guard` raises a false alarm.
 
-In: a run file (key=value after it), as `lockstep train` takes them. Out: seconds of a step, with `sdc_check.every: 1` and
-without, turn and turn about; seconds of a hash of weights and optimizer state; alarms in so many guarded steps.
+In: a run file (key=value after it), as `lockstep train` takes them. Out: seconds of a step, with `sdc_check.every: 1`
+and without, turn and turn about; seconds of a hash of weights and optimizer state; alarms in so many guarded steps.
 
 python benchmarks/guard.py runs/minilm-emotion.yaml model.source=MINILM data.source=null data.train=TRAIN --steps 7
 """

@@ -1,11 +1,11 @@
 """`launch.rebalance_every` with one of two ranks at half speed, beside equal shares, in turns within one job.
 
 In: rounds. Out: a table, and every round as JSON in --out. The second rank is slow: after each micro-batch it burns as
-much processor time as the micro-batch took. Two ranks take turns on the same steps: equal shares; `launch.rebalance_every=3`;
-and both again with no rank slowed. Steps in which shares have yet to move are left out everywhere. A step takes as long
-as its slowest rank: `processor` is the processor time of that process, of all its threads, which other work on the
-machine does not change; `wall` is the clock's. `--clock processor` has ranks measure each other by processor time, too,
-for a machine on which other work slows either rank at any time.
+much processor time as the micro-batch took. Two ranks take turns on the same steps: equal shares;
+`launch.rebalance_every=3`; and both again with no rank slowed. Steps in which shares have yet to move are left out
+everywhere. A step takes as long as its slowest rank: `processor` is the processor time of that process, of all its
+threads, which other work on the machine does not change; `wall` is the clock's. `--clock processor` has ranks measure
+each other by processor time, too, for a machine on which other work slows either rank at any time.
 Example: python benchmarks/hand_over.py --rounds 5 --out results.json
 """
 

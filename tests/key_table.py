@@ -280,10 +280,11 @@ KEYS: dict[str, Tried | Elsewhere] = {
 LAUNCHERS = {
     "test_torchrun.py": "machines rendezvous interface keep_alive_timeout_s",
     "test_hosts_refused.py": "join_timeout_s",
-    "test_hosts.py": "node_rank last_call_timeout_s machine_rank master rank world_size",
+    "test_hosts.py": "node_rank last_call_timeout_s machine_rank init_method rank world_size",
     "test_accelerate_config.py": "config_file",
-    "test_slurm.py": "ranks partition account qos constraint time warn gpus cpus memory requeue setup extra python",
-    "test_kubernetes.py": "image claim namespace kubeflow volumes environment secrets context wait",
+    "test_slurm.py": "ranks partition account qos constraint time signal_before gpus cpus memory requeue setup extra "
+    "python",
+    "test_kubernetes.py": "image pvc namespace kubeflow volumes environment secrets context wait",
     "test_kubernetes_pods.py": "stuck_minutes",
     "test_sagemaker.py": "role s3 region pytorch spot max_hours inputs",
     "test_sagemaker_plan.py": "instance",

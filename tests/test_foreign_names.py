@@ -85,7 +85,7 @@ def test_the_page_has_the_names() -> None:
         ("learning_rte=1", "did you mean 'optim.learning_rate'?"),
         ("launch.machine=2", "known here"),
         ("optim.learning_rat=1", "did you mean 'learning_rate'?"),
-        ("size=1", "known here: name, output, mirror, seed"),  # like batch_size by half: no guess
+        ("size=1", "known here: name, output, remote_dir, seed"),  # like batch_size by half: no guess
         (
             "training={lr: 1, eval_steps: 4, x: 1}",
             "no such section; of what stands in it, 'lr': it is 'optim.learning_",

@@ -1,5 +1,5 @@
-"""`launch.on_rank_failure: continue`: ranks that are killed at any moment, and the others that finish the step; nothing is read
-from a checkpoint, and the bits are those of a job that nobody touched."""
+"""`launch.on_rank_failure: continue`: ranks that are killed at any moment, and the others that finish the step; nothing
+is read from a checkpoint, and the bits are those of a job that nobody touched."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""`launch.on_rank_failure: continue` where an engine of others runs the step: it is made again around those that are left."""
+"""`launch.on_rank_failure: continue` where an engine of others runs the step: it is made again around those that are
+left."""
 
 import sys
 from pathlib import Path

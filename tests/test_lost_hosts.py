@@ -1,6 +1,6 @@
-"""`launch.on_rank_failure: continue` on several machines, each a network namespace: ranks, hosts and links are lost, the others
-finish the step, and what comes back gets its state from them; nothing is read from a checkpoint, and the bits are those
-of one process."""
+"""`launch.on_rank_failure: continue` on several machines, each a network namespace: ranks, hosts and links are lost,
+the others finish the step, and what comes back gets its state from them; nothing is read from a checkpoint, and the
+bits are those of one process."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
-"""`launch.on_rank_failure: continue` on two machines, network namespaces, whose ranks share the state out: each copy of a part
-is on the other machine, so a rank and then a machine are lost and come back, with the bits of one process."""
+"""`launch.on_rank_failure: continue` on two machines, network namespaces, whose ranks share the state out: each copy of
+a part is on the other machine, so a rank and then a machine are lost and come back, with the bits of one process."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""`launch.on_rank_failure: continue` where ranks share the state out: those that are left bring it together from memory."""
+"""`launch.on_rank_failure: continue` where ranks share the state out: those that are left bring it together from
+memory."""
 
 import json
 import os

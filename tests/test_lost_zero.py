@@ -1,4 +1,5 @@
-"""`launch.on_rank_failure: continue` under ZeRO: those that are left make DeepSpeed's engine anew, of copies in memory."""
+"""`launch.on_rank_failure: continue` under ZeRO: those that are left make DeepSpeed's engine anew, of copies in
+memory."""
 
 import json
 import sys

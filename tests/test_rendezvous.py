@@ -91,7 +91,8 @@ def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecu
 
 @pytest.mark.slow
 def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: ThreadPoolExecutor) -> None:
-    """`last_call_timeout_s` is for machines that may still come. The one that left keeps the store until the job is over."""
+    """`last_call_timeout_s` is for machines that may still come. The one that left keeps the store until the job is
+    over."""
 
     def one_of_three(host: str, port: int = 0) -> ElasticRendezvous:
         node = Node(host, "127.0.0.1", 1, holds=not port)

@@ -158,7 +158,7 @@ def test_it_is_drawn_in_blocks() -> None:
         (["optim.schedule=[[0, 1e-4], [9, -1]]"], "rates are finite and not negative"),
         (["optim.schedule=[]"], "wanted are points"),
         (["optim.schedule=[[0, 1e-4]]"], "and the highest of the points in schedule 0.0001: leave learning_rate out"),
-        (["optim.min_lr_ratio=0.1", "optim.schedule=constant"], "minimum has no meaning with schedule: constant"),
+        (["optim.min_lr_ratio=0.1", "optim.schedule=constant"], "min_lr_ratio has no meaning with schedule: constant"),
         (["optim.power=2"], "power has no meaning with schedule: linear"),
         (["optim.decay_steps=5"], "decay_steps has no meaning with schedule: linear"),
         (["optim.warmup_fraction=0.1"], "give warmup_steps or warmup_fraction, and not both"),

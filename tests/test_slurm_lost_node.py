@@ -1,5 +1,5 @@
-"""SLURM with `launch.ranks: elastic` and `launch.on_rank_failure: continue`, on a real cluster of two nodes: a rank is killed,
-then a node is lost; the job keeps its allocation, and nothing is read from a checkpoint."""
+"""SLURM with `launch.ranks: elastic` and `launch.on_rank_failure: continue`, on a real cluster of two nodes: a rank is
+killed, then a node is lost; the job keeps its allocation, and nothing is read from a checkpoint."""
 
 import json
 import os

@@ -13,9 +13,12 @@ import gc
 import importlib
 import os
 import sys
+import warnings
 from types import ModuleType
+from typing import TextIO
 
 from lockstep import __version__
+from lockstep.config.renamed_keys import RenamedKey
 from lockstep.config.run import RunError
 from lockstep.tools import commands
 from lockstep.tools.commands import run_file
@@ -28,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         atexit.register(gc.freeze)  # the end of a process is no time to look for garbage among thousands of modules
     words = sys.argv[1:] if arguments is None else list(arguments)
     strike_tracebacks()
+    warnings.showwarning = _note
+    warnings.simplefilter("once", RenamedKey)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings about sockets come with stacks of C++
     parser = argparse.ArgumentParser(
         prog="lockstep",
@@ -75,6 +80,24 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         error("interrupted")
         return 130
+
+
+_show = warnings.showwarning
+
+
+def _note(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a former name of a key as a note, and any other warning as Python does."""
+    if issubclass(category, RenamedKey):
+        print(f"lockstep: note: {message}", file=sys.stderr)
+    else:
+        _show(message, category, filename, lineno, file, line)
 
 
 def takes_run_file(command: argparse.ArgumentParser) -> bool:

@@ -17,6 +17,8 @@ def compared(folder: Path) -> str:
     """How much of `folder/plain` was compared. Errors: `Finding`."""
     if not AVAILABLE:
         return "no plain reference"
+    if not (folder / "plain").exists():
+        return "dropout that no entry of the config switches off"
     from lockstep.config.run import load
     from lockstep.tools.against_plain import compare
 

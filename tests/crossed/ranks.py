@@ -210,9 +210,14 @@ def _keeping(folder: Path) -> None:
 
 
 def _keep_steps(session: Any, folder: Path) -> None:
-    """From here on: state before the first step, and gradient, loss, norm and state of every step."""
+    """From here on: state before the first step, and gradient, loss, norm and state of every step. Nothing of a model
+    that drops something whatever its config says (a classifier of GPT-2's)."""
+    from torch import nn
+
     from lockstep.training import plain_steps as record
 
+    if any(isinstance(module, nn.Dropout) and module.p for module in session.strategy.model.modules()):
+        return
     strategy, feed, world = session.strategy, session.feed, session.world
     gradients: dict[str, Any] = {}
     steps: list[Any] = []

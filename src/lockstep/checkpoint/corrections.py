@@ -18,6 +18,7 @@ REASONS = {
     "the kinds of layers) did not follow them; that was corrected. Train it anew with",
     "task.name": "while the task preference let a language model of an encoder's family read the tokens after each; "
     "that was corrected. Train it anew with",
+    "model.type": "while decoders of its family started from padding; that was corrected. Train it anew with",
 }
 
 
@@ -33,6 +34,7 @@ def revisions_of(run: Run) -> dict[str, int]:
         "data.padding": run.data.padding == "none" and padding.windowed(run, head),
         "model.config": models.derives(run),
         "task.name": run.task.name == "preference" and models.needs_decoder(run),
+        "model.type": head == "seq2seq" and run.model.type in models.FROM_FIRST_TOKEN,
     }
     return {key: 2 for key, concerns in concerned.items() if concerns}
 

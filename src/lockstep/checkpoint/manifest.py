@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import corrections, exported
 from lockstep.checkpoint.progress import Progress, best_first
-from lockstep.config import schedules, user_code
+from lockstep.config import renamed_keys, schedules, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.track.report import history
@@ -126,7 +126,9 @@ def parsed(content: bytes, name: str) -> Manifest | str:
         return f"{FILE} is not a checkpoint's"
     if found.dump() != content:
         return f"{FILE} does not match its own hash"
-    return found if name_of(found.step) == name else f"{FILE} is that of step {found.step}"
+    if name_of(found.step) != name:
+        return f"{FILE} is that of step {found.step}"
+    return replace(found, arithmetic=renamed_keys.of_checkpoint(found.arithmetic))
 
 
 def add(folder: Path, scores: Mapping[str, float], meter: dict[str, Any], progress: dict[str, Any]) -> None:
@@ -229,8 +231,8 @@ def broken(path: Path, manifest: Manifest) -> str | None:
 
 
 def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") -> str | None:
-    """Why a run must not go on from a checkpoint whose files are as they should be, or None. `remote_dir`: where it is, if
-    not in OUTPUT."""
+    """Why a run must not go on from a checkpoint whose files are as they should be, or None. `remote_dir`: where it is,
+    if not in OUTPUT."""
     where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
     differing = differing_keys(run, prepared.key, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())

@@ -1,7 +1,7 @@
 """What a run has in an object store: copies of the checkpoints that it keeps, and of its export.
 
-In: OUTPUT, where training writes as ever, and `remote_dir` of the run file. Out: MIRROR/checkpoints/step-NNNNNN/ with the
-same files, each verified after it was sent, the manifest last, so that what was cut off is never taken for a
+In: OUTPUT, where training writes as ever, and `remote_dir` of the run file. Out: MIRROR/checkpoints/step-NNNNNN/ with
+the same files, each verified after it was sent, the manifest last, so that what was cut off is never taken for a
 checkpoint; MIRROR/export, with export.json last; and on a machine that has none of it, the newest whole one back.
 
 Copying goes on in a thread of rank 0, whose OUTPUT holds the files of all ranks: a checkpoint of which it does not is

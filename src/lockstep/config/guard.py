@@ -1,4 +1,4 @@
-"""How often training checks its own arithmetic: the section `guard` of the run file."""
+"""How often training checks its own arithmetic: the section `sdc_check` of the run file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from lockstep.config.sections import Section, Steps
 
 
 class GuardSection(Section):
+    section = "sdc_check"
+
     every: Steps = Field(
         0,
         description="steps between those in which one micro-batch is computed a second time, by another rank, and the "
@@ -28,19 +30,20 @@ TAKEN = "single, allreduce, ddp, hf_accelerate, hf_trainer, or fsdp2 with gather
 
 def unsupported_reason(guard: GuardSection, strategy: Any, launch: Any) -> str | None:
     """Why a run of this strategy and launcher cannot be guarded so; None: as far as its keys say, it can."""
-    if not sdc_check.every:
+    if not guard.every:
         return None
-    if sdc_check.on_difference == "evict" and fewest(launch) is None and not loses_ranks(launch):
+    if guard.on_difference == "evict" and fewest(launch) is None and not loses_ranks(launch):
         return (
             f"sdc_check.on_difference: evict goes on without what was wrong, which takes launch.name=torchrun with "
-            "launch.machines as fewest:most and launch.on_rank_failure=restart, or, on one machine, launch.on_rank_failure=continue "
+            "launch.machines as fewest:most and launch.on_rank_failure=restart, or, on one machine, "
+            "launch.on_rank_failure=continue "
             f"under local or torchrun; launch.name={launch.name} is not given so: take stop or retry"
         )
     if not holds_parts(strategy):
         return None
     return (
-        f"sdc_check.every: {strategy.name} holds parts of the model with these options, and what a rank computed cannot be "
-        f"computed again by another; guard takes {TAKEN}"
+        f"sdc_check.every: {strategy.name} holds parts of the model with these options, and what a rank computed "
+        f"cannot be computed again by another; it takes {TAKEN}"
     )
 
 

@@ -13,8 +13,8 @@ def unsupported_reason(every: int, strategy: Any) -> str | None:
         return None
     if holds_parts(strategy):
         return (
-            f"launch.rebalance_every: {strategy.name} holds parts of the model with these options, and its ranks work on "
-            f"micro-batches together, or on as many each; it takes {TAKEN}"
+            f"launch.rebalance_every: {strategy.name} holds parts of the model with these options, and its ranks work "
+            f"on micro-batches together, or on as many each; it takes {TAKEN}"
         )
     if not strategy.exact:
         return "launch.rebalance_every: without strategy.exact other shares are other bits; set strategy.exact=true"

@@ -79,6 +79,8 @@ def _groups(value: Any) -> Any:
 
 
 class OptimSection(PluginSection):
+    section = "optim"
+
     name: str = Field(
         "adamw",
         description="adamw | sgd | lion | adafactor | muon | schedule_free | adamw_8bit, or your.module.Class; its "

@@ -25,6 +25,7 @@ from lockstep.config import (
     path_resolution,
     plugins,
     redaction,
+    renamed_keys,
     schedules,
 )
 from lockstep.config import error_messages as messages
@@ -65,6 +66,8 @@ _FREE = (
 
 class Run(Section):
     """One training job, complete: everything that decides its arithmetic, and how and where it runs."""
+
+    section = ""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the output folder")
     output: PathText | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$", description="default: outputs/NAME")
@@ -364,9 +367,14 @@ class _Source:
             return dict(given)
         try:
             options: type[Section] = plugins.find(kind, name).Options  # type: ignore[attr-defined]
-            return options.model_validate(given).model_dump()
         except plugins.PluginError as error:
             raise RunError(f"{named_by}: {error} ({self.where(named_by)})") from None
+        try:
+            given = renamed_keys.translate(key, given, options.model_fields)
+        except ValueError as error:
+            raise RunError(f"{error} ({self.where(key)})") from None
+        try:
+            return options.model_validate(given).model_dump()
         except ValidationError as error:
             allowed = (*beside, options)
             text = messages.explain(error, Run, self.origin, self.lines, self.overridden, key, allowed)

@@ -22,10 +22,11 @@ def learning_rate(optim: OptimSection, step: int, steps: int) -> float:
     """The rate of the update numbered `step` (from 0) of `steps`.
 
     Linear warm-up reaches the full rate with the update after the last warm-up step; then the schedules of transformers
-    of the same names: linear and half a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017) to `min_lr_ratio`, polynomial, the
-    inverse square root of Vaswani et al., "Attention is all you need", 2017, and wsd (Hu et al., "MiniCPM", 2024; its
-    `sqrt` is of Hägele et al., 2024), which warms up from `min_lr_ratio`, too. `one_cycle` is torch's OneCycleLR (Smith and
-    Topin, 2018), without its momentum; the top of its two curves may lie between two steps.
+    of the same names: linear and half a cosine (Loshchilov and Hutter, "SGDR", ICLR 2017) to `min_lr_ratio`,
+    polynomial, the inverse square root of Vaswani et al., "Attention is all you need", 2017, and wsd (Hu et al.,
+    "MiniCPM", 2024; its `sqrt` is of Hägele et al., 2024), which warms up from `min_lr_ratio`, too. `one_cycle` is
+    torch's OneCycleLR (Smith and Topin, 2018), without its momentum; the top of its two curves may lie between two
+    steps.
     """
     if isinstance(optim.schedule, list):
         return _on_lines(optim.schedule, step)

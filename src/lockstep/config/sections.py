@@ -6,10 +6,11 @@ A plug-in types the keys of its own in a nested `Options`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from lockstep.config import renamed_keys
 from lockstep.config.addresses import PathText
 from lockstep.config.file_keys import LAYOUT, QUOTE, SEPARATOR, Layout, Quote, Separator
 from lockstep.config.mixture import OWN, Mixture
@@ -62,6 +63,12 @@ class Section(BaseModel):
     """A mapping of the run file: unknown keys are errors, values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    section: ClassVar[str | None] = None  # its name in the run file, "" for the whole; None: it has no renamed keys
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present_names(cls, values: Any) -> Any:
+        return values if cls.section is None else renamed_keys.translate(cls.section, values, cls.model_fields)
 
 
 class OpenSection(Section):
@@ -89,6 +96,8 @@ class TaskSection(PluginSection):
 
 
 class DataSection(Streaming, Section):
+    section = "data"
+
     source: PathText | None = Field(None, description="Hub id, local folder, file or glob, or builtin/emotion")
     sources: Mixture | None = Field(
         None,
@@ -269,6 +278,8 @@ class TokenizerSection(Section):
 
 
 class StrategySection(Section):
+    section = "strategy"
+
     name: str = Field(
         "ddp",
         description="single | allreduce | ddp | hf_accelerate | hf_trainer | zero1 | zero2 | zero3 | fsdp2 | pipeline, "
@@ -281,13 +292,16 @@ class StrategySection(Section):
     )
     all_reduce: Literal["auto", "flat", "hierarchical"] = Field(
         "auto",
-        description="how exact sums travel: flat, from every process to every other; hierarchical, in stages, first within a "
+        description="how exact sums travel: flat, from every process to every other; hierarchical, in stages, first "
+        "within a "
         "machine; auto: hierarchical on several machines or above 8 processes. The same bits",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
 
 
 class LaunchSection(PluginSection):
+    section = "launch"
+
     name: str = Field(
         "local",
         description="local | torchrun | accelerate | slurm | sagemaker | ray | kubernetes | tcp, or your.module.Class; "
@@ -355,6 +369,8 @@ class CheckpointSection(Section):
 
 
 class TrackSection(OpenSection):
+    section = "track"
+
     to: Names = Field(
         default_factory=list,
         description="tensorboard | wandb | mlflow | trackio, or your.module.Class; console and jsonl always; each has "

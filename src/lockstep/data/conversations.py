@@ -209,7 +209,8 @@ def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: i
         if not how.each and not whole.startswith(after):
             raise RunError(
                 f"{where}: the chat template writes this turn, or what is before it, otherwise once later messages "
-                "follow (reasoning models drop the thinking of earlier turns). task.turns=per_turn trains every turn on "
+                "follow (reasoning models drop the thinking of earlier turns). task.turns=per_turn trains every turn "
+                "on "
                 "the conversation as it is written up to there"
             )
         spans.append((len(before), len(after)))

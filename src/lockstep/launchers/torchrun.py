@@ -65,7 +65,8 @@ class Torchrun(Launcher):
         run.check_shared(most * processes, f"launch.machines: {most} machine(s) of {processes} process(es)")
         if options.keep_alive_timeout_s < 3:
             raise RunError(
-                f"launch.keep_alive_timeout_s: {options.keep_alive_timeout_s:g} is too short; signs of life come once a second at most"
+                f"launch.keep_alive_timeout_s: {options.keep_alive_timeout_s:g} is too short; signs of life "
+                "come once a second at most"
             )
         if fewest < most and not run.launch.max_restarts:
             raise RunError(

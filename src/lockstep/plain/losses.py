@@ -99,9 +99,14 @@ def _summed(logits: Tensor, wanted: Tensor, smoothing: float = 0.0) -> Loss:
 
 
 def _pairs(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """Cross entropy of the targets; given as labels, so that the model itself shifts what its decoder reads."""
-    wanted = padded(examples, "next", IGNORED, device)
-    found = _with_labels(model, inputs_of(job, examples, device), wanted)
+    """Cross entropy of the targets; given as labels, so that the model itself shifts what its decoder reads. The token
+    that a decoder starts from is no padding, though it may have its number."""
+    wanted, config = padded(examples, "next", IGNORED, device), model.config
+    read = {"decoder_attention_mask": (wanted != IGNORED).long()}
+    if config.model_type == "mbart":  # which starts from the last label, not from what its config says
+        read["decoder_input_ids"] = wanted.roll(1, 1).masked_fill(wanted.roll(1, 1) == IGNORED, config.pad_token_id)
+        read["decoder_input_ids"][:, 0] = config.decoder_start_token_id
+    found = _with_labels(model, inputs_of(job, examples, device) | read, wanted)
     total, count = _summed(found.logits, wanted, job.run["task"]["label_smoothing"])
     return total + count * _added(found.loss, [_summed(found.logits, wanted)]), count
 

@@ -75,11 +75,15 @@ def _config(job: Plain, head: str) -> Any:
         raise NotCovered("model.trust_remote_code: plain runs models of transformers alone")
     if section["type"]:
         config = transformers.AutoConfig.for_model(section["type"], **section["config"])
+        if section["type"] == "encoder-decoder":  # its decoder decodes, and looks at the encoder
+            config = type(config).from_encoder_decoder_configs(config.encoder, config.decoder)
         for part in parts(config):
             part.vocab_size = section["config"].get("vocab_size", len(tokenizer))
             part.bos_token_id, part.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        if config.is_encoder_decoder and config.eos_token_id is None:
-            config.eos_token_id = tokenizer.sep_token_id
+        if config.is_encoder_decoder:  # whose decoder starts from a token, and whose classifier reads at the text's end
+            config.eos_token_id = tokenizer.sep_token_id if config.eos_token_id is None else config.eos_token_id
+            for part in parts(config)[1:]:
+                part.bos_token_id = tokenizer.pad_token_id if part.bos_token_id is None else part.bos_token_id
     else:
         config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
         for key, value in section["config"].items():
@@ -91,7 +95,9 @@ def _config(job: Plain, head: str) -> Any:
     if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         config.is_decoder = True
     if head == "ForSeq2SeqLM":
-        start = targets.pad_token_id if config.model_type not in ("bart", "mbart") else end_of(targets)
+        begins = {"bart": end_of(targets), "mbart": end_of(targets), "t5gemma": targets.bos_token_id}
+        start = begins.get(config.model_type.rstrip("2"))
+        start = targets.pad_token_id if start is None else start
         known = None if section["type"] else getattr(config, "decoder_start_token_id", None)
         config.decoder_start_token_id = start if known is None else known
         if section["type"] and hasattr(config, "decoder_vocab_size"):
@@ -101,7 +107,8 @@ def _config(job: Plain, head: str) -> Any:
 
 def parts(config: Any) -> list[Any]:
     """A config, and those of an encoder, a decoder or of the text within it."""
-    return [config, *(p for name in ("encoder", "decoder", "text_config") if (p := vars(config).get(name)) is not None)]
+    within = [p for name in ("encoder", "decoder", "text_config") if (p := vars(config).get(name)) is not None]
+    return [config, *(each for part in within for each in parts(part))]
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:

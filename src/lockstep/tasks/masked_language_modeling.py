@@ -283,7 +283,8 @@ def _check_tokenizer(tok: Any, options: MaskedLanguageModelingOptions) -> None:
         raise RunError("tokenizer: it has no mask token; use that of an encoder, or train one (tokenizer.train)")
     if options.whole_word_mask and masking.vocabulary(tok).begins is None:
         raise RunError(
-            "task.whole_word_mask: which tokens of this tokenizer make a word is not known (it is of wordpiece, bpe and "
+            "task.whole_word_mask: which tokens of this tokenizer make a word is not known (it is of wordpiece, bpe "
+            "and "
             "unigram); leave it out"
         )
 

@@ -111,12 +111,15 @@ class Translation(Task):
     # -- in every process --------------------------------------------------------------------------------------------
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
+        from lockstep.tasks.models import models
+
         super().__init__(run, prepared)
         self.options: Any = self.Options.model_validate(run.task.options)
         self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.target_tokenizer = seq2seq_data.target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.unpadded = self.padded_because is None
+        self.starts_from_first = models.load_config(run).model_type in models.FROM_FIRST_TOKEN
         self.overlap = self.overlap_of(self.options)
 
     def model(self, empty: bool = False) -> nn.Module:
@@ -141,7 +144,7 @@ class Translation(Task):
         targets = torch.from_numpy(np.where(real == 1, wanted, IGNORED))
         targets = torch.full_like(targets, IGNORED) if blank else targets
         arrays = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": read}
-        if self.unpadded:
+        if self.unpadded or self.starts_from_first:  # which would take a start for padding that has its number
             arrays["decoder_attention_mask"] = real
         inputs = {name: torch.from_numpy(values) for name, values in arrays.items()}
         return MicroBatch(index, with_targets(inputs, targets, self.options.loss_chunk), targets)
@@ -346,8 +349,10 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
         start = known.get("decoder_start_token_id")
         start = start if start is not None else known.get("bos_token_id")
         return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
-    # BART begins with its end token; Marian, T5 and the others with padding
+    # BART begins with its end token, T5Gemma with the first of texts; Marian, T5 and the others with padding
     start = lm_documents.end_of(targets) if config.model_type in ("bart", "mbart") else targets.pad_token_id
+    if config.model_type in models.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
+        start = targets.bos_token_id
     entries = {"use_cache": False, "decoder_start_token_id": start, "forced_eos_token_id": None}
     if "decoder_vocab_size" in known:
         separate = targets is not sources

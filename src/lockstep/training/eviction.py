@@ -1,11 +1,11 @@
 """Who leaves a job after `guard` has found ranks that do not come to the same bits, and what follows for each rank.
 
-In: which ranks were wrong, by whose word, and what the run file chooses (`sdc_check.on_difference`). Out: a sentence, and
-the ranks that leave; then, on every rank, the state before the step on disk and how this rank goes on.
+In: which ranks were wrong, by whose word, and what the run file chooses (`sdc_check.on_difference`). Out: a sentence,
+and the ranks that leave; then, on every rank, the state before the step on disk and how this rank goes on.
 
 It takes three to tell who is wrong: three machines where machines leave (torchrun with `launch.machines` as
-fewest:most), three ranks on one machine (`launch.on_rank_failure: continue`). With two, the one that is wrong every time would
-decide against the other.
+fewest:most), three ranks on one machine (`launch.on_rank_failure: continue`). With two, the one that is wrong every
+time would decide against the other.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def check(run: Run, why: str | None) -> None:
         raise RunError(f"sdc_check.on_difference: evict cannot take a rank out here ({why}); take stop or retry")
     if how != f"launcher {run.launch.name}":
         raise RunError(
-            f"sdc_check.on_difference: evict takes lockstep's own launcher, and this job was started by {how}; take stop "
-            "or retry, or start it as `lockstep train`"
+            f"sdc_check.on_difference: evict takes lockstep's own launcher, and this job was started by {how}; take "
+            "stop or retry, or start it as `lockstep train`"
         )
 
 

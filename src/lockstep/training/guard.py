@@ -3,10 +3,10 @@
 In: a step that is about to be trained. Out: the same result, or, before anything is updated, which micro-batch, which
 ranks and which hosts did not come to the same bits.
 
-At every `sdc_check.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it is,
-as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same bits;
-no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who was
-wrong, and `leaving.py` what becomes of it. At these steps the weights of all ranks are compared, too; before every
+At every `sdc_check.every`-th step one micro-batch, drawn from seed and step, is computed twice: by the rank whose it
+is, as part of the step, and by the next one (where there is one rank, by itself). Their gradients must have the same
+bits; no tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides who
+was wrong, and `leaving.py` what becomes of it. At these steps the weights of all ranks are compared, too; before every
 checkpoint the weights and, where all hold it, the state of the optimizer: what a run goes on from is what its ranks
 agreed on. It takes strategies that hold a whole copy of the model.
 """

@@ -1,5 +1,5 @@
-"""Copies of the state in the memory of ranks, taken every `launch.replicate_every` steps beside training: what a rank that
-is lost has held is in the memory of another one.
+"""Copies of the state in the memory of ranks, taken every `launch.replicate_every` steps beside training: what a rank
+that is lost has held is in the memory of another one.
 
 In: each rank's share of the state after some step, cut as a checkpoint cuts it, so that all together have everything
 once. Out: versions of the state, of which each rank has its own share and that of the rank before it. A step waits for

@@ -283,7 +283,8 @@ def probes(run: Run, options: Any) -> dict[str, Any]:
     """A pod whose job writes nothing for `launch.stuck_minutes` is started anew. All pods look at the same file, which
     rank 0 writes; the first probe waits until it is newer than the mounted run file, which was put there with the pod.
 
-    Ranks that wait for each other are found much sooner by `launch.hang_timeout_s`; this is for whatever that does not see.
+    Ranks that wait for each other are found much sooner by `launch.hang_timeout_s`; this is for whatever that does not
+    see.
     """
     if not options.stuck_minutes:
         return {}

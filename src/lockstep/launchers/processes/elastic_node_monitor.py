@@ -4,9 +4,10 @@ In: what `elastic_ranks.py` has for one machine, and this machine's place among 
 
 Every machine says in the store, at least once a second, that it lives, which of its ranks were killed, and which
 processes wait to come in. The first of those that live decides for all: it posts the next generation. The store takes
-each generation once, so two that both decide cannot both be right. A machine that has said nothing for `launch.keep_alive_timeout_s`
-is lost, and its ranks with it. One that does not reach the store hears of no generation, its ranks can meet nobody, and
-it ends (`elastic.py`): when a network falls apart, only the side that has the store goes on.
+each generation once, so two that both decide cannot both be right. A machine that has said nothing for
+`launch.keep_alive_timeout_s` is lost, and its ranks with it. One that does not reach the store hears of no generation,
+its ranks can meet nobody, and it ends (`elastic.py`): when a network falls apart, only the side that has the store goes
+on.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.config import renamed_keys
 from lockstep.data import conversations
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class LanguageModelingOptions(BaseModel):
     )
     turns: Literal["together", "per_turn"] = Field(
         "together",
-        description="together: a conversation is one example; each: every turn of the assistant is one, with what is "
-        "before it as the chat template writes it then",
+        description="together: a conversation is one example; per_turn: every turn of the assistant is one, with what "
+        "is before it as the chat template writes it then",
     )
     block_size: int = Field(256, ge=2, description="tokens an example has, at most")
     packing: bool | None = Field(
@@ -97,19 +98,19 @@ class LanguageModelingOptions(BaseModel):
     def writing(self) -> conversations.Writing:
         """How conversations are written."""
         assert self.messages is not None
-        each = self.turns == "each"
+        each = self.turns == "per_turn"
         return conversations.Writing(self.messages, self.chat_template, self.template_arguments, self.tools, each)
 
     def values(self, dataset: Dataset) -> dict[str, Any]:
         """What of these keys decides the tokens of a split."""
         always = ("text", "prompt", "response", "messages", "chat_template", "block_size")
         found = {k: v for k, v in self.model_dump().items() if k in always}
-        found |= {} if self.attend_across_documents else {"attend_across_documents": False}
+        found |= {} if self.attend_across_documents else {"cross_documents": False}
         if self.messages is not None:  # keys that are younger than checkpoints: what they are without them
             asked = (
                 self.template_arguments,
                 self.tools,
-                self.turns,
+                renamed_keys.former("task", {"turns": self.turns})["turns"],
                 conversations.further_keys(dataset, self.messages),
             )
             found |= {} if asked == ({}, None, "together", []) else {"written": asked}

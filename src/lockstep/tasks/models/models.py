@@ -64,6 +64,8 @@ HEADS = {
     ),
 }
 
+FROM_FIRST_TOKEN = ("t5gemma", "t5gemma2")  # families whose decoder starts from the first token of texts
+
 
 def check(
     run: Run, head: str = "classification", tokens: int | None = None, key: str = "data.max_length", **entries: Any
@@ -87,7 +89,9 @@ def check(
         positions = entry(part, "max_position_embeddings")
         if positions is None or positions <= 0:
             continue
-        fits = positions - (part.pad_token_id + 1 if part.model_type in _OFFSET_POSITIONS else 0)
+        fits = positions  # of the families below counted from behind padding, whose number may not be known yet
+        if part.model_type in _OFFSET_POSITIONS:
+            fits -= (part.pad_token_id or 0) + 1
         if (tokens or run.data.max_length) > fits:
             raise RunError(
                 f"{key}: {tokens or run.data.max_length} tokens, but the model has positions for {fits}; lower it"
