@@ -137,7 +137,7 @@ def resolve(
 ) -> Job:
     """Everything that can be decided and refused before a process group exists. `processes`: ranks over all machines;
     0: not known to this one, which joins a running job. `tell` hears where the tokens came from. `data`: the run whose
-    data they are, where that is another. The cache is written to; so is, for a moment, the object store of `remote_dir`.
+    data they are, where that is another. Writes to the cache and, for a moment, to the object store of `remote_dir`.
     Errors: `RunError`."""
     resolve_launch(run, machine, processes, scope)
     job = _options(run, machine, processes)
