@@ -194,6 +194,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     from lockstep.strategies.exact import averaging, masters
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.strategies.strategy import Strategy, strategy_class
+    from lockstep.tasks.abilities import Generates
     from lockstep.tasks.models import quantized
 
     strategy = strategy_class(run)
@@ -205,7 +206,7 @@ def resolve_strategy(run: Run, processes: int) -> type[Strategy]:
     averaging.check(run, strategy.flat_parts)
     strategy.check(run, processes)
     task: Any = plugins.find("tasks", run.task.name)
-    if strategy.generate is Strategy.generate and not task.decodes_greedily(run):
+    if strategy.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
         raise RunError(
             f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and task.temperature to 0, "
             "or let nothing be written (task.samples=0, task.bleu=false)"
@@ -232,7 +233,8 @@ def _data(job: Job, data: Run, tell: Tell | None, fresh: bool) -> Job:
     from lockstep.training import model_stats
     from lockstep.training.checkpoint_model import fetch
 
-    run, task = job.run, job.task
+    run = job.run
+    task: Any = job.task
     fetch(run)
     label = "checks" if task.own_model else "tokens"
     prepared = prepare(data, task, fresh, None if tell is None else lambda text: tell(label, text))
