@@ -101,7 +101,7 @@ def changes(run: Run) -> list[tuple[str, Any]]:
             others = [not value]
         elif isinstance(value, int | float):
             others = [value // 2 + 1 if isinstance(value, int) else value / 2]
-        found += [(f"task.{key}", other) for other in others if other != value and key not in task.shown]
+        found += [(f"task.{key}", other) for other in others if other != value and key not in task.display_keys]
     return found
 
 

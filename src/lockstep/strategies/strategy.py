@@ -40,6 +40,7 @@ from lockstep.strategies.exact.scaling import LOWEST, LossScale
 from lockstep.strategies.exact.source_sums import SourceSums
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.optimizers import optimizer as optimizers
+from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models import decoding, quantized
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
@@ -388,7 +389,7 @@ def checked_strategy(run: Run, processes: int) -> type[Strategy]:
     averaging.check(run, found.flat_parts)
     found.check(run, processes)
     task: type[Task] = plugins.find("tasks", run.task.name)
-    if found.generate is Strategy.generate and not task.decodes_greedily(run):
+    if found.generate is Strategy.generate and issubclass(task, Generates) and not task.decodes_greedily(run):
         raise RunError(
             f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and task.temperature to 0, "
             "or let nothing be written (task.samples=0, task.bleu=false)"

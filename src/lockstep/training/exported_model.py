@@ -13,6 +13,7 @@ from lockstep.config.overrides import overrides_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import origin
 from lockstep.distributed.world import World
+from lockstep.tasks.abilities import Calibrates
 from lockstep.tasks.models import adapters
 from lockstep.track.console import Console
 from lockstep.training.checkpoint_model import exported_checkpoint
@@ -72,9 +73,10 @@ def scores(
         raise RunError(f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
     if adapters.is_adapter(export):
         adapters.load(strategy.model, export)
-    task.settle(task.kept(export))
-    if task.needs_calibration and wanted != ["validation"]:  # of a checkpoint that was not evaluated
-        task.settle(evaluated(alone, world, task, strategy, task.splits["validation"]))
+    if isinstance(task, Calibrates):
+        task.calibrate(task.calibration_in(export))
+        if task.needs_calibration and wanted != ["validation"]:  # of a checkpoint that was not evaluated
+            task.calibrate(evaluated(alone, world, task, strategy, task.splits["validation"]))
     found = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
     strategy.close()
     del session, strategy

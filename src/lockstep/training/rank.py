@@ -201,7 +201,7 @@ def work(run: Run, world: World) -> int:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = found.strategy.exported()
     evaluated = export_check.evaluated(run, session.task, found.strategy)
-    doubts = session.task.doubts + own_generators(session.task, found.strategy.model)
+    doubts = session.task.warnings + own_generators(session.task, found.strategy.model)
     found.strategy.close()
     known = promised(found.strategy, doubts)
     return DONE if weights is None else export_and_publish(session, console, found, weights, known, evaluated)

@@ -56,7 +56,7 @@ class Recording:
     examples_per_s: float | None
     held: list[dict[str, int]]  # bytes of tensors on each rank: at_rest, at_update
     uncovered: list[str] = field(default_factory=list)  # generators of random numbers that no step seeds
-    doubts: list[str] = field(default_factory=list)  # of the user's own code, see `Task.doubts`
+    doubts: list[str] = field(default_factory=list)  # of the user's own code, see `Task.warnings`
 
 
 def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
@@ -100,7 +100,7 @@ def record(run: Run, world: World, steps: str, timed: str = "0", plain: str = "0
         rate,
         held,
         uncovered,
-        task.doubts,
+        task.warnings,
     )
     strategy.close()
     if world.is_main:
@@ -127,7 +127,7 @@ class _Writer:
         return {f"weight.{k.removeprefix('model.')}": v.detach().cpu().clone() for k, v in state.items()}
 
     def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
-        seen = sum(float(self.task.counted(m.targets)) for m in batch.micro_batches)
+        seen = sum(float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches)
         total = float(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
         self.steps.append(Step(number, loss, norm, total, batch.targets))
         self.save(f"step-{place}", self.gradients | self.weights())
