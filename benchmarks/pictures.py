@@ -33,7 +33,7 @@ FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 
 
 def verified() -> str:
-    """The output of `lockstep verify` of ZeRO-2 on a smaller quick start, with a DeepSpeed that is known to be wrong."""
+    """The output of `lockstep verify` of ZeRO-2 on a small quick start, with a DeepSpeed known to be wrong."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         engine_versions.install("deepspeed", VERSION, folder, False)
