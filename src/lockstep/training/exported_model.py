@@ -18,7 +18,8 @@ from lockstep.tasks.models import adapters
 from lockstep.track.console import Console
 from lockstep.training.checkpoint_model import exported_checkpoint
 from lockstep.training.evaluation import evaluate as evaluated
-from lockstep.training.session import build_session, prepare_and_join
+from lockstep.training.resolve import for_rank
+from lockstep.training.session import build_session, join_ranks
 
 
 def finished(given: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:
@@ -66,7 +67,9 @@ def scores(
     run, export = finished(output, overrides)
     alone = of_export(run, export, run.folder)
     world = World(alone)
-    session = build_session(alone, world, prepare_and_join(alone, world, data=run), trained=True)
+    job = for_rank(alone, world, data=run)
+    join_ranks(job, world)
+    session = build_session(job, world, trained=True)
     task, strategy = session.task, session.strategy
     wanted = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
     if split is not None and split not in task.splits:

@@ -26,7 +26,8 @@ from lockstep.strategies.exact import optim
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
-from lockstep.training.session import Session, build_session, prepare_and_join
+from lockstep.training.resolve import Job
+from lockstep.training.session import Session, build_session, join_ranks
 
 FOLDER, FILE = "plain", "plain.json"
 EVALUATED = 6  # examples of the validation split whose loss is compared: one batch
@@ -62,9 +63,10 @@ class PlainRecord:
         return PlainRecord(**{**values, "steps": [PlainStep(**step) for step in values["steps"]]})
 
 
-def record(run: Run, world: World, count: str = "2") -> int:
+def record(job: Job, world: World, count: str = "2") -> int:
     """The job of a rank: build the run and record `count` steps from its start. Collective."""
-    session = build_session(run, world, prepare_and_join(run, world))
+    join_ranks(job, world)
+    session = build_session(job, world)
     record_session(session, int(count))
     session.strategy.close()
     return 0

@@ -28,6 +28,7 @@ from lockstep.track.console import Console, clock
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.model_stats import selection_lines
+from lockstep.training.resolve import resolve_strategy
 
 if TYPE_CHECKING:
     from lockstep.training.throughput import Counts
@@ -161,7 +162,7 @@ def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES
         with suppress(RunError):
             if processes == world.size:
                 continue
-            strategies.checked_strategy(run, processes)
+            resolve_strategy(run, processes)
             words += [f"launch.processes={processes}"]
             if promised != Promised.YES:
                 return shlex.join(words), f"whether this is the same training on {processes} process(es)"
