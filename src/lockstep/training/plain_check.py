@@ -29,7 +29,7 @@ from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines.writes import preserved
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.training.loop import TrainingFailed
+from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_sides import Elsewhere, Sides, device_of, sides_of
 from lockstep.training.session import Session
 
