@@ -23,11 +23,9 @@ from harness import run_on
 from torch import Tensor
 
 from lockstep.checkpoint.checkpoint import Checkpoints
-from lockstep.config.plugins import find
 from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import Run, load
 from lockstep.data.batch import StepBatch, StepResult
-from lockstep.data.prepare import prepare
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
@@ -36,6 +34,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.track.trackers import Trackers
 from lockstep.training.loop import train
+from lockstep.training.resolve import for_rank
 from lockstep.training.session import Sinks, build_session
 
 SLEEP_S = 0.02
@@ -94,8 +93,8 @@ class Numbers(Sinks):
 
 def overhead_ms(world: World, run: Run) -> float:
     """Milliseconds a step outside the step."""
-    prepared = prepare(run, find("tasks", run.task.name))
-    session = build_session(run, world, prepared)
+    job = for_rank(run, world)
+    session, prepared = build_session(job, world), job.data
     assert isinstance(session.strategy, Waits)
     with tempfile.TemporaryDirectory() as folder:
         trackers = Trackers(run.model_copy(update={"output": folder}), 0, {}, print, print, world.is_main)

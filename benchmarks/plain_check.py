@@ -27,16 +27,16 @@ from lockstep.config.overrides import overrides_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.training import plain_check, plain_sides
 from lockstep.training.data_loader import StepLoader
+from lockstep.training.resolve import resolve_strategy
 
 
 def measured(run: Run) -> dict[str, Any]:
     """The largest relative differences of loss and gradient, in float32 and in the run's precision; or why it is not
     compared."""
     world = World(run)
-    strategy = checked_strategy(run, 1)(run, world)
+    strategy = resolve_strategy(run, 1)(run, world)
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(run, prepare(run, task_class))
     strategy.build(task)

@@ -250,5 +250,5 @@ def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Pa
     ],
 )
 def test_what_holds_parts_is_refused(words: list[str]) -> None:
-    with pytest.raises(RunError, match=r"guard\.every: .* holds parts of the model"):
+    with pytest.raises(RunError, match=r"sdc_check\.every: .* holds parts of the model"):
         load(None, ["sdc_check.every=5", *words], TINY)

@@ -38,7 +38,7 @@ EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
     ],
 )
 def test_it_is_refused_where_nothing_can_be_left_out(words: tuple[str, ...]) -> None:
-    with pytest.raises(RunError, match=r"guard\.on_difference: evict goes on without what was wrong, which takes"):
+    with pytest.raises(RunError, match=r"sdc_check\.on_difference: evict goes on without what was wrong, which takes"):
         load(None, [*EXCLUDE, *words], TINY)
     assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # nothing is guarded
 
@@ -49,7 +49,9 @@ def test_where_it_is_taken(words: tuple[str, ...]) -> None:
 
 
 def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() -> None:
-    with pytest.raises(RunError, match=r"guard\.on_difference: evict cannot take a rank out here \(the model is com"):
+    with pytest.raises(
+        RunError, match=r"sdc_check\.on_difference: evict cannot take a rank out here \(the model is com"
+    ):
         check(load(None, [*EXCLUDE, *RANKS], TINY), "the model is compiled")
     check(load(None, ["sdc_check.every=1", *RANKS], TINY), "the model is compiled")  # which only stops
     check(load(None, [*EXCLUDE, *MACHINES], TINY), "it takes one machine")  # where machines leave

@@ -23,6 +23,7 @@ from lockstep.config.run import RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.training import rank as worker
+from lockstep.training.resolve import for_rank
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -53,7 +54,7 @@ def train_in(world: World, folder: str, values: dict, address: str | None = None
     os.chdir(folder)
     if address is not None:
         at_loopback(address, WRITER)
-    return worker.work(load(None, [], values), world)
+    return worker.work(for_rank(load(None, [], values), world), world)
 
 
 @pytest.fixture(scope="module")

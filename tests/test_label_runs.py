@@ -30,7 +30,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
         batches = [feed.make(step) for step in range(4)]
         results = [strategy.train_step(batch, 5e-3) for batch in batches]
         scores, tables = scored(run, world, task, strategy, task.splits["validation"])
-        counted = [sum(task.counted(micro.targets) for micro in batch.micro_batches) for batch in batches]
+        counted = [sum(task.targets_in_batch(micro.targets) for micro in batch.micro_batches) for batch in batches]
         found[kind] = {
             "loss": [float(result.loss) for result in results],
             "norm": [float(result.grad_norm) for result in results],

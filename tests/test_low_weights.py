@@ -15,10 +15,10 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.memory import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.param_groups import undecayed
-from lockstep.strategies.strategy import checked_strategy
 from lockstep.tasks.models import storage_dtype
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
+from lockstep.training.resolve import resolve_strategy
 
 LOW = ("model.dtype=bfloat16", "precision=bf16", "data.padding=batch")
 WITHOUT = (*LOW, "optim.master_weights=false")
@@ -192,7 +192,7 @@ REFUSED = [
 @pytest.mark.parametrize(("overrides", "said"), REFUSED)
 def test_what_does_not_go_together_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(RunError, match=said) as caught:
-        checked_strategy(tiny(*overrides), 2)
+        resolve_strategy(tiny(*overrides), 2)
     assert "\n" not in str(caught.value)
 
 

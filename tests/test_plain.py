@@ -38,6 +38,7 @@ from lockstep.tasks.translation import Translation
 from lockstep.tools import against_plain
 from lockstep.track.console import Console
 from lockstep.training import recording
+from lockstep.training.resolve import for_rank
 
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
@@ -115,7 +116,7 @@ def verified(run: Run, ranks: int) -> tuple[int, dict[str, Any]]:
 
 
 def recorded(world: World, run: Run) -> int:
-    return recording.record(run, world, "2", "0", "2")
+    return recording.record(for_rank(run, world), world, "2", "0", "2")
 
 
 @pytest.mark.processes

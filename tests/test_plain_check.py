@@ -37,7 +37,8 @@ from lockstep.training.loop import TrainingFailed
 from lockstep.training.plain_causes import cause
 from lockstep.training.plain_check import differences
 from lockstep.training.plain_sides import sides_of
-from lockstep.training.session import build_session, prepare_and_join
+from lockstep.training.resolve import for_rank
+from lockstep.training.session import build_session, join_ranks
 
 ONE = ("strategy.name=single", "launch.processes=1")
 
@@ -447,7 +448,9 @@ def test_a_run_whose_export_is_wrong_is_not_finished(tmp_path: Path) -> None:
 
 def started(world: World, run: Run, broken: bool) -> tuple[str, bool]:
     """What a rank is told before its first step, and whether it may go on."""
-    session = build_session(run, world, prepare_and_join(run, world))
+    job = for_rank(run, world)
+    join_ranks(job, world)
+    session = build_session(job, world)
     if broken:
         unpadded.Layout._biased = lambda layout, seen: None  # type: ignore[method-assign,assignment]
     try:

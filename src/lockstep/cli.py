@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 from types import ModuleType
-from typing import Any
+from typing import TextIO
 
 from lockstep import __version__
 from lockstep.config.renamed_keys import RenamedKey
@@ -85,12 +85,19 @@ def main(arguments: list[str] | None = None) -> int:
 _show = warnings.showwarning
 
 
-def _note(message: Warning | str, category: type[Warning], *place: Any) -> None:
+def _note(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """Print a former name of a key as a note, and any other warning as Python does."""
     if issubclass(category, RenamedKey):
         print(f"lockstep: note: {message}", file=sys.stderr)
     else:
-        _show(message, category, *place)
+        _show(message, category, filename, lineno, file, line)
 
 
 def takes_run_file(command: argparse.ArgumentParser) -> bool:

@@ -138,11 +138,12 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, s
     from lockstep.config.run import load
     from lockstep.distributed.world import World
     from lockstep.training import rank as worker
+    from lockstep.training.resolve import for_rank
 
     run = load("run.yaml", overrides)
     with _watching(seen, stop, how, keep):
         world = World(run, meet)
-        status = worker.work(run, world)
+        status = worker.work(for_rank(run, world), world)
         world.barrier()
         world.close()
     return int(status)

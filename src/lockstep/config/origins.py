@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def wrong(run: Run, task: Any) -> dict[str, str]:
     """Key -> what is missing there, or of no use."""
     if task.own_model:
-        return dict(task.refused(run)) | streaming.wrong(run, task)
+        return dict(task.unsupported_keys(run)) | streaming.wrong(run, task)
     found = {key: "missing, and it has no default" for key in ("data", "model") if key not in run.model_fields_set}
     if not found and run.model.source is None and run.model.type is None:
         found["model"] = ONE_ORIGIN
@@ -25,4 +25,4 @@ def wrong(run: Run, task: Any) -> dict[str, str]:
         found["data.workers"] = (
             f"the task {run.task.name} reads prepared tokens and has no use for workers; set it to 0"
         )
-    return found or {**task.refused(run), **streaming.wrong(run, task)}
+    return found or {**task.unsupported_keys(run), **streaming.wrong(run, task)}

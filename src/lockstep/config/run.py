@@ -208,7 +208,7 @@ class Run(Section):
             *(("padding",) if task.own_model else ()),
         ):  # its own collate pads
             del values["data"][key]
-        for key in task.shown:
+        for key in task.display_keys:
             values["task"].pop(key, None)
         for part in (values["data"], *(values["data"]["sources"] or ())):
             for key in ("separator", "quote"):  # younger than checkpoints that there are

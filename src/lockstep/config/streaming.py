@@ -84,7 +84,7 @@ def wrong(run: Run, task: Any) -> dict[str, str]:
     if not run.data.stream:
         return {}
     if not task.streams:
-        return {"data.stream": f"the task {run.task.name} cannot: {task.unstreamed}; leave it out"}
+        return {"data.stream": f"the task {run.task.name} cannot: {task.not_streamed_reason}; leave it out"}
     if run.model.compile:
         return {"model.compile": "it looks for the shortest of all examples first, which a stream does not know"}
     return {}

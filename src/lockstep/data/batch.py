@@ -24,8 +24,8 @@ IGNORED = -100  # the target that counts for nothing, as in torch.nn.functional.
 
 TARGETS = "lockstep_targets"  # among the inputs of a model that takes its own loss (`task.loss_chunk`): the targets
 
-# Name -> float64 sum over examples, of any shape, or a row for each example (`Task.gathered`); metrics are functions of
-# these.
+# Name -> float64 sum over examples, of any shape, or a row for each example (`Task.per_example_outputs`); metrics are
+# functions of these.
 Sums = dict[str, Tensor]
 
 

@@ -136,12 +136,14 @@ def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
         whole = [i for i, cut in enumerate(kept["cut"]) if not cut]
         told = {"split": kept["split"], **{key: [kept[key][i] for i in whole] for key in ("at", "rows")}}
         return replace(prepared, facts=facts | ({FACT: told} if whole else {}))
+    if not hasattr(task, "example_maker"):
+        return replace(prepared, facts=facts)
     import datasets
 
     try:
         rows = datasets.Dataset.from_list(kept["rows"])
         batch = task.example_maker(run, prepared.tokenizer, prepared.facts)(rows).slice(0, _EXAMPLES)
-    except (RunError, NotImplementedError):
+    except RunError:
         return replace(prepared, facts=facts)
     types = {field.name: str(field.type).replace("item: ", "").replace("element: ", "") for field in batch.schema}
     types = {name: kind for name, kind in types.items() if kind in _TYPES}

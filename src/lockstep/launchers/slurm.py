@@ -113,8 +113,8 @@ class Slurm(Launcher):
         number, unit = re.fullmatch(r"(\d+)([KMGT]?)", options.memory).groups()  # type: ignore[union-attr]
         return int(number) * 1024.0 ** ("KMGT".index(unit or "M") + 1) * options.machines / plan.processes
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
-        if tuple(job) != TRAIN:
+    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+        if tuple(words) != TRAIN:
             raise RunError("launch.name: slurm submits training only; verify under srun, or with launch.name=local")
         record = job_record.here("slurm", plan.processes, submit(plan))
         job_record.write(run.folder, record)

@@ -30,7 +30,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects
 from lockstep.strategies.engines.writes import preserved
-from lockstep.strategies.exact import averaging, held_state, masters, optim
+from lockstep.strategies.exact import held_state, masters, optim
 from lockstep.strategies.exact.data_parallel import DataParallel as DataParallel
 from lockstep.strategies.exact.data_parallel import summing as summing
 from lockstep.strategies.exact.gradient import Gradient
@@ -40,7 +40,7 @@ from lockstep.strategies.exact.scaling import LOWEST, LossScale
 from lockstep.strategies.exact.source_sums import SourceSums
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.optimizers import optimizer as optimizers
-from lockstep.tasks.models import decoding, quantized
+from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 
@@ -377,20 +377,3 @@ def strategy_class(run: Run) -> type[Strategy]:
     """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
     found: type[Strategy] = plugins.find("strategies", run.strategy.name)
     return found.variant(run)
-
-
-def checked_strategy(run: Run, processes: int) -> type[Strategy]:
-    """The same, after it refused what cannot work. Errors: `RunError`."""
-    found = strategy_class(run)
-    optimizers.check(run, found.flat_parts)
-    masters.check(run, found.trains_bfloat16, found.without_masters)
-    quantized.check(run, found.takes_4_bits)
-    averaging.check(run, found.flat_parts)
-    found.check(run, processes)
-    task: type[Task] = plugins.find("tasks", run.task.name)
-    if found.generate is Strategy.generate and not task.decodes_greedily(run):
-        raise RunError(
-            f"strategy.name: {run.strategy.name} decodes greedily only; set task.beams to 1 and task.temperature to 0, "
-            "or let nothing be written (task.samples=0, task.bleu=false)"
-        )
-    return found

@@ -36,6 +36,7 @@ from lockstep.data.stream import Stream
 from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
+from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models.language_options import LanguageModelingOptions
 from lockstep.tasks.per_token import PerToken, perplexity
 
@@ -49,14 +50,13 @@ if TYPE_CHECKING:
 _SIZES = ("bytes", "words")  # of texts
 
 
-class LanguageModeling(PerToken):
+class LanguageModeling(PerToken, Generates):
     """The next token of a text."""
 
     Options = LanguageModelingOptions
     head = "causal"
     pipeline = "text-generation"
-    streams = True
-    shown = ("samples", "sample_prompt", "sample_tokens", "temperature")
+    display_keys = ("samples", "sample_prompt", "sample_tokens", "temperature")
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class LanguageModeling(PerToken):
         if ends := {split: told for split in files if (told := _cut(splits[split], files[split], options))}:
             facts["cut_texts"] = ends
         if rows is not None:
-            asked_for = renamed_keys.former("task", options.model_dump(exclude={*cls.shown, "loss_chunk"}))
+            asked_for = renamed_keys.former("task", options.model_dump(exclude={*cls.display_keys, "loss_chunk"}))
             key = digest("language modelling", VERSION, folder.name, asked_for, *written)
             index = rows.index(cls.example_maker(run, str(folder), {}), key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
@@ -135,9 +135,7 @@ class LanguageModeling(PerToken):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.options = LanguageModelingOptions.model_validate(run.task.options)
         self.loss_chunk = self.options.loss_chunk
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
@@ -249,9 +247,9 @@ class LanguageModeling(PerToken):
         ]
         return [{"prompt": start, "written": text} for start, text in texts]
 
-    def asked_in(self, sample: Mapping[str, str]) -> str:
+    def sample_input(self, sample: Mapping[str, str]) -> str:
         """Of a conversation nothing: the sample has what the chat template has made of it."""
-        return "" if self.options.messages is not None else super().asked_in(sample)
+        return "" if self.options.messages is not None else super().sample_input(sample)
 
     @property
     def usage(self) -> str:
@@ -277,7 +275,7 @@ class LanguageModeling(PerToken):
         return Decoding(tokens, pad, end, temperature=self.options.temperature, seed=self.run.seed)
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         options = LanguageModelingOptions.model_validate(run.task.options)
         return (options.prompt or options.text,)
 
@@ -308,7 +306,7 @@ class LanguageModeling(PerToken):
         return batched_inference.answers(rows, answer, at_once=1)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return str(answer["written"])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -21,11 +21,13 @@ from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
 from lockstep.tasks import length_curves
+from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
 from lockstep.tasks.models import bleu, seq2seq_data
 from lockstep.tasks.models.seq2seq_data import WritingOptions as WritingOptions
 from lockstep.tasks.per_token import losses, of_examples, perplexity, summed_losses
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import spread_rows
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,14 +46,14 @@ class TranslationOptions(WritingOptions):
     bleu_tokenizer: str = Field("13a", description="sacrebleu's tokenizer: 13a, intl, zh, ja-mecab, char, ...")
 
 
-class Translation(Task):
+class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
     """One text for another."""
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = "seq2seq"
-    streams = row_is_example = True
+    row_is_example = True
     pipeline = "translation"
-    shown: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
+    display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
     answer: ClassVar[str] = "translation"  # what `predict` calls what is written
     metric_inputs = ("written",)
     metric_names: tuple[str, ...] = ("accuracy", "perplexity", "bleu", "chrf")
@@ -114,8 +116,6 @@ class Translation(Task):
         from lockstep.tasks.models import models
 
         super().__init__(run, prepared)
-        self.options: Any = self.Options.model_validate(run.task.options)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.target_tokenizer = seq2seq_data.target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.unpadded = self.padded_because is None
@@ -186,10 +186,10 @@ class Translation(Task):
     ) -> Sums:
         import torch
 
-        if self.overlap is None and not self.gathered:
+        if self.overlap is None and not self.per_example_outputs:
             return {}
         tokens = generate(_asked(batch), self._decoding())
-        gathered = {"written": tokens.int()} if self.gathered else {}  # as wide for every batch
+        gathered = {"written": tokens.int()} if self.per_example_outputs else {}  # as wide for every batch
         if self.overlap is None:
             return gathered
         found = self._overlaps(self._written(tokens)[: len(rows)], columns.texts("reference", rows))
@@ -240,7 +240,7 @@ class Translation(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)
@@ -251,9 +251,9 @@ class Translation(Task):
             {"source": a.strip(), "written": w, "reference": r} for a, w, r in zip(asked, written, wanted, strict=True)
         ]
 
-    def asked_in(self, sample: Mapping[str, str]) -> str:
+    def sample_input(self, sample: Mapping[str, str]) -> str:
         """Without the prefix, as the tokenizer writes it: `predict` puts it there."""
-        text, prefix = super().asked_in(sample), self.options.prefix
+        text, prefix = super().sample_input(sample), self.options.prefix
         ids = self.tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
         prefixes = (prefix.strip(), str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip())
         return next((text.removeprefix(each) for each in prefixes if text.startswith(each)), text).strip()
@@ -291,7 +291,7 @@ class Translation(Task):
         return [text.strip() for text in found]
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         options: Any = cls.Options.model_validate(run.task.options)
         return (options.source,)
 
@@ -320,7 +320,7 @@ class Translation(Task):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return str(answer[cls.answer])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

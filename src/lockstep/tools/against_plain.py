@@ -64,6 +64,7 @@ def differences(run: Run, steps: int = 2) -> Verdict:
     """Train some steps in this process under `single`, and compare them with plain's. Errors: `RunError`."""
     from lockstep.distributed.world import World
     from lockstep.training import plain_steps
+    from lockstep.training.resolve import for_rank
 
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plain-"))
     values = run.model_dump(mode="json")
@@ -71,7 +72,7 @@ def differences(run: Run, steps: int = 2) -> Verdict:
     alone = Run.load(values | {"output": str(folder), "launch": {"device": run.launch.device, "processes": 1}})
     world = World(alone)
     try:
-        plain_steps.record(alone, world, str(steps))
+        plain_steps.record(for_rank(alone, world), world, str(steps))
         return compare(run, folder / FOLDER)
     finally:
         world.close()

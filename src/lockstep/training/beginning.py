@@ -28,7 +28,7 @@ def resumed(session: Session, console: Console) -> tuple[int, str]:
     if strategy.gives_bits(run) and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     prepared = session.task.prepared
-    for text in (*session.task.doubts, *remarks(run, prepared)):
+    for text in (*session.task.warnings, *remarks(run, prepared)):
         console.note(text)
     ACTIVITY.at("trying a step with the longest examples")
     try_a_step(session, lambda: try_the_end(session))

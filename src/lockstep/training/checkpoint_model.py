@@ -21,6 +21,7 @@ from lockstep.data import origin
 from lockstep.data.cache import cached
 from lockstep.data.prepare import prepare
 from lockstep.strategies.optimizers import optimizer as optimizers
+from lockstep.tasks.abilities import Calibrates
 from lockstep.tasks.task import Task
 
 
@@ -55,7 +56,8 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
     def make(aside: Path) -> None:
         files = Files(checkpoint, manifest.hashes)
         task: Task = task_class(run, prepared)
-        task.settle(manifest.scores)
+        if isinstance(task, Calibrates):
+            task.calibrate(manifest.scores)
         saved = [name.removeprefix("model.") for name in files.names if name.startswith("model.")]
         # the average of a weight, where there is one, as in an export
         of = {name: f"ema.{name}" if f"ema.{name}" in files else f"model.{name}" for name in saved}

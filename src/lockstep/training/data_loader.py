@@ -159,7 +159,9 @@ class StepLoader:
         return np.array(counts, dtype=np.float64)
 
     def _collated(self, step: int, rows: np.ndarray, index: int) -> MicroBatch:
-        if not self.task.ahead():  # it may draw; in a thread it does not, and what is seeded here is the model's
+        if (
+            not self.task.collates_in_thread()
+        ):  # it may draw; in a thread it does not, and what is seeded here is the model's
             seed_everything(self.seed, step, index, 1)
         found = self.task.collate_at(self.columns, rows, index, step)
         if self.mixed is None:
@@ -188,7 +190,7 @@ class StepLoader:
 
     def _dealt(self, after: int, ends: Callable[[Unreadable], None]) -> Generator[StepBatch]:
         """The same, of the shares as they are now."""
-        if self.task.ahead():
+        if self.task.collates_in_thread():
             yield from self._foreseen(self._made_ahead(after), ends)
         else:
             made = self.task.in_workers(self.columns, self._jobs(after))

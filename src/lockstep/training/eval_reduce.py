@@ -19,6 +19,7 @@ from lockstep.data.batch import Sums
 from lockstep.data.tokens import Columns
 from lockstep.distributed.world import World
 from lockstep.tasks import own_metrics
+from lockstep.tasks.abilities import GivesPredictions
 from lockstep.tasks.task import Task
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ def add(task: Task, sums: Sums, found: Sums, places: np.ndarray, count: int) -> 
     """Add a batch's to a rank's. `places`: where its examples stand among the `count` of the split. What other ranks
     have is zero here: adding that is exact, and no row is there twice."""
     for name, value in found.items():
-        if name not in task.gathered:
+        if name not in task.per_example_outputs:
             value = torch.round(value.double() * 2**20) / 2**20
             sums[name] = sums[name] + value if name in sums else value
             continue
@@ -47,7 +48,7 @@ def finalize_metrics(
     found = [of for of in of_each.values() if of]
     sums = {
         name: torch.cat([of[name] for of in found])
-        if name in task.gathered
+        if name in task.per_example_outputs
         else functools.reduce(operator.add, (of[name] for of in found))
         for name in found[0]
     }
@@ -60,7 +61,8 @@ def finalize_metrics(
         if math.isnan(metrics.get("loss", 0.0)):  # of outputs that are no numbers: what they rank first says nothing
             metrics = dict.fromkeys(metrics, math.nan)
         known = {**metrics, **losses}
-        if run.metrics and (texts or sums.keys() >= {*task.gathered}):
+        complete = texts or sums.keys() >= {*task.per_example_outputs}
+        if run.metrics and complete and isinstance(task, GivesPredictions):
             given = task.predictions(sums, columns, rows)
             known |= own_metrics.scored(run, own_metrics.functions(run), given, list(known))
         return known | {"examples": count}, task.tables(sums)

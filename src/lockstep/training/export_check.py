@@ -87,7 +87,7 @@ def _why_not(run: Run, task: Task) -> str:
         return "the model or the task is code of yours, or of the Hub"
     if run.task.name == "masked_language_modeling":
         return "its targets are drawn for every evaluation"
-    if task.reference_size:
+    if task.needs_reference:
         return "its loss asks for the model before training"
     if run.model.quantization is not None and run.model.adapter.get("export") == "adapter":
         return "the adapter is exported alone, and was trained beside a model in 4 bits"

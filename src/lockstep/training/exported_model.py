@@ -13,11 +13,13 @@ from lockstep.config.overrides import overrides_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import origin
 from lockstep.distributed.world import World
+from lockstep.tasks.abilities import Calibrates
 from lockstep.tasks.models import adapters
 from lockstep.track.console import Console
 from lockstep.training.checkpoint_model import exported_checkpoint
 from lockstep.training.loop import evaluate as evaluated
-from lockstep.training.session import build_session, prepare_and_join
+from lockstep.training.resolve import for_rank
+from lockstep.training.session import build_session, join_ranks
 
 
 def finished(given: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:
@@ -65,16 +67,19 @@ def scores(
     run, export = finished(output, overrides)
     alone = of_export(run, export, run.folder)
     world = World(alone)
-    session = build_session(alone, world, prepare_and_join(alone, world, data=run), trained=True)
+    job = for_rank(alone, world, data=run)
+    join_ranks(job, world)
+    session = build_session(job, world, trained=True)
     task, strategy = session.task, session.strategy
     wanted = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
     if split is not None and split not in task.splits:
         raise RunError(f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
     if adapters.is_adapter(export):
         adapters.load(strategy.model, export)
-    task.settle(task.kept(export))
-    if task.needs_calibration and wanted != ["validation"]:  # of a checkpoint that was not evaluated
-        task.settle(evaluated(alone, world, task, strategy, task.splits["validation"]))
+    if isinstance(task, Calibrates):
+        task.calibrate(task.calibration_in(export))
+        if task.needs_calibration and wanted != ["validation"]:  # of a checkpoint that was not evaluated
+            task.calibrate(evaluated(alone, world, task, strategy, task.splits["validation"]))
     found = {name: evaluated(alone, world, task, strategy, task.splits[name]) for name in wanted}
     strategy.close()
     del session, strategy

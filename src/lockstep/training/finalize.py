@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.checkpoint.progress import score_of
+from lockstep.tasks.abilities import Calibrates
 from lockstep.track.console import Console
 from lockstep.training.loop import Interrupted, scored
 from lockstep.training.model_stats import validation_rows
@@ -47,8 +48,8 @@ def final_scores(session: Session, console: Console, sinks: Sinks, step: int) ->
                     sinks.log(step, "validation", found.pop("validation")[0])
             for split in splits:  # validation first, which decides what others are scored with
                 found[split] = found[split] if split in found else final(split)
-                if split == "validation":
-                    task.settle(found[split][0])
+                if split == "validation" and isinstance(task, Calibrates):
+                    task.calibrate(found[split][0])
             return exported, found
         except Interrupted:
             return None

@@ -21,6 +21,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import NotFinite, Strategy
+from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models.decoding import Decoding
 from lockstep.tasks.task import Task
 from lockstep.training import eval_reduce
@@ -306,7 +307,7 @@ def _summed(
         seed_everything(run.seed, -1, mine)  # what is drawn depends on the batch, not on the rank
         batch = task.collate(columns, chosen, 0).to(world.device)
         found = task.score_at(strategy.forward, batch, columns, chosen)
-        if texts:
+        if texts and isinstance(task, Generates):
             found |= task.score_texts(generate or strategy.generate, batch, columns, chosen)
         eval_reduce.add(task, sums, found, places[mine * size : (mine + 1) * size], len(rows))
     summed = {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}

@@ -39,7 +39,6 @@ def facts(run: Run, prepared: Prepared, processes: int) -> dict[str, str]:
     task_class: Any = plugins.find("tasks", run.task.name)
     task: Task = task_class(run, prepared)
     feed = StepLoader(run, task, [], torch.device("cpu"))
-    check_average(run, feed)
     model = freeze(run, task.model(empty=True))
     every, trained = counts(model)
     of_them = f", of which {trained / 1e6:.2f}M are trained" if trained < every else ""
@@ -99,10 +98,14 @@ def data(task: Task) -> str:
     return f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}"
 
 
-def check_average(run: Run, feed: StepLoader) -> None:
+def check_average(run: Run, prepared: Prepared) -> None:
     """Errors: `RunError`, where a run writes fewer checkpoints than `average.last` takes the mean of."""
+    if run.average.last is None:
+        return
+    task_class: Any = plugins.find("tasks", run.task.name)
+    feed = StepLoader(run, task_class(run, prepared), [], torch.device("cpu"))
     every = feed.interval(run.checkpoint.every)
-    if run.average.last is not None and (there := len(averaged(run, feed.total, every))) < run.average.last:
+    if (there := len(averaged(run, feed.total, every))) < run.average.last:
         raise RunError(
             f"average.last: the mean of {run.average.last} checkpoints is asked for, and a run of {feed.total:,} steps "
             f"with one every {every:,} has {there}; lower it, or checkpoint.every"

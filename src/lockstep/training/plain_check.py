@@ -190,7 +190,7 @@ def groups_of(sides: Sides) -> dict[str, list[int]]:
 def takes_float32(run: Run, task: Task) -> bool:
     """Whether the run's own path can be computed in float32: not by kernels of half precision, nor with weights in it,
     nor beside what the model said before training in half precision."""
-    if run.precision != "fp32" and task.reference_size:
+    if run.precision != "fp32" and task.needs_reference:
         return False
     return run.model.attention in (None, "sdpa", "eager") and not run.model.trained_in_bfloat16
 

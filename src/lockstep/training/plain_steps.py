@@ -25,7 +25,8 @@ from lockstep.plain.losses import without_dropout
 from lockstep.strategies.exact import optim
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.loop import evaluate
-from lockstep.training.session import Session, build_session, prepare_and_join
+from lockstep.training.resolve import Job
+from lockstep.training.session import Session, build_session, join_ranks
 
 FOLDER, FILE = "plain", "plain.json"
 EVALUATED = 6  # examples of the validation split whose loss is compared: one batch
@@ -61,9 +62,10 @@ class PlainRecord:
         return PlainRecord(**{**values, "steps": [PlainStep(**step) for step in values["steps"]]})
 
 
-def record(run: Run, world: World, count: str = "2") -> int:
+def record(job: Job, world: World, count: str = "2") -> int:
     """The job of a rank: build the run and record `count` steps from its start. Collective."""
-    session = build_session(run, world, prepare_and_join(run, world))
+    join_ranks(job, world)
+    session = build_session(job, world)
     record_session(session, int(count))
     session.strategy.close()
     return 0

@@ -24,12 +24,10 @@ from lockstep.checkpoint import exported, remote_sync
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
-from lockstep.config import plugins
 from lockstep.config.exit_status import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED
 from lockstep.config.output import keep, led_away, replace_text
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError, load
-from lockstep.data.tokens import Prepared
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import EventLog
@@ -57,27 +55,32 @@ from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.loop import Counts, TrainingFailed, samples
 from lockstep.training.publish import at_a_stop, publish_until_stopped, write_model
 from lockstep.training.recovery import Recovery
-from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
+from lockstep.training.resolve import Job, Scope, for_rank
+from lockstep.training.session import Session, Sinks, build_session, join_ranks
 from lockstep.training.summary import Promised, closing, digest_of, promised
 
 
-def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
-    """Run one rank to its end. Collective. A failure is told once for the job, with rank and host, and is status 1.
-    `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks are there."""
+def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
+    """Run one rank to its end. Collective. `job`: as the launching process resolved it, or a run to be resolved here.
+    `words`: the function that each rank calls, and its arguments. A failure is told once for the job, with rank and
+    host, and is status 1. `refusal`: why this rank, the first one, may not write into OUTPUT; it is told once all ranks
+    are there."""
+    run = job.run if isinstance(job, Job) else job
     world, log = None, run.folder.resolve() / LOG
     strike_tracebacks()
     try:
         world = World(run, init_method)
         world.refusal = refusal
-        module, _, function = job[0].rpartition(".")
-        return note_end(run, world, job, getattr(importlib.import_module(module), function)(run, world, *job[1:]))
+        module, _, function = words[0].rpartition(".")
+        call = getattr(importlib.import_module(module), function)
+        return note_end(run, world, words, call(for_rank(job, world), world, *words[1:]))
     except RunError as caught:
         if world is None or world.local_rank == 0:  # on every machine: its person should know, too
             error(str(caught), log if world is None or world.refusal is None else None)
-        return note_end(run, world, job, BAD)
+        return note_end(run, world, words, BAD)
     except Exception as caught:
         if world is not None and world.stop.came and lost_contact(caught):
-            note_end(run, world, job, FAILED)
+            note_end(run, world, words, FAILED)
             end_by_signal()  # another rank did not listen yet when all were asked to stop
         if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
             tell_failure(caught, world, log)
@@ -86,7 +89,7 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
         elif world.local_rank == 0 and isinstance(caught, TrainingFailed) and caught.everywhere:
             error(str(caught))
         status = caught.status if isinstance(caught, TrainingFailed) else FAILED
-        note_end(run, world, job, FAILED if status == HALTED else status)
+        note_end(run, world, words, FAILED if status == HALTED else status)
         if world is not None and world.size > 1:
             if lost_contact(caught):
                 world.stop.wait(1.0)  # so that the launcher sees the rank that failed by itself first
@@ -98,20 +101,20 @@ def main(run: Run, init_method: str = "env://", job: Sequence[str] = TRAIN, refu
             world.close()
 
 
-def note_end(run: Run, world: World | None, job: Sequence[str], status: int) -> int:
+def note_end(run: Run, world: World | None, words: Sequence[str], status: int) -> int:
     """Rank 0 writes down how training ended, for `lockstep status`. Returns the status."""
     if status == EXCLUDED or (status == FAILED and job_record.restarts_left()):
         return status  # not the end yet
     if world is None or led_away(world.log.parent) is not None:
         return status  # launch.json there is that of another run
-    if world.is_main and tuple(job) == TRAIN and world.refusal is None:
+    if world.is_main and tuple(words) == TRAIN and world.refusal is None:
         job_record.note(run.folder, status=status, ended=time.time())
     return status
 
 
-def main_of_file(path: str, job: Sequence[str] = TRAIN) -> None:
-    """The same for a resolved run file, as the process of its own that a launcher starts. Exits."""
-    status = main(load(path, []), job=job)
+def main_of_file(path: str, words: Sequence[str] = TRAIN) -> None:
+    """Run one rank of a run file, as the process of its own that a launcher starts. Exits."""
+    status = main(load(path, []), words=words)
     sys.stdout.flush()
     sys.exit(status)
 
@@ -181,11 +184,12 @@ class RankZeroSinks(Sinks):
         self._trackers.close(end)
 
 
-def work(run: Run, world: World) -> int:
+def work(job: Job, world: World) -> int:
     """Build, resume, train, evaluate, export."""
-    prepared = prepare_and_join(run, world)
+    run = job.run
+    join_ranks(job, world)
     console = Console(world.is_main, world.log, run.track.console)
-    done = not world.apart and finished_already(run, world, prepared)
+    done = not world.apart and finished_already(job, world)
     if world.is_main:
         append(world.log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {world.size} process(es), rank 0 on {world.host}")
     if done:
@@ -193,7 +197,7 @@ def work(run: Run, world: World) -> int:
         return publish_until_stopped(run, world, console) if world.is_main else DONE
     ACTIVITY.at("building the model")
     with console.busy(lambda: ACTIVITY.name):
-        session = replace(build_session(run, world, prepared, console.note), journal=EventLog(world, run.folder))
+        session = replace(build_session(job, world, console.note), journal=EventLog(world, run.folder))
         step, compared = (-1, "") if world.apart else resumed(session, console)
         session = replace(session, compared=compared)
     found = train_and_evaluate(session, console, step)
@@ -201,7 +205,7 @@ def work(run: Run, world: World) -> int:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = found.strategy.exported()
     evaluated = export_check.evaluated(run, session.task, found.strategy)
-    doubts = session.task.doubts + own_generators(session.task, found.strategy.model)
+    doubts = session.task.warnings + own_generators(session.task, found.strategy.model)
     found.strategy.close()
     known = promised(found.strategy, doubts)
     return DONE if weights is None else export_and_publish(session, console, found, weights, known, evaluated)
@@ -335,9 +339,9 @@ def write_summary(
     return sha256
 
 
-def finish_interrupted(run: Run, prepared: Prepared, steps: int) -> None:
+def finish_interrupted(job: Job, steps: int) -> None:
     """For a run that is finished: what is missing where the start before was killed after its export. Rank 0 only."""
-    task = plugins.find("tasks", run.task.name)(run, prepared)
+    run, task = job.run, job.task(job.run, job.data)
     for name in (".export.partial", ".export.removed"):
         shutil.rmtree(run.folder / name, ignore_errors=True)
     console = Console(True, run.folder.resolve() / LOG, run.track.console)
@@ -349,9 +353,10 @@ def finish_interrupted(run: Run, prepared: Prepared, steps: int) -> None:
     write_summary(run, task, EventLog(World(run), run.folder), console, steps)
 
 
-def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
+def finished_already(job: Job, world: World) -> bool:
     """Whether OUTPUT holds this run's end; rank 0 looks, and writes run.yaml. Collective. Errors: `RunError` on every
     rank, when OUTPUT holds another run or cannot be written."""
+    run, prepared = job.run, job.data
     found: bool | str = False
     if world.is_main:
         try:
@@ -360,11 +365,12 @@ def finished_already(run: Run, world: World, prepared: Prepared) -> bool:
             manifest = check_resumable(run, prepared)
             found = finished(run, manifest)
             keep(run)
-            require(run)
-            remote_sync.check(run)
-            remote_sync.check(run, prepared)
+            if job.scope < Scope.START:  # nobody has looked before
+                require(run)
+                remote_sync.check(run)
+                remote_sync.check(run, prepared)
             if found and manifest is not None and not told_whole(run.folder):
-                finish_interrupted(run, prepared, manifest.step)
+                finish_interrupted(job, manifest.step)
         except RunError as caught:
             found = str(caught)
     found = world.broadcast(found)

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.memory import measured
 from lockstep.distributed.randomness import own_generators
@@ -27,7 +26,8 @@ from lockstep.tasks.task import Task
 from lockstep.training import plain_steps
 from lockstep.training.dry_run import try_a_step
 from lockstep.training.loop import evaluate
-from lockstep.training.session import Session, build_session, prepare_and_join
+from lockstep.training.resolve import Job
+from lockstep.training.session import Session, build_session, join_ranks
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Recording:
     examples_per_s: float | None
     held: list[dict[str, int]]  # bytes of tensors on each rank: at_rest, at_update
     uncovered: list[str] = field(default_factory=list)  # generators of random numbers that no step seeds
-    doubts: list[str] = field(default_factory=list)  # of the user's own code, see `Task.doubts`
+    doubts: list[str] = field(default_factory=list)  # of the user's own code, see `Task.warnings`
 
 
 def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
@@ -66,10 +66,12 @@ def numbers_of(total: int, per_epoch: int, steps: int) -> list[int]:
     return first if last in first or len(first) < 2 else [*first[:-1], last]
 
 
-def record(run: Run, world: World, steps: str, timed: str = "0", plain: str = "0") -> int:
+def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0") -> int:
     """Run a few steps and write down what they did in OUTPUT; then `plain` steps without dropout, for a comparison with
     the plain reference; then `timed` more for their speed and memory. Collective."""
-    session = build_session(run, world, prepare_and_join(run, world))
+    run = job.run
+    join_ranks(job, world)
+    session = build_session(job, world)
     task, strategy, feed = session.task, session.strategy, session.feed
     uncovered = own_generators(task, strategy.model)
     try_a_step(session)
@@ -100,7 +102,7 @@ def record(run: Run, world: World, steps: str, timed: str = "0", plain: str = "0
         rate,
         held,
         uncovered,
-        task.doubts,
+        task.warnings,
     )
     strategy.close()
     if world.is_main:
@@ -127,7 +129,7 @@ class _Writer:
         return {f"weight.{k.removeprefix('model.')}": v.detach().cpu().clone() for k, v in state.items()}
 
     def step(self, place: int, number: int, batch: StepBatch, loss: float, norm: float) -> None:
-        seen = sum(float(self.task.counted(m.targets)) for m in batch.micro_batches)
+        seen = sum(float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches)
         total = float(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
         self.steps.append(Step(number, loss, norm, total, batch.targets))
         self.save(f"step-{place}", self.gradients | self.weights())

@@ -263,7 +263,7 @@ def unsupported_reason(session: Session) -> str | None:
                 f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "
                 "each part on another: set launch.replicate_every"
             )
-        if session.task.reference_size:
+        if session.task.needs_reference:
             return f"task {run.task.name} asks the model before training"
     elif not isinstance(strategy, Native) or not strategy.regroups or not strategy.gives_bits(run):
         return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"

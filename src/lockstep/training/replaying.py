@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.checkpoint.state_hash import StateHash
 from lockstep.config.exit_status import DONE
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
@@ -32,18 +32,20 @@ from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.loop import TrainingFailed, explained
-from lockstep.training.session import Session, build_session, prepare_and_join
+from lockstep.training.resolve import Job
+from lockstep.training.session import Session, build_session, join_ranks
 
 FOUND, WEIGHTS, GRADIENTS = "replay.json", "before.safetensors", "gradient.safetensors"
 _HASHED = ("weights", "optimizer")
 
 
-def replay(run: Run, world: World, output: str, wanted: str, begin: str) -> int:
+def replay(job: Job, world: World, output: str, wanted: str, begin: str) -> int:
     """From the newest checkpoint of at most `begin` updates on to the step after which `wanted` are done. Collective.
     Errors: `RunError`."""
     step = int(wanted)
-    prepared = prepare_and_join(run, world)
-    session = build_session(run, world, prepared)
+    run, prepared = job.run, job.data
+    join_ranks(job, world)
+    session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
     if not 1 <= step <= feed.total:
         raise RunError(f"--step: {step} is none of this run's steps, 1 to {feed.total}")

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.exit_status import DONE
-from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import Strategy
-from lockstep.training.session import build_session, prepare_and_join
+from lockstep.training.resolve import Job
+from lockstep.training.session import build_session, join_ranks
 
 FOUND = "anatomy.json"
 # In the order in which a step computes them.
@@ -60,11 +60,12 @@ class Entry:
     value: float | None = None  # of a number
 
 
-def take_apart(run: Run, world: World, output: str, wanted: str) -> int:
+def take_apart(job: Job, world: World, output: str, wanted: str) -> int:
     """The step after which `wanted` updates are done. Collective. Errors: `RunError`."""
     step = int(wanted)
-    prepared = prepare_and_join(run, world)
-    session = build_session(run, world, prepared)
+    run, prepared = job.run, job.data
+    join_ranks(job, world)
+    session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
     checkpoints = Checkpoints(run.model_copy(update={"output": output}), world, prepared, feed.total)
     ACTIVITY.at("looking for a checkpoint")

@@ -22,11 +22,13 @@ from lockstep.data.splitting import left_out
 from lockstep.distributed.world import World
 from lockstep.strategies import strategy as strategies
 from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task
 from lockstep.track.console import Console, clock
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.model_stats import selection_lines
+from lockstep.training.resolve import resolve_strategy
 
 if TYPE_CHECKING:
     from lockstep.training.loop import Counts
@@ -44,7 +46,7 @@ def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoad
         **feed.mixture,
         "model": f"{task.origin}, {parameters(strategy)}; {precisions(run, strategy)}",
         **padding_of(run, task),
-        **task.opening,
+        **task.summary_lines,
         **selection_lines(run, task),
         "processes": f"{world.size} ({run.strategy.name}{strategy.told}, "
         f"{'exact' if strategy.gives_bits(run) else 'equal to rounding'}) on {device}",
@@ -121,11 +123,11 @@ def closing(
 def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
     """A command for the shell that asks the model something: what the first sample was about, its first words."""
     output = str(task.run.folder)
-    if not task.predicts():
+    if not isinstance(task, Predicts):
         return shlex.join(["lockstep", "evaluate", output])
-    if len(task.asked(task.run)) > 1:
+    if len(task.input_columns(task.run)) > 1:
         return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
-    text = task.asked_in(samples[0]) if samples else ""
+    text = task.sample_input(samples[0]) if samples else ""
     return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or "some text"])
 
 
@@ -160,7 +162,7 @@ def the_same_elsewhere(run: Run, world: World, promised: Promised = Promised.YES
         with suppress(RunError):
             if processes == world.size:
                 continue
-            strategies.checked_strategy(run, processes)
+            resolve_strategy(run, processes)
             words += [f"launch.processes={processes}"]
             if promised != Promised.YES:
                 return shlex.join(words), f"whether this is the same training on {processes} process(es)"

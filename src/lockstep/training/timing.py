@@ -18,7 +18,6 @@ import transformers
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.exit_status import STOPPED
-from lockstep.config.run import Run
 from lockstep.data.tokens import Prepared
 from lockstep.distributed import memory
 from lockstep.distributed.sharded import ShardedState
@@ -26,7 +25,8 @@ from lockstep.distributed.watchdog import Watchdog
 from lockstep.distributed.world import World
 from lockstep.training.dry_run import try_a_step
 from lockstep.training.loop import Counts, train
-from lockstep.training.session import Session, Sinks, build_session, prepare_and_join
+from lockstep.training.resolve import Job
+from lockstep.training.session import Session, Sinks, build_session, join_ranks
 
 FILE = "timing.json"
 
@@ -78,11 +78,12 @@ class _Moments(Sinks):
         self.moments.append(time.perf_counter())
 
 
-def measure(run: Run, world: World, steps: str, skip: str) -> int:
+def measure(job: Job, world: World, steps: str, skip: str) -> int:
     """Train `skip` steps that are not counted and `steps` that are, in the product's own loop, without evaluations and
     checkpoints; then one more to look at memory. Collective. Returns the exit status."""
-    prepared = prepare_and_join(run, world)
-    session = build_session(run, world, prepared)
+    run, prepared = job.run, job.data
+    join_ranks(job, world)
+    session = build_session(job, world)
     strategy, whole = session.strategy, session.feed.total
     watch = Watchdog(world, run.launch.hang_timeout_s).start()
     try:
@@ -118,7 +119,7 @@ def _timed(session: Session, prepared: Prepared, ends: tuple[int, int]) -> tuple
         feed.total = end
         world.barrier()
         moments = [time.perf_counter()]
-        loop = replace(session, run=quiet, checkpoints=checkpoints, sinks=_Moments(moments))
+        loop = replace(session, job=replace(session.job, run=quiet), checkpoints=checkpoints, sinks=_Moments(moments))
         step, counts = train(loop, step)
         if step < end:
             return None

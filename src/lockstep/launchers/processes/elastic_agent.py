@@ -181,7 +181,7 @@ class Survivors(LocalElasticAgent):
             return "no restarts left"
         if newest_whole(self.job) is not None:
             where = "restarting from the last checkpoint"
-        elif self.rendezvous.place or self.job.mirror is not None:  # another machine may have one, or the mirror
+        elif self.rendezvous.place or self.job.remote_dir is not None:  # another machine may have one, or the mirror
             where = "restarting from the last checkpoint, if there is one"
         else:
             where = "there is no checkpoint yet; restarting from the beginning"

@@ -82,7 +82,7 @@ class Objective(ABC):
         """What the loss of these examples is divided by, with weights; exact, whatever is added up first."""
 
     @abstractmethod
-    def counted(self, targets: Tensor) -> float:
+    def targets_in_batch(self, targets: Tensor) -> float:
         """The same, of targets that go through the model."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Objective(ABC):
         """What a report shows of a split beside its metrics."""
 
     @abstractmethod
-    def given(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+    def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
         """Predictions and labels of a split, as functions of `metrics` get them."""
 
     @abstractmethod
@@ -119,15 +119,15 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def told(cls, answer: Mapping[str, Any]) -> str:
+    def format_answer(cls, answer: Mapping[str, Any]) -> str:
         """An answer for a person."""
 
-    def shown(self, answer: Mapping[str, Any]) -> str:
+    def short_answer(self, answer: Mapping[str, Any]) -> str:
         """The same as shortly as samples have it."""
-        return self.told(answer)
+        return self.format_answer(answer)
 
     @abstractmethod
-    def said(self, targets: Tensor) -> str:
+    def format_target(self, targets: Tensor) -> str:
         """What is true of an example, for a person."""
 
     @property

@@ -21,6 +21,7 @@ from lockstep.tools.sweep import grid
 from lockstep.track.console import clock
 from lockstep.track.report import charts
 from lockstep.track.report.report import write_page
+from lockstep.training.resolve import Job
 from lockstep.training.timing import Timing
 
 
@@ -46,6 +47,7 @@ class BenchRow:
     series: str  # what it is besides that: the name of its line in the plots
     keys: grid.Overrides  # of the run file
     run: Run | None = None  # None where the keys do not go together
+    job: Job | None = None  # None where it could not be resolved
     reason: str | None = None  # why it could not run
     rounds: dict[int, Timing] = field(default_factory=dict)  # by the round's number, from 0
 

@@ -10,6 +10,7 @@ NAMES = (
     "plan",
     "verify",
     "replay",
+    "trace",
     "diff",
     "branch",
     "attest",

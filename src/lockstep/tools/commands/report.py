@@ -15,7 +15,7 @@ EVERY_S = 5  # between two forms of a live page
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", nargs="+", metavar="OUTPUT", help="output folder of a run, at any stage")
+    parser.add_argument("output", nargs="+", metavar="OUTPUT", help="output folder of a run, at any stage, or a trace")
     parser.add_argument(
         "--to", metavar="FILE.html", help="where the comparison goes; default: comparison.html beside the folders"
     )
@@ -25,9 +25,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(known: argparse.Namespace) -> int:
+    from lockstep.trace.read import is_trace
     from lockstep.track.report.report import write_comparison, write_report
 
     folders = [Path(output) for output in known.output]
+    if any(traced := [is_trace(folder) for folder in folders]):
+        return of_traces(known, folders, all(traced))
     if known.live:
         if len(folders) > 1 or known.to is not None:
             raise RunError("--live: it writes the page of one output folder")
@@ -75,4 +78,14 @@ def watched(folder: Path) -> int:
     except (OSError, ValueError) as error:
         raise RunError(f"{folder} is not the output folder of a run, or cannot be written to: {error}") from None
     write_report(folder)
+    return 0
+
+
+def of_traces(known: argparse.Namespace, folders: list[Path], every: bool) -> int:
+    """The page of a trace; of two the page of the second beside the first, the reference."""
+    from lockstep.tools import traces
+
+    if not every or len(folders) > 2 or known.live or known.to is not None:
+        raise RunError("a page is made of one trace, or of two, the reference first; without --live and --to")
+    print(traces.page(folders[-1], folders[0] if len(folders) == 2 else None))
     return 0

@@ -1,0 +1,162 @@
+"""`lockstep trace`, and `diff` and `verify` of traces: what they do, and what they say.
+
+In: commands and folders. Out: lines on the terminal and an exit status. Comparing itself is in `lockstep.trace`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.run import RunError
+from lockstep.trace.compare import Verdict, compare
+from lockstep.trace.errors import TraceError
+from lockstep.trace.findings import Finding, findings
+from lockstep.trace.read import Trace, is_trace, read
+from lockstep.trace.run import run
+from lockstep.track.console import Console
+
+COLUMNS = ["step", "loss", "gradients", "changes"]
+ROWS = 12  # of a table
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """`TraceError` as `RunError`."""
+    try:
+        yield
+    except TraceError as error:
+        raise RunError(str(error)) from None
+
+
+def record(command: Sequence[str], folder: Path, options: Mapping[str, Any]) -> int:
+    """Run a command and trace it. What is said goes to standard error: standard output is the command's own. Returns
+    the command's exit status. Errors: `RunError` where it cannot be started."""
+    with refusing():
+        status = run(command, folder, **options)
+    for line in summary(folder):
+        print(f"lockstep trace: {line}", file=sys.stderr)
+    return status
+
+
+def summary(folder: Path) -> list[str]:
+    """What a trace came to, with the findings in it."""
+    try:
+        trace = read(folder)
+    except TraceError as error:
+        return [str(error)]
+    steps = ", ".join(f"{len(trace.steps(o))} steps of {_optimizer(trace, o)}" for o in trace.optimizers)
+    lines = [f"{steps} on {trace.world} process{'es' if trace.world > 1 else ''}, in {folder}"]
+    if trace.others:
+        lines.append(f"{trace.others} other processes trained, too, as another job; they are not looked at")
+    lines += [f"rank {r.number}: an error of the tracer's own: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
+    return lines + finding_lines(findings(trace))
+
+
+def finding_lines(found: Sequence[Finding]) -> list[str]:
+    """A line for each finding and one for what to change."""
+    if not found:
+        return ["no finding"]
+    lines = [f"{len(found)} finding{'s' if len(found) > 1 else ''}"]
+    for each in found:
+        lines += [f"[{each.code}] {each.what}", f"    {each.cause}"]
+    return lines
+
+
+def _optimizer(trace: Trace, number: int) -> str:
+    step = next(s for rank in trace.ranks for s in rank.steps.get(number, {}).values())
+    return f"{step.layout.optimizer}" + (f" (optimizer {number})" if len(trace.optimizers) > 1 else "")
+
+
+def diff(a: Path, b: Path, exact: bool = False, perturbed: Path | None = None) -> int:
+    """Compare two traces. Returns 0 where nothing differs beyond rounding (`exact`: at all), else 1. Errors:
+    `RunError`."""
+    with refusing():
+        one, other = read(a), read(b)
+        third = read(perturbed) if perturbed is not None else None
+        verdicts = [compare(one, other, third, exact, o) for o in one.optimizers if o in other.optimizers]
+    console = Console(True)
+    for verdict in verdicts:
+        _say(console, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
+    for trace in (one, other):
+        found = findings(trace)
+        if found:
+            console.say(f"in {trace.folder} by itself:")
+            for line in finding_lines(found)[1:]:
+                console.say(f"  {line}")
+    return 0 if all(v.first is None for v in verdicts) else 1
+
+
+def _say(console: Console, verdict: Verdict, name: str) -> None:
+    rows = verdict.rows
+    shown = rows if len(rows) <= ROWS else (*rows[: ROWS // 2], *rows[-ROWS // 2 :])
+    if shown:
+        console.table(
+            "", COLUMNS, [[str(r.step), *(_number(x) for x in (r.loss, r.gradient, r.update))] for r in shown]
+        )
+    console.say(f"{name}tolerance: {verdict.tolerance}")
+    if verdict.first is None:
+        how = "the same bits" if verdict.exact else "the same training, to rounding"
+        console.say(f"{name}{how} in all {len(rows)} steps that both have")
+        return
+    at = "before the first step" if verdict.step is None else f"in step {verdict.step}"
+    console.say(f"{name}they part {at}, in the {verdict.first}:")
+    for line in verdict.lines:
+        console.say(f"  {line}")
+    console.say(f"  likely: {verdict.cause}")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else "same" if value == 0 else f"{value:.1e}"
+
+
+def verify(
+    reference: Sequence[str], job: Sequence[str], folder: Path | None, steps: int | None, exact: bool = False
+) -> int:
+    """Trace both commands and the reference once more with perturbed weights, and compare. `folder`: keeps the traces
+    and a page; None: they are removed. Returns 0, 1 where they differ, or a command's own status. Errors:
+    `RunError`."""
+    keep = folder is not None
+    root = folder if folder is not None else Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
+    console = Console(True)
+    try:
+        for name, command, perturb in (
+            ("reference", reference, False),
+            ("job", job, False),
+            ("perturbed", reference, True),
+        ):
+            if exact and perturb:
+                continue
+            console.say(f"{name}: {' '.join(command)}")
+            with refusing():
+                status = run(command, root / name, steps=steps, perturb=perturb)
+            if status:
+                console.say(f"{name}: the command ended with status {status}")
+                return status
+        result = diff(root / "reference", root / "job", exact, None if exact else root / "perturbed")
+        if keep:
+            console.say(str(page(root / "job", root / "reference")))
+        return result
+    finally:
+        if not keep:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def page(folder: Path, reference: Path | None = None) -> Path:
+    """Write `report.html` of a trace, beside a reference where there is one. Errors: `RunError`."""
+    from lockstep.trace.page import values_of
+    from lockstep.track.report.report import write_page
+
+    with refusing():
+        trace = read(folder)
+        beside = read(reference) if reference is not None else None
+        values = values_of(trace, beside)
+    return write_page(folder / "report.html", "trace.html.jinja", **values)
+
+
+__all__ = ["diff", "is_trace", "page", "record", "verify"]

@@ -1,0 +1,87 @@
+"""Tracing any training script, and comparing traces: see docs/trace.md.
+
+`lockstep trace -o DIR -- COMMAND` traces a command. `import lockstep.trace` as a script's first line traces that
+script, into the folder that LOCKSTEP_TRACE names (default: lockstep-trace). `with lockstep.trace(model, optimizer):`
+traces what runs inside. `tracer/` runs in the traced process and imports torch alone; the other files read what it
+wrote.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DEFAULT = "lockstep-trace"
+
+
+def _tracer() -> Any:
+    """The tracer of this process: the one that the command injected, where there is one."""
+    if "lockstep_tracer" in sys.modules:
+        return sys.modules["lockstep_tracer"]
+    from lockstep.trace import tracer
+
+    return tracer
+
+
+def _folder(folder: str | Path | None) -> str:
+    return str(Path(folder or os.environ.get("LOCKSTEP_TRACE") or DEFAULT).absolute())
+
+
+@contextmanager
+def traced(model: Any, optimizer: Any, folder: str | Path | None = None, level: str = "gradients") -> Iterator[Path]:
+    """Trace the steps of `optimizer` inside a `with` block, into `folder` (default: LOCKSTEP_TRACE, else
+    lockstep-trace). `model`: the module that holds the parameters, wrapped or not. Yields the folder. Not collective.
+    A process that is traced already goes on into its own folder. Errors: `ValueError` for a level that does not
+    exist."""
+    tracer = _tracer()
+    from lockstep.trace.tracer.settings import LEVELS, Settings
+
+    if level not in LEVELS:
+        raise ValueError(f"level: invalid value {level!r}; expected one of {', '.join(LEVELS)}")
+    own = tracer.running() is None
+    recorder = tracer.begin(Settings(_folder(folder), level=level)) if own else tracer.running()
+    recorder.root(model)
+    recorder.number_of(optimizer)
+    try:
+        yield Path(recorder.settings.folder)
+    finally:
+        if own:
+            tracer.end()
+
+
+class _Door(ModuleType):
+    """Lets the module be called: `with lockstep.trace(model, optimizer):`."""
+
+    def __call__(self, model: Any, optimizer: Any, **options: Any) -> Any:
+        return traced(model, optimizer, **options)
+
+
+def _imported_by_script() -> bool:
+    """Whether the script that runs says `import lockstep.trace`: not another part of lockstep, nor a test or
+    notebook."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (
+        "importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__
+    ):
+        frame = frame.f_back
+    if (
+        frame is None
+        or frame.f_globals.get("__name__") not in ("__main__", "__mp_main__")
+        or "ipykernel" in sys.modules
+    ):
+        return False
+    here = [i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti]
+    return bool(here) and here[-1].opname == "IMPORT_NAME" and here[-1].argval == __name__
+
+
+sys.modules[__name__].__class__ = _Door
+if _imported_by_script() and "lockstep_tracer" not in sys.modules:
+    from lockstep.trace.tracer.settings import Settings as _Settings
+
+    _tracer().begin(_Settings(_folder(None)))

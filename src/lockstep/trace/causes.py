@@ -1,0 +1,274 @@
+"""Likely causes of a difference between two traces, each in one sentence, from the pattern of what differs.
+
+A cause can be wrong; what differs is measured. In: counts, factors and records. Out: a sentence that says what is
+likely wrong and what to change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.trace.losses import Losses
+from lockstep.trace.ranks import data_ranks
+from lockstep.trace.read import Step, Trace
+
+COSINE = 0.99  # below it a factor means nothing
+NEAR = 0.01  # relative: a factor is this number
+
+MISSING_GRADIENT = (
+    "these parameters take part in the computation on one side only: a branch that depends on the rank, or parameters "
+    "that one side freezes"
+)
+LENGTHS = (
+    "one run made more steps: count the batches of an epoch, the accumulation steps and how the "
+    "last, smaller batch is treated"
+)
+
+
+def of_start(apart: int, among: int, ranks_apart: Sequence[int]) -> str:
+    if ranks_apart:
+        return (
+            f"ranks start from different weights (rank {ranks_apart[0]} and others): seed every rank alike "
+            "before the model is "
+            "made, or wrap the model in DDP, which sends rank 0's weights"
+        )
+    if apart < among / 2:
+        return (
+            "only some weights differ: a layer that is drawn anew (a new head), loaded from elsewhere "
+            "or tied on one side"
+        )
+    return (
+        "the models are drawn from different random numbers or loaded from different files: set the "
+        "seed before the model is made"
+    )
+
+
+def of_examples(trace: Trace, optimizer: int, step: int, one: Counter[str], other: Counter[str]) -> str:
+    ranks = data_ranks(trace, optimizer)
+    lists = [tuple(r.steps[optimizer][step].examples or ()) for r in ranks if step in r.steps[optimizer]]
+    n, m = one.total(), other.total()
+    if len(lists) > 1 and len({tuple(sorted(each)) for each in lists}) == 1:
+        return (
+            "all ranks got the same examples: give each its share (DistributedSampler, or "
+            "accelerator.prepare of the loader)"
+        )
+    if m > n and m % n == 0:
+        if m // n == len(lists):
+            return (
+                f"the batch size is one of a process: {len(lists)} processes take {m} examples a step; "
+                f"divide it by {len(lists)}"
+            )
+        return (
+            f"a step takes {m // n} times the examples: compare batch size, accumulation steps and number of processes"
+        )
+    if m < n and n % m == 0:
+        return (
+            f"a step takes 1/{n // m} of the examples: compare batch size, accumulation steps and number of processes "
+            "(a loader that is divided twice, an accumulation that is not counted)"
+        )
+    if len(set(other)) < m and len(set(one)) == n:
+        return (
+            "some examples are in the step more than once: ranks share examples, or a sampler pads with repeated ones"
+        )
+    if n == m:
+        return (
+            "as many examples, in another order: the sampler's seed or epoch (set_epoch), or shuffling "
+            "that depends on the process"
+        )
+    return "the step is cut elsewhere: compare batch size, the last, smaller batch (drop_last) and the sampler"
+
+
+def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> str:
+    modes = {s.training for s in ours} | {s.training for s in theirs}
+    if modes >= {True, False}:
+        side = "here" if any(s.training is False for s in theirs) else "in the reference"
+        return f"the model is in evaluation mode {side} and in training mode in the other: call model.train()"
+    ratio = other.summed / one.summed if one.summed else math.nan
+    for way, name in _factors(len(other.each), other.micro_batches, one.micro_batches):
+        if math.isfinite(ratio) and abs(ratio / way - 1) < NEAR and abs(way - 1) > NEAR:
+            return (
+                f"the loss is {name} times what it should be: {_why_factor(way, len(other.each), other.micro_batches)}"
+            )
+    if not one.equal_counts or not other.equal_counts:
+        return (
+            "losses are means over unequal numbers of targets: divide the sum of all ranks' and "
+            "micro-batches' losses by the "
+            "number of all targets"
+        )
+    if {s.autocast for s in ours} != {s.autocast for s in theirs}:
+        return "products are computed in another precision on one side: compare autocast and the model's dtype"
+    return (
+        "random numbers (dropout, augmentation) differ between the runs, or a part of the inputs that "
+        "no hash sees, such as a mask"
+    )
+
+
+def _factors(world: int, micro: int, reference_micro: int) -> list[tuple[float, str]]:
+    found: list[tuple[float, str]] = []
+    for value, name in (
+        (world, f"{world} (the number of ranks)"),
+        (1 / world, f"1/{world} (ranks)"),
+        (micro, f"{micro} (the micro-batches of a step)"),
+        (1 / micro, f"1/{micro} (the micro-batches of a step)"),
+        (1 / reference_micro, f"1/{reference_micro} (the reference's micro-batches)"),
+        (world * micro, f"{world * micro} (ranks times micro-batches)"),
+        (1 / (world * micro), f"1/{world * micro} (ranks times micro-batches)"),
+    ):
+        if value != 1:
+            found.append((float(value), name))
+    return found
+
+
+def _why_factor(value: float, world: int, micro: int) -> str:
+    if value == world and micro == world:
+        return "sums over ranks where a mean is meant, or micro-batches that are added without dividing by their number"
+    if value == world:
+        return "gradients or losses are summed over ranks where they should be averaged"
+    if value == 1 / world and micro == world:
+        return "divided twice, by the ranks or by the micro-batches"
+    if value == 1 / world:
+        return "averaged over ranks where they should be summed, or divided by the number of ranks twice"
+    if value == micro:
+        return "losses of micro-batches are added without dividing by their number (gradient accumulation)"
+    if value == 1 / micro:
+        return "divided by the number of micro-batches twice, or only one of them counts"
+    return "a sum where a mean is meant, or the reverse, over ranks and micro-batches"
+
+
+def of_gradient(
+    trace: Trace,
+    optimizer: int,
+    step: int,
+    found: tuple[Mapping[str, float], Mapping[str, float], Mapping[str, tuple[float, float]]],
+    split: set[str],
+    losses: tuple[Losses, Losses, str] | None,
+) -> str:
+    """`found`: differences beyond the limit, all differences, (factor, cosine) of those beyond; `split`: parameters
+    whose gradient is not the same on all ranks."""
+    wrong, every, factors = found
+    ranks = data_ranks(trace, optimizer)
+    if split:
+        return _not_reduced(split, len(every))
+    records = [r.steps[optimizer][step] for r in ranks if step in r.steps[optimizer]]
+    pure = [f for f, cosine in factors.values() if cosine > COSINE]
+    common = (
+        len(pure) >= 0.9 * len(factors) and pure and max(pure) / min(pure) - 1 < 2 * NEAR
+        if all(f > 0 for f in pure)
+        else False
+    )
+    micro = losses[1].micro_batches if losses else 1
+    reference = losses[0].micro_batches if losses else 1
+    if common:
+        return _of_factor(pure[len(pure) // 2], len(wrong), len(every), (len(ranks), micro, reference), records)
+    if any("not zeroed" in note for r in records for note in r.notes or []):
+        return "gradients of the step before were not zeroed: call optimizer.zero_grad() in each step"
+    if losses and not (losses[0].equal_counts and losses[1].equal_counts):
+        return (
+            "a mean of means: losses of ranks or micro-batches with unequal numbers of targets are "
+            "averaged; divide their sum by "
+            "the number of all targets"
+        )
+    if len(wrong) <= len(every) / 2:
+        return (
+            "only a part of the parameters: look at what computes these gradients (checkpointing, a "
+            "custom layer, a hook)"
+        )
+    return (
+        "gradients point elsewhere though the losses agree: a part of them was left out or counted "
+        "twice, or a gradient was changed"
+    )
+
+
+def _not_reduced(split: set[str], among: int) -> str:
+    if len(split) >= 0.9 * among:
+        return (
+            "gradients are not reduced over ranks: the model is not wrapped (DDP, FSDP), the forward goes "
+            "around the wrapper "
+            "(model.module), or backward ran under no_sync in the step"
+        )
+    names = ", ".join(sorted(split)[:3])
+    return (
+        f"{names}: the gradient is not reduced over ranks; each rank keeps its own (DDP ignores it, or "
+        "it was added after wrapping)"
+    )
+
+
+def _of_factor(f: float, wrong: int, among: int, sizes: tuple[int, int, int], records: Sequence[Step]) -> str:
+    world, micro, reference = sizes
+    which = "every gradient is" if wrong > 0.9 * among else f"{wrong} of {among} gradients are"
+    scale = next((s.scale for s in records if s.scale), None)
+    if scale and abs(f / scale - 1) < NEAR:
+        return f"{which} multiplied by the loss scale {scale:g}: the gradients were not unscaled"
+    for value, name in _factors(world, micro, reference):
+        if abs(f / value - 1) < NEAR:
+            return f"{which} {name} times what it should be: {_why_factor(value, world, micro)}"
+    near = round(f) if f >= 1 else round(1 / f)
+    whole = near > 1 and abs((f if f >= 1 else 1 / f) / near - 1) < NEAR
+    text = (f"{near}" if f >= 1 else f"1/{near}") if whole else f"{f:.4g}"
+    return (
+        f"{which} {text} times what it should be: a sum counted twice, or a mean where a sum is meant "
+        "(loss and its divisor)"
+    )
+
+
+def of_clip_limits(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> str:
+    if len(one) != len(other):
+        return "gradients are clipped more often, or not at all, on one side"
+    return "another limit of the gradient norm"
+
+
+def of_clipping(factors: Mapping[str, tuple[float, float]]) -> str:
+    values = [f for f, cosine in factors.values() if cosine > COSINE]
+    if len(values) == len(factors):
+        return (
+            "clipping scales by another factor: each rank clips by the norm of its own shards, or by a "
+            "norm of other parameters, "
+            "or before gradients were unscaled"
+        )
+    return "clipping treats parameters differently: by value, or only some of them"
+
+
+def of_rate(key: str, x: Any, y: Any, trace: Trace, ours: Sequence[Step], theirs: Sequence[Step]) -> str:
+    world = len(trace.ranks)
+    if key != "lr":
+        return f"the optimizers are made with another {key}, or their parameter groups are cut differently"
+    counts = [sum((s.schedulers or {}).values()) for s in (ours[0], theirs[0])]
+    if counts[0] != counts[1]:
+        by = (
+            " (Accelerate steps a prepared scheduler once a process)"
+            if any("accelerate" in k for k in theirs[0].schedulers or {})
+            else ""
+        )
+        return (
+            f"the scheduler is stepped {counts[1]} times between these steps, and {counts[0]} times in "
+            f"the reference{by}"
+        )
+    if isinstance(x, float) and isinstance(y, float) and x > 0 and abs(y / x / world - 1) < 1e-6 and world > 1:
+        return f"the learning rate is scaled by the number of ranks, {world}"
+    return "another learning rate or schedule: its length may count epochs, batches of one rank, or micro-batches"
+
+
+def of_update(factors: Mapping[str, tuple[float, float]], ours: Sequence[Step], theirs: Sequence[Step]) -> str:
+    kinds = ours[0].layout.optimizer, theirs[0].layout.optimizer
+    still = [n for n, (f, _) in factors.items() if math.isnan(f) or f == 0]
+    if still and len(still) == len(factors):
+        return (
+            f"gradients agree and {', '.join(still[:3])} does not change: the optimizer does not hold the "
+            "model's parameters, the "
+            "step was skipped, or the change is lost in rounding"
+        )
+    if kinds[0] != kinds[1]:
+        return f"gradients and learning rates agree, the optimizers are {kinds[0]} and {kinds[1]}"
+    return (
+        "gradients and learning rates agree: look at the optimizer's state (moments, steps counted), "
+        "weight decay and its order"
+    )
+
+
+def of_buffers(names: Sequence[str]) -> str:
+    if any("running" in n or "num_batches" in n for n in names):
+        return "batch-norm statistics are those of each rank's own batch: SyncBatchNorm computes them over all ranks"
+    return "a buffer that the forward changes depends on the rank or on how the batch is cut"

@@ -1,0 +1,165 @@
+"""Faults in the order of examples: epochs and evaluation passes of data loaders.
+
+In: a trace. Out: (code, what, cause). Only passes over a loader that came to their end count, of loaders whose data
+set has a length.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lockstep.trace.ranks import data_ranks
+from lockstep.trace.read import Rank, Trace
+
+Row = tuple[str, str, str]
+
+
+def findings(trace: Trace) -> Iterator[Row]:
+    yield from _set_epoch(trace)
+    yield from _counts(trace)
+    yield from _evaluations(trace)
+
+
+def _passes(rank: Rank) -> dict[str, Mapping[str, Any]]:
+    """Passes that ended while steps were recorded, by name, with what they began with."""
+    last = {o: max(steps) + 1 for o, steps in rank.steps.items()}
+    ended = {r["loader"] for r in rank.passed if all(n <= last.get(o, 0) for o, n in enumerate(r["steps"]))}
+    return {record["loader"]: record for record in rank.loaders if record["loader"] in ended}
+
+
+def _examples(rank: Rank) -> dict[str, list[str]]:
+    """Training examples by pass, in order."""
+    found: dict[str, list[str]] = {}
+    for optimizer in sorted(rank.steps)[:1]:
+        for _, step in sorted(rank.steps[optimizer].items()):
+            if step.loader is not None:
+                found.setdefault(step.loader, []).extend(step.examples or ())
+    return found
+
+
+def _set_epoch(trace: Trace) -> Iterator[Row]:
+    rank = trace.ranks[0]
+    passes, examples = _passes(rank), _examples(rank)
+    trained = [name for name in passes if name in examples]
+    by_loader: dict[str, list[str]] = {}
+    for name in trained:
+        by_loader.setdefault(name.partition(".")[0], []).append(name)
+    for names in by_loader.values():
+        for one, other in itertools.pairwise(names):
+            shuffled = passes[one]["shuffle"] and passes[other]["shuffle"]
+            if shuffled and len(examples[one]) > 4 and examples[one] == examples[other] and len(set(examples[one])) > 4:
+                sampler = passes[one]["sampler"]
+                cause = (
+                    "call sampler.set_epoch(epoch) before each epoch"
+                    if sampler == "DistributedSampler"
+                    else "the sampler is seeded anew for each epoch: seed it once, or with the epoch's number"
+                )
+                yield (
+                    "same-order",
+                    f"two epochs of a shuffled loader ({sampler}) have the same order of examples",
+                    cause,
+                )
+                return
+
+
+def _counts(trace: Trace) -> Iterator[Row]:
+    """Whether an epoch over all ranks has as many examples as the data set."""
+    optimizer = trace.optimizers[0]
+    ranks = data_ranks(trace, optimizer)
+    passes = [_passes(rank) for rank in ranks]
+    examples = [_examples(rank) for rank in ranks]
+    for name, begun in passes[0].items():
+        if not all(name in p for p in passes) or not all(name in e for e in examples) or begun["replacement"]:
+            continue
+        size, batch = begun["size"], begun["batch"] or 1
+        if not size or _skipped(trace) or not _plain_sampler(begun):
+            continue
+        counts = [len(e[name]) for e in examples]
+        total, slack = sum(counts), len(ranks) * (batch + 1) * max(_micro(ranks[0], optimizer), 1)
+        seen = Counter(h for e in examples for h in e[name])
+        if len(ranks) > 1 and total > size + slack and total >= 1.5 * size:
+            cause = "each rank goes over the whole data set: divide it (DistributedSampler, accelerator.prepare)"
+            yield ("seen-often", f"an epoch has {total} examples over {len(ranks)} ranks, the data set {size}", cause)
+            return
+        if total < size - slack and total < 0.75 * size:
+            cause = "the data set is divided twice, or batches are skipped on each rank"
+            yield (
+                "seen-part",
+                f"an epoch has {total} of the data set's {size} examples over {len(ranks)} rank(s)",
+                cause,
+            )
+            return
+        twice = sum(n - 1 for n in seen.values() if n > 1)
+        if total <= size + slack and twice > slack and twice > 0.2 * total:
+            cause = "ranks or batches share examples in an epoch: look at the sampler's seed on each rank"
+            yield (
+                "seen-twice",
+                f"{twice} of an epoch's {total} examples are repeated, and so many others never seen",
+                cause,
+            )
+            return
+
+
+def _plain_sampler(begun: Mapping[str, Any]) -> bool:
+    """A sampler that is meant to give each example once."""
+    known = (
+        "RandomSampler",
+        "SequentialSampler",
+        "DistributedSampler",
+        "SeedableRandomSampler",
+        "LengthGroupedSampler",
+    )
+    return begun["sampler"] in known
+
+
+def _micro(rank: Rank, optimizer: int) -> int:
+    return max((step.forwards or 1 for step in rank.steps[optimizer].values()), default=1)
+
+
+def _skipped(trace: Trace) -> bool:
+    return any(rank.skipped for rank in trace.ranks)
+
+
+def _evaluations(trace: Trace) -> Iterator[Row]:
+    """Passes without gradients: examples counted twice or left out."""
+    rows: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
+    for rank in trace.ranks:
+        passes = _passes(rank)
+        trained = set(_examples(rank))
+        for record in rank.evaluations:
+            name = record["loader"]
+            if name in passes and name not in trained and record["count"]:
+                rows.setdefault(name, []).append((record, passes[name]))
+    for pairs in rows.values():
+        row = _evaluation(trace, pairs)
+        if row is not None:
+            yield row
+            return
+
+
+def _evaluation(trace: Trace, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Row | None:
+    begun = pairs[0][1]
+    size, counts = begun["size"], [record["count"] for record, _ in pairs]
+    if not size or not _plain_sampler(begun) or "accelerate" in begun["kind_of"]:
+        return None  # Accelerate's gather_for_metrics takes repeated examples off again
+    total = sum(counts)
+    if all(n == size for n in counts):
+        return None  # by each rank, or by one alone
+    if begun["drop"] and total < size:
+        text = f"an evaluation goes over {total} of {size} examples"
+        return (
+            "evaluation-part",
+            text,
+            "drop_last=True leaves out the last, smaller batch: set it to False for evaluation",
+        )
+    if size < total < 1.5 * size and begun["replicas"] and len(pairs) > 1:
+        text = f"an evaluation counts {total - size} of {size} examples twice"
+        cause = (
+            "DistributedSampler repeats examples until all ranks have as many: leave the repeated ones "
+            "out of the scores"
+        )
+        return ("evaluation-twice", text, cause)
+    return None

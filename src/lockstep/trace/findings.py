@@ -1,0 +1,423 @@
+"""Faults that one run shows by itself: invariants of training that a trace breaks.
+
+In: a trace. Out: `Finding`s, the first cause first. What follows from a finding is not another one: replicas whose
+gradients are not reduced also come apart, and that is not said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.trace import epochs
+from lockstep.trace.merge import Whole, merged, merged_start
+from lockstep.trace.ranks import data_ranks, model_parallel, pipelined
+from lockstep.trace.read import Step, Trace, Value
+
+PATIENCE = 3  # steps in which something is so before it is a finding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`code`: of the kind; `what`: what was seen, with step, rank and names; `cause`: what is likely wrong and what to
+    change."""
+
+    code: str
+    what: str
+    cause: str
+    step: int | None = None
+
+
+def findings(trace: Trace) -> list[Finding]:
+    """All of a trace."""
+    found: list[Finding] = []
+    for optimizer in trace.optimizers:
+        for look in (
+            _replicas,
+            _same_examples,
+            _parameters,
+            _still,
+            _gradients,
+            _clipping,
+            _overflow,
+            _schedules,
+            _dtypes,
+            _ties,
+        ):
+            found += look(trace, optimizer)
+    found += _modes(trace)
+    found += [Finding(code, what, cause) for code, what, cause in epochs.findings(trace)]
+    return list(dict.fromkeys(found))
+
+
+def _few(names: Sequence[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _first(trace: Trace, optimizer: int, of: Callable[[Step], bool], count: int = 1) -> tuple[int, int] | None:
+    """(rank, step) of the first step in which it holds, where it does in at least `count` steps of that rank."""
+    for rank in trace.ranks:
+        steps = [n for n, s in sorted(rank.steps.get(optimizer, {}).items()) if of(s)]
+        if len(steps) >= count:
+            return rank.number, steps[0]
+    return None
+
+
+# -- replicas --------------------------------------------------------------------------------------------------------
+
+
+def _replicas(trace: Trace, optimizer: int) -> list[Finding]:
+    """Where ranks that should be alike come apart: the first step, and the first thing in it."""
+    if trace.world < 2 or pipelined(trace, optimizer):
+        return []
+    start = {n: w for n, w in merged_start(trace, optimizer).items() if w.apart}
+    if start:
+        rank, cause = (
+            _rank_of(start),
+            "seed every rank alike before the model is made, or wrap it in DDP, which sends weights",
+        )
+        what = f"rank {rank} starts from other weights than rank 0: {_few(list(start))}"
+        return [Finding("replicas-start", what, cause, 0)]
+    for step in trace.steps(optimizer):
+        records = trace.at(optimizer, step)
+        if all(s.measured for _, s in records) and (found := _replicas_at(trace, optimizer, step)):
+            return [found]
+    return []
+
+
+def _replicas_at(trace: Trace, optimizer: int, step: int) -> Finding | None:
+    def apart(of: Callable[[Step], Mapping[str, Value]]) -> dict[str, Whole]:
+        return {n: w for n, w in merged(trace, optimizer, step, of).items() if w.apart}
+
+    if found := apart(lambda s: s.before):
+        cause = (
+            "something beside the optimizer writes to weights on some ranks only (loading, averaging, a branch by rank)"
+        )
+        what = f"before step {step} rank {_rank_of(found)} has other weights: {_few(list(found))}"
+        return Finding("replicas-weights", what, cause, step)
+    if found := apart(lambda s: s.unclipped):
+        return _not_reduced(trace, optimizer, step, list(found), max(_largest(w.apart) for w in found.values()))
+    if (options := _unequal_options(trace.at(optimizer, step))) is not None:
+        cause = "every rank has to use the same learning rate and options"
+        return Finding("replicas-options", f"step {step}: {options}", cause, step)
+    if found := apart(lambda s: s.grads):
+        cause = "each rank clips by a norm of its own: clip after gradients are reduced, by the norm over all ranks"
+        what = f"step {step}: after clipping ranks have other gradients: {_few(list(found))}"
+        return Finding("replicas-clipping", what, cause, step)
+    if found := apart(lambda s: s.weights):
+        cause = (
+            "equal gradients make other weights: the optimizer's state (moments) or its options differ between ranks"
+        )
+        what = f"after step {step} rank {_rank_of(found)} has other weights: {_few(list(found))}"
+        return Finding("replicas-weights", what, cause, step)
+    return None
+
+
+def _rank_of(found: Mapping[str, Whole]) -> int:
+    return min(rank for whole in found.values() for rank in whole.apart)
+
+
+def _largest(apart: object) -> float:
+    values = [v for v in apart.values() if v is not None]  # type: ignore[attr-defined]
+    return max(values, default=math.nan)
+
+
+def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], apart: float) -> Finding:
+    every = len(merged(trace, optimizer, step, lambda s: s.unclipped))
+    what = (
+        f"step {step}: ranks have different gradients of {_few(names)} ({len(names)} of {every} "
+        f"parameters, by {apart:.2g})"
+    )
+    if len(names) > 0.9 * every:
+        ddp = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
+        cause = (
+            "the forward goes around the DDP wrapper (model.module), or the step's backward runs under no_sync"
+            if ddp
+            else "gradients are not reduced over ranks: the model that is called is not wrapped in DDP or FSDP"
+        )
+        return Finding("not-reduced", what, cause, step)
+    cause = (
+        "these parameters are not reduced over ranks: DDP ignores them, they were added after "
+        "wrapping, or a hook changes them"
+    )
+    return Finding("not-reduced-some", what, cause, step)
+
+
+def _unequal_options(records: Sequence[tuple[object, Step]]) -> str | None:
+    first = records[0][1]
+    for rank, step in records[1:]:
+        for one, other in zip(first.groups, step.groups, strict=False):
+            for key in ("lr", "weight_decay", "betas", "momentum"):
+                if one.get(key) != other.get(key):
+                    return f"rank {rank.number} has {key} {other.get(key)}, rank 0 has {one.get(key)}"  # type: ignore[attr-defined]
+    return None
+
+
+def _same_examples(trace: Trace, optimizer: int) -> list[Finding]:
+    ranks = data_ranks(trace, optimizer)
+    if len(ranks) < 2 or (model_parallel(trace, optimizer) and len(ranks) == 1):
+        return []
+    seen = []
+    for step in trace.steps(optimizer):
+        lists = [tuple(sorted(r.steps[optimizer][step].examples or ())) for r in ranks]
+        if all(lists):
+            pairs = [
+                (ranks[i].number, ranks[j].number) for j in range(len(lists)) for i in range(j) if lists[i] == lists[j]
+            ]
+            seen.append((step, pairs))
+    same = [(step, pairs) for step, pairs in seen if pairs]
+    if not same or len(same) < max(0.8 * len(seen), min(2, len(seen))):
+        return []
+    step, pairs = same[0]
+    cause = (
+        "give each rank its share: DistributedSampler, accelerator.prepare of the loader, or "
+        "split_dataset_by_node; and a seed that is the same on all ranks"
+    )
+    return [
+        Finding(
+            "same-examples",
+            f"step {step}: ranks {pairs[0][0]} and {pairs[0][1]} train on the same examples",
+            cause,
+            step,
+        )
+    ]
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def _parameters(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """In no optimizer, or in no model; ranks and optimizers are merged first."""
+    records = [s for o in trace.optimizers for r in trace.ranks for s in r.steps.get(o, {}).values()]
+    if optimizer == trace.optimizers[0]:
+        held = {p.name for s in records for p in s.layout.parameters}
+        last = [r.steps[optimizer][max(r.steps[optimizer])] for r in trace.ranks if r.steps.get(optimizer)]
+        outside = {n: has for s in last for n, has in (s.outside or {}).items() if n not in held and n != "?"}
+        trained = [n for n, has in outside.items() if has]
+        if trained:
+            cause = (
+                "add them to the optimizer, or set requires_grad to False; modules made after the "
+                "optimizer are not in it"
+            )
+            yield Finding("in-no-optimizer", f"{_few(trained)}: get gradients and are in no optimizer", cause)
+    layouts = {id(s.layout): s.layout for r in trace.ranks for s in r.steps.get(optimizer, {}).values()}
+    for layout in layouts.values():
+        stale = [p for p in layout.parameters if not p.held and p.trained]
+        if stale and len(stale) == len(layout.parameters):
+            cause = (
+                "make the optimizer after the model is moved, wrapped or replaced, from the parameters "
+                "of the model that is called"
+            )
+            yield Finding(
+                "stale-optimizer", f"no model that was called holds the parameters of {layout.optimizer}", cause
+            )
+            return
+
+
+def _still(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Parameters that never get a gradient, and those that do not change though they have one."""
+    steps = [s for s in trace.steps(optimizer) if all(r.measured for _, r in trace.at(optimizer, s))]
+    if len(steps) < PATIENCE:
+        return
+    never: set[str] | None = None
+    still: set[str] | None = None
+    for step in steps:
+        records = trace.at(optimizer, step)
+        grads = merged(trace, optimizer, step, lambda s: s.grads)
+        names = {p.name for _, s in records for p in s.layout.parameters if p.trained and p.held}
+        none = {n for n in names if n not in grads or grads[n].value.square == 0}
+        rates = {p.name: s.groups[p.group].get("lr") for _, s in records for p in s.layout.parameters}
+        changed = {n for _, s in records for n, w in s.weights.items() if w.print != s.before[n].print}
+        same = {n for n in names - none if n not in changed and (rates.get(n) or 0) > 0}
+        never = none if never is None else never & none
+        still = same if still is None else still & same
+    if still:
+        dtypes = {p.name: p.dtype for _, s in trace.at(optimizer, steps[0]) for p in s.layout.parameters}
+        half = all("16" in dtypes[n] for n in still)
+        cause = (
+            "the change is smaller than the last bit of half precision: keep the weights in float32"
+            if half
+            else "the optimizer's step does not reach them: the parameter was replaced, or its gradient is "
+            "cleared before the step"
+        )
+        yield Finding(
+            "unchanged", f"{_few(sorted(still))}: have gradients and do not change in {len(steps)} steps", cause
+        )
+    if never:
+        listed = sorted(never)
+        every = {p.name for _, s in trace.at(optimizer, steps[0]) for p in s.layout.parameters if p.trained}
+        if len(never) < len(every):
+            cause = (
+                "the computation is cut (detach, no_grad, argmax, .item()), or these parameters are "
+                "not used; freeze them if that is meant"
+            )
+            yield Finding(
+                "no-gradient",
+                f"{_few(listed)}: get no gradient in {len(steps)} steps ({len(listed)} of {len(every)})",
+                cause,
+            )
+        else:
+            yield Finding(
+                "all-zero", f"no parameter gets a gradient in {len(steps)} steps", _why_zero(trace, optimizer)
+            )
+
+
+def _why_zero(trace: Trace, optimizer: int) -> str:
+    backwards = any(s.backwards for r in trace.ranks for s in r.steps[optimizer].values())
+    return (
+        "gradients are zeroed between backward and step: call zero_grad() before backward or after step"
+        if backwards
+        else "backward is not called between steps"
+    )
+
+
+def _gradients(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    found = _first(trace, optimizer, lambda s: f"not zeroed: {optimizer}" in (s.notes or ()), 2)
+    if found:
+        rank, step = found
+        cause = "call optimizer.zero_grad() once a step, for the optimizer that holds these parameters"
+        yield Finding(
+            "not-zeroed", f"step {step}: backward adds to the gradients of the step before (rank {rank})", cause, step
+        )
+    bad = _first(trace, optimizer, lambda s: any(not math.isfinite(v.square) for v in s.grads.values()))
+    worse = _first(trace, optimizer, lambda s: any(not math.isfinite(v.square) for v in s.weights.values()))
+    if bad:
+        record = next(r for r in trace.ranks if r.number == bad[0]).steps[optimizer][bad[1]]
+        names = [n for n, v in record.grads.items() if not math.isfinite(v.square)]
+        cause = "the step has to be skipped (GradScaler.step does it), or the loss and learning rate looked at"
+        yield Finding(
+            "not-finite", f"step {bad[1]}: gradients that are not finite were applied: {_few(names)}", cause, bad[1]
+        )
+    elif worse:
+        cause = "gradients are finite: the learning rate is too high, or the optimizer divides by zero (eps)"
+        yield Finding("not-finite", f"step {worse[1]}: weights are not finite", cause, worse[1])
+
+
+def _clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    found = _first(trace, optimizer, lambda s: any(c.get("scaled") for c in s.clips or ()))
+    if found:
+        cause = "call scaler.unscale_(optimizer) before clip_grad_norm_; the limit applies to scaled gradients else"
+        yield Finding(
+            "clip-before-unscale", f"step {found[1]}: gradients are clipped while they are scaled", cause, found[1]
+        )
+    early = _first(trace, optimizer, lambda s: any(c.get("early") for c in s.clips or ()))
+    if early:
+        cause = "clip once, after the last backward of the step"
+        yield Finding(
+            "clip-early", f"step {early[1]}: backward runs after clipping: accumulation is not over", cause, early[1]
+        )
+
+
+def _overflow(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    by_rank = {r.number: {s["step"] for s in r.skipped if s["opt"] == optimizer} for r in trace.ranks}
+    counts = {n: len(each) for n, each in by_rank.items()}
+    if trace.world > 1 and len(set(counts.values())) > 1 and not model_parallel(trace, optimizer):
+        rank = max(counts, key=lambda n: counts[n])
+        cause = (
+            "all ranks have to skip together: let the scaler see reduced gradients, or agree on found_inf over ranks"
+        )
+        yield Finding(
+            "skipped-some", f"rank {rank} skips {counts[rank]} steps for overflow, others {min(counts.values())}", cause
+        )
+
+
+def _schedules(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    for rank in trace.ranks[:1]:
+        steps = [s for n, s in sorted(rank.steps.get(optimizer, {}).items()) if n > 0]
+        if len(steps) < PATIENCE:
+            return
+        for name in {n for s in steps for n in s.schedulers or ()}:
+            counts = [(s.schedulers or {}).get(name, 0) for s in steps]
+            usual = max(set(counts), key=counts.count)
+            if usual < 2 or counts.count(usual) < 0.6 * len(counts):
+                continue
+            if name.endswith(" by accelerate"):
+                continue  # once a process, by design: docs/trace.md
+            micro = steps[0].backwards
+            why = (
+                "it is stepped with each micro-batch: step it where the optimizer steps"
+                if usual == micro
+                else "it is stepped with each rank or twice: call scheduler.step() once for each optimizer.step()"
+            )
+            yield Finding("scheduler", f"{name} is stepped {usual} times between two steps of the optimizer", why)
+
+
+def _dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    for rank in trace.ranks[:1]:
+        dtypes: dict[str, str] = {}
+        for number, step in sorted(rank.steps.get(optimizer, {}).items()):
+            now = {p.name: p.dtype for p in step.layout.parameters}
+            changed = [n for n in now if n in dtypes and dtypes[n] != now[n]]
+            if changed:
+                n = changed[0]
+                cause = "something casts the model while it trains (.half(), .to(dtype), loading a checkpoint)"
+                yield Finding(
+                    "dtype", f"step {number}: {_few(changed)} turned from {dtypes[n]} into {now[n]}", cause, number
+                )
+                return
+            dtypes = now
+
+
+def _ties(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    for rank in trace.ranks[:1]:
+        steps = sorted(rank.steps.get(optimizer, {}).items())
+        first = steps[0][1].layout.ties if steps else ()
+        names = {p.name for p in steps[0][1].layout.parameters} if steps else set()
+        for number, step in steps:
+            if step.layout.untied:
+                cause = (
+                    "call model.tie_weights() after embeddings are replaced, resized or loaded; both "
+                    "halves train apart else"
+                )
+                yield Finding(
+                    "untied", "the model's config ties input and output embeddings, and they are two parameters", cause
+                )
+                return
+            lost = [t for t in first if t not in step.layout.ties and set(t) & names]
+            if lost and step.layout.ties != first:
+                cause = "one of the names was given a new parameter: tie it again"
+                yield Finding(
+                    "untied", f"step {number}: {' and '.join(lost[0])} were one parameter and are two", cause, number
+                )
+                return
+
+
+# -- modes -----------------------------------------------------------------------------------------------------------
+
+
+def _modes(trace: Trace) -> Iterator[Finding]:
+    for rank in trace.ranks[:1]:
+        trained = {m["name"] for m in rank.models}
+        for record in rank.evaluations:
+            if record["active"] and record["training"] and record["model"] in trained and record["count"] > 1:
+                what = (
+                    f"{record['count']} examples go through {record['model']} without gradients in "
+                    f"training mode: {_few(record['active'])} active"
+                )
+                yield Finding(
+                    "evaluated-in-training-mode",
+                    what,
+                    "call model.eval() before evaluating, and model.train() after it",
+                )
+                break
+        if not any(m["stochastic"] for m in rank.models):
+            continue
+        for optimizer in sorted(rank.steps):
+            steps = sorted(rank.steps[optimizer].items())
+            off = [n for n, s in steps if s.training is False]
+            if len(off) >= 2:
+                on = any(s.training for _, s in steps)
+                cause = (
+                    "call model.train() after each evaluation"
+                    if on
+                    else "call model.train() before training: dropout is off"
+                )
+                yield Finding(
+                    "trained-in-evaluation-mode",
+                    f"from step {off[0]} on the model trains in evaluation mode",
+                    cause,
+                    off[0],
+                )
+                break

@@ -1,0 +1,66 @@
+"""Python imports this file at its start where its folder is on PYTHONPATH. It waits for torch, and then traces.
+
+It imports nothing of torch by itself, and runs the `sitecustomize` that would have been imported without it.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from importlib.machinery import PathFinder
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class Tracing:
+    """Finds torch as Python would, and has the tracer begin after its import."""
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def exec_module(module):  # type: ignore[no-untyped-def]
+            load(module)
+            start()
+
+        setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
+        return spec
+
+
+def start():  # type: ignore[no-untyped-def]
+    """Errors are a warning: the script runs all the same."""
+    try:
+        spec = importlib.util.spec_from_file_location(
+            "lockstep_tracer",
+            os.path.join(HERE, "tracer", "__init__.py"),
+            submodule_search_locations=[os.path.join(HERE, "tracer")],
+        )
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{HERE} holds no tracer")
+        tracer = importlib.util.module_from_spec(spec)
+        sys.modules["lockstep_tracer"] = tracer
+        spec.loader.exec_module(tracer)
+        from pathlib import Path
+
+        settings = importlib.import_module("lockstep_tracer.settings").Settings.load(Path(HERE, "settings.json"))
+        tracer.begin(settings)
+    except Exception as error:
+        print(f"lockstep trace: this process is not traced: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def chain():  # type: ignore[no-untyped-def]
+    """The next `sitecustomize` on the path."""
+    path = [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+    spec = PathFinder.find_spec("sitecustomize", path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, Tracing())
+chain()

@@ -1,0 +1,88 @@
+"""The losses of a step over micro-batches and ranks, added up in the ways that scripts do.
+
+In: what `backward` was called on. Out: `Losses`: the mean over ranks of the sum over micro-batches (what gradients
+follow where ranks are averaged), the mean of all, and the mean weighted with targets or examples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.trace.ranks import data_ranks
+from lockstep.trace.read import Trace
+
+
+@dataclass(frozen=True)
+class Losses:
+    """`counts`: targets, else examples, of each loss; empty where they are not known."""
+
+    each: tuple[tuple[float, ...], ...]  # by rank
+    counts: tuple[tuple[int, ...], ...]
+
+    @property
+    def summed(self) -> float:
+        """The mean over ranks of the sum over micro-batches."""
+        return sum(sum(own) for own in self.each) / len(self.each)
+
+    @property
+    def mean(self) -> float:
+        flat = [x for own in self.each for x in own]
+        return sum(flat) / len(flat)
+
+    @property
+    def weighted(self) -> float | None:
+        """The mean, weighted with the number of targets."""
+        flat = [
+            (x, n) for own, counts in zip(self.each, self.counts, strict=True) for x, n in zip(own, counts, strict=True)
+        ]
+        total = sum(n for _, n in flat)
+        return sum(x * n for x, n in flat) / total if total else None
+
+    @property
+    def total(self) -> float:
+        return sum(sum(own) for own in self.each)
+
+    @property
+    def equal_counts(self) -> bool:
+        return len({n for counts in self.counts for n in counts}) < 2
+
+    @property
+    def micro_batches(self) -> int:
+        return max(len(own) for own in self.each)
+
+
+def losses_of(trace: Trace, optimizer: int, step: int) -> Losses | None:
+    """None where no rank called `backward` on one number."""
+    each, counts = [], []
+    for rank in _with_loss(trace, optimizer, step):
+        record = rank.steps[optimizer][step]
+        own = tuple(v / (s or 1.0) for v, s in record.losses if v is not None)
+        targets = record.targets or []
+        sizes = [t if t is not None else n for t, n in zip(targets, record.micro or [], strict=False)]
+        each.append(own)
+        counts.append(tuple(sizes) if len(sizes) == len(own) else (0,) * len(own))
+    return Losses(tuple(each), tuple(counts)) if each else None
+
+
+def _with_loss(trace: Trace, optimizer: int, step: int):  # type: ignore[no-untyped-def]
+    def has(rank):  # type: ignore[no-untyped-def]
+        return step in rank.steps.get(optimizer, {}) and bool(rank.steps[optimizer][step].losses)
+
+    own = [rank for rank in data_ranks(trace, optimizer) if has(rank)]
+    return own or [rank for rank in trace.ranks if has(rank)]  # the last stage of a pipeline
+
+
+def agreeing(one: Losses, other: Losses, limit: float) -> tuple[str | None, float]:
+    """In which way both agree ("as summed", else which means do), and the relative difference; (None, ...): in none."""
+    ways = [("as summed", one.summed, other.summed)]
+    for x in (one.summed, one.mean, one.weighted):
+        for name, y in (
+            ("mean", other.mean),
+            ("weighted", other.weighted),
+            ("total", other.total),
+            ("summed", other.summed),
+        ):
+            if x is not None and y is not None:
+                ways.append((name, x, y))
+    apart = [(name, abs(x - y) / max(abs(x), abs(y), 1e-30)) for name, x, y in ways]
+    return next(((n, d) for n, d in apart if d <= limit), (None, apart[0][1]))

@@ -1,0 +1,66 @@
+"""Parameters of two traces, matched by name.
+
+Names are the same, or the longer one ends in the shorter one (`net.0.weight` and `0.weight`), with the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.trace.errors import TraceError
+from lockstep.trace.read import Trace
+
+
+def shapes(trace: Trace, optimizer: int) -> dict[str, tuple[int, ...]]:
+    """Of all ranks' parameters of an optimizer."""
+    found: dict[str, tuple[int, ...]] = {}
+    for rank in trace.ranks:
+        for step in list(rank.steps.get(optimizer, {}).values())[:1]:
+            found |= {p.name: p.shape for p in step.layout.parameters}
+    return found
+
+
+def match(a: Trace, b: Trace, optimizer: int) -> dict[str, str]:
+    """Names of `a` to names of `b`. Errors: `TraceError` with both lists where none matches, or a matched pair has two
+    shapes."""
+    one, other = shapes(a, optimizer), shapes(b, optimizer)
+    found = {n: n for n in one if n in other}
+    left, right = [n for n in one if n not in found], [n for n in other if n not in found]
+    found |= _by_suffix(left, right, one, other)
+    if not found:
+        lists = "\n".join(f"  {t.folder}: {_few(list(s))}" for t, s in ((a, one), (b, other)))
+        raise TraceError(f"the traces have no parameter name in common; are they of one model?\n{lists}")
+    wrong = [n for n, m in found.items() if one[n] != other[m]]
+    if wrong:
+        n = wrong[0]
+        raise TraceError(f"{n} has the shape {list(one[n])} in {a.folder} and {list(other[found[n]])} in {b.folder}")
+    return found
+
+
+def _by_suffix(
+    left: list[str], right: list[str], one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    found = {}
+    for n in left:
+        ends = [m for m in right if one[n] == other[m] and (m.endswith(f".{n}") or n.endswith(f".{m}"))]
+        back = [k for k in left if len(ends) == 1 and one[k] == one[n] and _ends(k, ends[0])]
+        if len(ends) == 1 and back == [n]:
+            found[n] = ends[0]
+    return found
+
+
+def _ends(a: str, b: str) -> bool:
+    return a.endswith(f".{b}") or b.endswith(f".{a}")
+
+
+def unmatched(a: Trace, b: Trace, optimizer: int) -> tuple[list[str], list[str]]:
+    """Names that only one of them has."""
+    found = match(a, b, optimizer)
+    return (
+        [n for n in shapes(a, optimizer) if n not in found],
+        [n for n in shapes(b, optimizer) if n not in set(found.values())],
+    )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,126 @@
+"""What the page of a trace shows.
+
+In: a trace, and a reference where there is one. Out: values for `trace.html.jinja`: findings, the verdict, a heat map
+of steps by parameters, and what each rank saw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.trace.compare import Verdict, compare
+from lockstep.trace.findings import findings
+from lockstep.trace.merge import merged
+from lockstep.trace.ranks import data_ranks
+from lockstep.trace.read import Trace
+
+COLUMNS = 60  # steps of a heat map
+ROWS = 200  # parameters
+LANES = 48  # steps of the ranks' examples
+
+
+def values_of(trace: Trace, reference: Trace | None) -> dict[str, Any]:
+    """Errors: `TraceError` where the two have nothing in common."""
+    optimizer = trace.optimizers[0]
+    verdict = compare(reference, trace, optimizer=optimizer) if reference is not None else None
+    return {
+        "title": " ".join(trace.about.get("command", [])) or trace.folder.name,
+        "trace": trace,
+        "reference": " ".join(reference.about.get("command", [])) if reference is not None else None,
+        "findings": findings(trace),
+        "verdict": verdict,
+        "heat": _differences(verdict) if verdict is not None and verdict.rows else _norms(trace, optimizer),
+        "lanes": _lanes(trace, optimizer),
+        "steps": _steps(trace, optimizer),
+    }
+
+
+def _spread(values: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of them, the first and the last among them."""
+    if len(values) <= count:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+
+
+def _differences(verdict: Verdict) -> dict[str, Any]:
+    """Relative differences of gradients, from 1e-8 (no colour) to 1 (full)."""
+    rows = _spread(verdict.rows, COLUMNS)
+    names = [n for n in verdict.parameters if any(n in r.cells for r in rows)][:ROWS]
+    cells = [(n, [(r.step, _text(r.cells.get(n)), _strength(r.cells.get(n), 1e-8, 1.0)) for r in rows]) for n in names]
+    return {
+        "title": "Differences of gradients",
+        "about": "relative to the reference; white: the same bits",
+        "rows": cells,
+    }
+
+
+def _norms(trace: Trace, optimizer: int) -> dict[str, Any]:
+    """Gradient norms, each parameter from its own smallest to its largest."""
+    steps = [s for s in trace.steps(optimizer) if all(r.measured for _, r in trace.at(optimizer, s))]
+    found: list[tuple[int, Mapping[str, float]]] = []
+    for step in _spread(steps, COLUMNS):
+        found.append(
+            (step, {n: w.value.norm for n, w in merged(trace, optimizer, step, lambda s: s.unclipped).items()})
+        )
+    names = list(dict.fromkeys(n for _, norms in found for n in norms))[:ROWS]
+    cells = []
+    for name in names:
+        own = [norms[name] for _, norms in found if norms.get(name, 0) > 0 and math.isfinite(norms[name])]
+        low, high = (min(own) / 2, max(own)) if own else (1.0, 2.0)
+        cells.append((name, [(s, _text(n.get(name)), _strength(n.get(name), low, high)) for s, n in found]))
+    return {"title": "Gradient norms", "about": "each parameter beside its own largest", "rows": cells}
+
+
+def _strength(value: float | None, low: float, high: float) -> int:
+    """Per cent of a colour, by the logarithm."""
+    if value is None or value == 0:
+        return 0
+    if not math.isfinite(value):
+        return 100
+    return round(100 * min(max(math.log(value / low) / math.log(high / low), 0.04), 1.0)) if high > low else 50
+
+
+def _text(value: float | None) -> str:
+    return "no gradient" if value is None else f"{value:.3g}"
+
+
+def _lanes(trace: Trace, optimizer: int) -> dict[str, Any]:
+    """Of each rank and step the number of examples, and whether another rank had one of them in the same step, or this
+    rank had one before."""
+    ranks = data_ranks(trace, optimizer)
+    steps = trace.steps(optimizer)[:LANES]
+    before: set[str] = set()
+    columns: list[list[tuple[int, int, str]]] = [[] for _ in ranks]
+    for step in steps:
+        lists = [list(r.steps[optimizer][step].examples or ()) for r in ranks]
+        for i, own in enumerate(lists):
+            others = {h for j, each in enumerate(lists) if j != i for h in each}
+            kind = "shared" if others & set(own) else "again" if set(own) & before else "new"
+            columns[i].append((step, len(own), kind))
+        before |= {h for each in lists for h in each}
+    return {"rows": [(r.number, columns[i]) for i, r in enumerate(ranks)], "steps": len(steps)}
+
+
+def _steps(trace: Trace, optimizer: int) -> list[tuple[str, ...]]:
+    """A few steps in numbers: step, loss of the first rank, learning rate, examples, clipped at, norm."""
+    rows: list[tuple[str, ...]] = []
+    for step in _spread(trace.steps(optimizer), 12):
+        record = trace.at(optimizer, step)[0][1]
+        losses = [v / (s or 1.0) for v, s in record.losses if v is not None]
+        norm = math.sqrt(sum(w.value.square for w in merged(trace, optimizer, step, lambda s: s.unclipped).values()))
+        limit = next((c["limit"] for c in record.clips or ()), None)
+        examples = sum(len(s.examples or ()) for _, s in trace.at(optimizer, step))
+        rate = record.groups[0].get("lr")
+        rows.append(
+            (
+                str(step),
+                f"{sum(losses):.6g}" if losses else "",
+                f"{rate:.4g}" if rate is not None else "",
+                str(examples),
+                "" if limit is None else f"{limit:g}",
+                f"{norm:.4g}" if record.measured else "",
+            )
+        )
+    return rows

@@ -1,0 +1,88 @@
+"""Which ranks work on data of their own, and what a step saw over all of them.
+
+Ranks of one tensor-parallel group, and the stages of a pipeline, work on the same examples together; they count once.
+"""
+
+from __future__ import annotations
+
+from lockstep.trace.read import Rank, Step, Trace
+
+MODEL_AXES = ("tp", "tensor", "cp", "sp", "pp", "ep", "mp", "pipe")
+
+
+def pipelined(trace: Trace, optimizer: int) -> bool:
+    """Whether ranks hold different parameters, whole: stages of a pipeline. Optimizers that are sharded by parameter
+    (ZeroRedundancyOptimizer) hold different ones, too, but every rank calls the whole model."""
+    names = {frozenset(p.name for p in layout.parameters) for _, layout in _layouts(trace, optimizer)}
+    models = {layout.models for _, layout in _layouts(trace, optimizer)}
+    held = [{p.name for p in layout.parameters} for _, layout in _layouts(trace, optimizer)]
+    disjoint = len(held) > 1 and not set.intersection(*held)
+    return len(names) > 1 and disjoint and bool(models) and not _sharded_optimizer(trace, optimizer)
+
+
+def _sharded_optimizer(trace: Trace, optimizer: int) -> bool:
+    """Every rank has trainable parameters that another rank's optimizer holds."""
+    layouts = dict(_layouts(trace, optimizer))
+    for number, layout in layouts.items():
+        others = {p.name for n, other in layouts.items() if n != number for p in other.parameters}
+        step = next(iter(_rank(trace, number).steps[optimizer].values()))
+        if not others & set(step.outside or {}) and others - {p.name for p in layout.parameters}:
+            return False
+    return True
+
+
+def _rank(trace: Trace, number: int) -> Rank:
+    return next(r for r in trace.ranks if r.number == number)
+
+
+def _layouts(trace: Trace, optimizer: int):  # type: ignore[no-untyped-def]
+    return [
+        (rank.number, next(iter(rank.steps[optimizer].values())).layout)
+        for rank in trace.ranks
+        if rank.steps.get(optimizer)
+    ]
+
+
+def model_parallel(trace: Trace, optimizer: int) -> list[int]:
+    """Dimensions of the mesh along which the model is cut, and not the data. A mesh without FSDP cuts the model."""
+    mesh = next((layout.mesh for _, layout in _layouts(trace, optimizer) if layout.mesh), None)
+    if mesh is None:
+        return []
+    names = mesh["names"] or [""] * len(mesh["sizes"])
+    fsdp = any(model.get("fsdp") for rank in trace.ranks for model in rank.models)
+    named = [i for i, name in enumerate(names) if any(axis in str(name).split("_") for axis in MODEL_AXES)]
+    if named or fsdp:
+        return named
+    sharded = [i for i, p in enumerate(mesh["placements"]) if "S" in p]
+    return sharded or list(range(len(names)))
+
+
+def data_ranks(trace: Trace, optimizer: int) -> list[Rank]:
+    """One rank of each group that works on the same examples."""
+    ranks = [rank for rank in trace.ranks if rank.steps.get(optimizer)]
+    if pipelined(trace, optimizer):
+        first = next((r for r in ranks if _examples(next(iter(r.steps[optimizer].values())))), ranks[0])
+        own = {p.name for p in next(iter(first.steps[optimizer].values())).layout.parameters}
+        return [r for r in ranks if {p.name for p in next(iter(r.steps[optimizer].values())).layout.parameters} == own]
+    axes = model_parallel(trace, optimizer)
+    if not axes:
+        return ranks
+    found: dict[tuple[int, ...], Rank] = {}
+    for rank in ranks:
+        mesh = next(iter(rank.steps[optimizer].values())).layout.mesh or {"at": [rank.number]}
+        found.setdefault(tuple(x for i, x in enumerate(mesh["at"]) if i not in axes), rank)
+    return list(found.values())
+
+
+def _examples(step: Step) -> list[str]:
+    return list(step.examples or [])
+
+
+def examples_of(trace: Trace, optimizer: int, step: int) -> list[str]:
+    """Hashes of the examples of a step, of all ranks that have data of their own."""
+    return [
+        h
+        for r in data_ranks(trace, optimizer)
+        if step in r.steps[optimizer]
+        for h in _examples(r.steps[optimizer][step])
+    ]

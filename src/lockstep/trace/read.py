@@ -1,0 +1,322 @@
+"""Read a trace: the files of all ranks, as far as they were written.
+
+In: the folder of a trace. Out: `Trace` with its ranks, and of each rank its layouts, steps, epochs and evaluations.
+Lines that a kill cut off are left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.trace.errors import TraceError
+
+ABOUT = "trace.json"
+PATTERN = "rank-*.jsonl"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor, or a rank's part of it: fingerprint (64 bits, unsigned), sum of squares, sketch [P] or None."""
+
+    print: int
+    square: float
+    sketch: NDArray[np.float64] | None = None
+
+    @property
+    def norm(self) -> float:
+        return float(np.sqrt(self.square)) if self.square >= 0 else float("nan")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """As an optimizer of a rank holds it. `offset` and `size`: the rank's block of the whole `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    width: int
+    dtype: str
+    device: str
+    group: int
+    held: bool  # by a model that was called
+    trained: bool
+    partial: str
+
+    @property
+    def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.offset, self.size
+
+    @property
+    def whole(self) -> bool:
+        return self.size == self.shape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parameters of an optimizer on a rank, in its order."""
+
+    optimizer: str
+    parameters: tuple[Parameter, ...]
+    ties: tuple[tuple[str, ...], ...]
+    untied: bool
+    mesh: Mapping[str, Any] | None
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank wrote at one step of an optimizer. Tensors are decoded when they are asked for."""
+
+    raw: Mapping[str, Any]
+    layout: Layout
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.raw.get(name)
+
+    @property
+    def measured(self) -> bool:
+        return "weights" in self.raw
+
+    @cached_property
+    def grads(self) -> dict[str, Value]:
+        """As the optimizer got them, unscaled; by name."""
+        if "grads" not in self.raw:
+            return {}
+        values = self._values("grads", self._present)
+        if "unclipped" in self.raw and (pre := self._values("unclipped", self._present)):
+            factor = {n: v.norm / pre[n].norm if pre[n].norm else 1.0 for n, v in values.items()}
+            values = {n: Value(v.print, v.square, _times(pre[n].sketch, factor[n])) for n, v in values.items()}
+        scale = self.raw.get("grad_scale")
+        if scale:
+            by = 1 / float(np.frombuffer(base64.b64decode(scale["fp"]), dtype="<f8")[0])
+            values = {n: Value(v.print, v.square * by * by, _times(v.sketch, by)) for n, v in values.items()}
+        return values
+
+    @cached_property
+    def unclipped(self) -> dict[str, Value]:
+        """Before clipping; the gradients themselves where nothing was clipped."""
+        return self._values("unclipped", self._present) if "unclipped" in self.raw else self.grads
+
+    @cached_property
+    def before(self) -> dict[str, Value]:
+        return self._values("before", range(len(self.layout.parameters)), sketch=False)
+
+    @cached_property
+    def weights(self) -> dict[str, Value]:
+        """After the step; without sketches."""
+        return self._values("weights", range(len(self.layout.parameters)), sketch=False)
+
+    @cached_property
+    def updates(self) -> dict[str, Value]:
+        """Weights after minus weights before."""
+        return self._values("updates", range(len(self.layout.parameters)))
+
+    @cached_property
+    def moments(self) -> dict[tuple[str, str], Value]:
+        """By parameter and state."""
+        keys = [(self.layout.parameters[i].name, name) for i, name in self.raw.get("moments_of", [])]
+        widths = [0] * len(keys)
+        return dict(zip(keys, decode(self.raw.get("moments"), widths), strict=False))
+
+    @cached_property
+    def buffers(self) -> dict[str, Value]:
+        of = self.raw.get("buffers_of", [])
+        values = decode(self.raw.get("buffers"), [width_of(shape) for _, shape, _ in of])
+        return {name: value for (name, _, _), value in zip(of, values, strict=False)}
+
+    @cached_property
+    def modules(self) -> list[tuple[str, Value]]:
+        of = self.raw.get("modules_of", [])
+        values = decode(self.raw.get("modules"), [width_of(shape) for _, shape in of])
+        return [(name, value) for (name, _), value in zip(of, values, strict=False)]
+
+    @property
+    def _present(self) -> list[int]:
+        absent = set(self.raw.get("none", ()))
+        return [i for i in range(len(self.layout.parameters)) if i not in absent]
+
+    def _values(self, name: str, which: Sequence[int], sketch: bool = True) -> dict[str, Value]:
+        of = [self.layout.parameters[i] for i in which]
+        values = decode(self.raw.get(name), [p.width if sketch else 0 for p in of])
+        return {p.name: value for p, value in zip(of, values, strict=False)}
+
+
+@dataclass
+class Rank:
+    """One process that trained."""
+
+    head: Mapping[str, Any]
+    path: Path
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    starts: dict[int, tuple[Layout, dict[str, Value]]] = field(default_factory=dict)  # by optimizer
+    steps: dict[int, dict[int, Step]] = field(default_factory=dict)  # by optimizer, by step
+    models: list[Mapping[str, Any]] = field(default_factory=list)
+    loaders: list[Mapping[str, Any]] = field(default_factory=list)  # passes that began
+    passed: list[Mapping[str, Any]] = field(default_factory=list)  # and those that ended
+    evaluations: list[Mapping[str, Any]] = field(default_factory=list)
+    skipped: list[Mapping[str, Any]] = field(default_factory=list)
+    errors: list[Mapping[str, Any]] = field(default_factory=list)
+    ended: Mapping[str, Any] | None = None
+
+    @property
+    def number(self) -> int:
+        return int(self.head["rank"])
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All ranks of a command, by rank."""
+
+    folder: Path
+    about: Mapping[str, Any]
+    ranks: tuple[Rank, ...]
+    others: int  # processes that trained, and are not among `ranks`: of another job of the same command
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def optimizers(self) -> list[int]:
+        return sorted({number for rank in self.ranks for number in rank.steps})
+
+    def steps(self, optimizer: int) -> list[int]:
+        """Steps that all ranks which use the optimizer have written."""
+        sets = [set(rank.steps[optimizer]) for rank in self.ranks if optimizer in rank.steps]
+        return sorted(set.intersection(*sets)) if sets else []
+
+    def at(self, optimizer: int, step: int) -> list[tuple[Rank, Step]]:
+        found = [(rank, rank.steps.get(optimizer, {}).get(step)) for rank in self.ranks]
+        return [(rank, s) for rank, s in found if s is not None]
+
+
+def is_trace(folder: Path) -> bool:
+    """Whether a folder holds a trace, of the command or of the other two doors."""
+    return (
+        folder.is_dir()
+        and ((folder / ABOUT).is_file() or any(folder.glob(PATTERN)))
+        and not (folder / "run.yaml").exists()
+    )
+
+
+def read(folder: Path) -> Trace:
+    """Errors: `TraceError` where the folder holds no trace, or one in which nothing trained."""
+    if not is_trace(folder):
+        raise TraceError(f"{folder} is not a trace; `lockstep trace -o {folder} -- COMMAND` makes one")
+    about = json.loads((folder / ABOUT).read_text(encoding="utf-8")) if (folder / ABOUT).is_file() else {}
+    ranks = [rank for path in sorted(folder.glob(PATTERN)) if (rank := _rank(path)) is not None]
+    trained = [rank for rank in ranks if rank.steps]
+    if not trained:
+        raise TraceError(f"{folder}: no optimizer step was seen. {_why_none(about, ranks)}")
+    world = max(int(rank.head["world"]) for rank in trained)
+    same = [rank for rank in trained if int(rank.head["world"]) == world]
+    last: dict[int, Rank] = {}
+    for rank in sorted(
+        same, key=lambda r: (_count(r), r.head["time"])
+    ):  # of a rank that was started again, the longest
+        last[rank.number] = rank
+    chosen = tuple(last[number] for number in sorted(last))
+    return Trace(folder, about, chosen, len(trained) - len(chosen))
+
+
+def _count(rank: Rank) -> int:
+    return sum(len(steps) for steps in rank.steps.values())
+
+
+def _why_none(about: Mapping[str, Any], ranks: Sequence[Rank]) -> str:
+    command = " ".join(about.get("command", [])) or "the command"
+    if ranks:
+        return f"{command} called a model, and no optimizer of torch made a step"
+    return f"{command} trained nothing, or its Python ignores PYTHONPATH (python -I or -E), or it does not use torch"
+
+
+def _rank(path: Path) -> Rank | None:
+    rank: Rank | None = None
+    for record in _records(path):
+        kind = record["kind"]
+        if kind == "process" and rank is None:
+            rank = Rank(record, path)
+        elif rank is not None:
+            _take(rank, kind, record)
+    return rank
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:  # cut off
+                continue
+            if isinstance(record, dict) and "kind" in record:
+                yield record
+
+
+def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
+    if kind == "layout":
+        rank.layouts[record["id"]] = _layout(record)
+    elif kind == "start":
+        layout = rank.layouts[record["layout"]]
+        values = decode(record["weights"], [p.width for p in layout.parameters])
+        named = {p.name: v for p, v in zip(layout.parameters, values, strict=True)}
+        rank.starts.setdefault(record["opt"], (layout, named))
+    elif kind == "step":
+        rank.steps.setdefault(record["opt"], {})[record["step"]] = Step(record, rank.layouts[record["layout"]])
+    elif kind == "end":
+        rank.ended = record
+    else:
+        lists = {
+            "model": rank.models,
+            "epoch": rank.loaders,
+            "epoch end": rank.passed,
+            "evaluation": rank.evaluations,
+            "skipped": rank.skipped,
+            "error": rank.errors,
+        }
+        lists.get(kind, []).append(record)
+
+
+def _layout(record: Mapping[str, Any]) -> Layout:
+    rows: list[dict[str, Any]] = [
+        {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()} for row in record["parameters"]
+    ]
+    parameters = tuple(Parameter(**row) for row in rows)
+    ties = tuple(tuple(names) for names in record["ties"])
+    return Layout(record["optimizer"], parameters, ties, record["untied"], record["mesh"], tuple(record["models"]))
+
+
+def decode(packed: Mapping[str, str] | None, widths: Sequence[int]) -> list[Value]:
+    """Values of `packed` (recorder.py); `widths`: of the sketches, where there are any."""
+    if not packed or not packed["fp"]:
+        return []
+    prints = np.frombuffer(base64.b64decode(packed["fp"]), dtype="<u8")
+    squares = np.frombuffer(base64.b64decode(packed["sq"]), dtype="<f8")
+    if not packed["sk"]:
+        return [Value(int(p), float(s)) for p, s in zip(prints, squares, strict=True)]
+    sketches = np.frombuffer(base64.b64decode(packed["sk"]), dtype="<f4").astype(np.float64)
+    if not any(widths):
+        return [Value(int(p), float(s)) for p, s in zip(prints, squares, strict=True)]
+    parts = np.split(sketches, np.cumsum(widths)[:-1])
+    return [Value(int(p), float(s), k) for p, s, k in zip(prints, squares, parts, strict=True)]
+
+
+def width_of(shape: Sequence[int]) -> int:
+    """As in tracer/fingerprint.py, which imports torch."""
+    widths = (257, 263, 269, 271, 277, 281, 283, 293)
+    return next((p for p in widths if all(n % p for n in shape if n)), widths[-1])
+
+
+def _times(sketch: NDArray[np.float64] | None, by: float) -> NDArray[np.float64] | None:
+    return None if sketch is None else sketch * by

@@ -1,0 +1,45 @@
+"""The tracer: what runs inside of the traced process. Imports torch and the standard library, and nothing else, so
+that it can be copied beside any script. See docs/trace.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .hooks import Hooks
+    from .recorder import Recorder
+    from .settings import Settings
+
+_INSTALLED: list[Hooks] = []  # one a process
+
+
+def begin(settings: Settings) -> Recorder:
+    """Trace this process from now on, into `settings.folder`; what was traced before ends."""
+    from .hooks import Hooks
+    from .recorder import Recorder
+    from .writer import Writer
+
+    if not _INSTALLED:
+        hooks = Hooks()
+        hooks.install()
+        _INSTALLED.append(hooks)
+        atexit.register(end)
+    end()
+    recorder = Recorder(settings, Writer(Path(settings.folder)))
+    _INSTALLED[0].recorder = recorder
+    return recorder
+
+
+def end() -> None:
+    """Write what is still to be written, and trace no more."""
+    if _INSTALLED and (recorder := _INSTALLED[0].recorder) is not None:
+        _INSTALLED[0].guarded(recorder.end)
+        _INSTALLED[0].recorder = None
+
+
+def running() -> Recorder | None:
+    """The recorder of this process, where it is traced."""
+    return _INSTALLED[0].recorder if _INSTALLED else None

@@ -1,0 +1,321 @@
+"""Where the tracer listens: every wrapper and every hook, in one place. Each calls the recorder and then what it
+wraps, and an error of the recorder becomes a record and a warning, never one of the script.
+
+Wrapped: `Module.__call__`, `torch.autograd.backward`, `GradScaler.scale`, `unscale_` and `step`, `clip_grad_norm_` and
+its like, schedulers' `step`, `DataLoader.__iter__`. Hooks of torch: before and after every optimizer's step.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .fingerprint import measure, whole
+from .placement import is_plain_tensor, plain_name
+from .recorder import Recorder, generators
+from .writer import warn
+
+_THREAD = threading.local()
+
+
+class Hooks:
+    """Installed once a process; records into `recorder` while it is set."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.backward_depth = 0
+        self.failed = False
+        self._stepping: dict[int, dict[str, Any]] = {}
+        self._scaled: Any = None
+
+    def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
+        """The result of `work`; None where it fails."""
+        if self.recorder is None:
+            return None
+        try:
+            return work(*args)
+        except Exception as error:
+            self.recorder.write("error", text=f"{type(error).__name__}: {error}", stack=traceback.format_exc()[-2000:])
+            if not self.failed:
+                self.failed = True
+                warn(f"an error of the tracer's own, the trace is incomplete: {type(error).__name__}: {error}")
+            return None
+
+    def install(self) -> None:
+        _wrap_call(self)
+        _wrap_backward(self)
+        _wrap_clipping(self)
+        _wrap_scaler(self)
+        _wrap_schedulers(self)
+        _wrap_loader(self)
+        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_post_hook(self.after_step)
+
+    # -- optimizers --------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.recorder is None or id(optimizer) in self._stepping:
+            return None
+        self._stepping[id(optimizer)] = {}
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
+        if closure is None:
+            self._stepping[id(optimizer)] = self.guarded(self.recorder.before_step, optimizer) or {}
+            return None
+
+        def wrapped() -> Any:  # gradients are there when it returns; of several calls the last one counts
+            result = closure()
+            if self.recorder is not None:
+                self._stepping[id(optimizer)] = self.guarded(self.recorder.before_step, optimizer) or {}
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        here = self._stepping.pop(id(optimizer), None)
+        if self.recorder is not None and here:
+            self.guarded(self.recorder.after_step, optimizer, here)
+
+
+def _wrap_call(hooks: Hooks) -> None:
+    original = nn.Module.__call__
+
+    @functools.wraps(original)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder = hooks.recorder
+        if recorder is None or torch.compiler.is_compiling() or hooks.backward_depth:
+            return original(module, *args, **kwargs)
+        depth = getattr(_THREAD, "depth", 0)
+        if depth:
+            if recorder.since.autocast is None:
+                hooks.guarded(recorder.inside)
+            if recorder.settings.level == "modules" and torch.is_grad_enabled():
+                return _observed(hooks, module, original(module, *args, **kwargs))
+            return original(module, *args, **kwargs)
+        if next(module.parameters(), None) is None:
+            return original(module, *args, **kwargs)
+        hooks.guarded(recorder.entered, module, args, kwargs)
+        _THREAD.depth = 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            _THREAD.depth = 0
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _observed(hooks: Hooks, module: nn.Module, output: Any) -> Any:
+    """At the level of modules: the sketch of a module's first output."""
+    recorder = hooks.recorder
+    assert recorder is not None
+
+    def observe() -> None:
+        first = output
+        while isinstance(first, tuple | list) and first:
+            first = first[0]
+        if is_plain_tensor(first) and first.is_floating_point() and recorder.measures(min(recorder.steps, default=0)):
+            name = next(
+                (n for r in recorder.roots if (m := r()) is not None for n, s in m.named_modules() if s is module), None
+            )
+            if name is not None:
+                recorder.since.modules.append(
+                    (plain_name(name), measure([first], [whole(first)])[0], tuple(first.shape))
+                )
+
+    hooks.guarded(observe)
+    return output
+
+
+def _wrap_backward(hooks: Hooks) -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = hooks.recorder
+        if recorder is None or torch.compiler.is_compiling():
+            return original(tensors, *args, **kwargs)
+        if not hooks.backward_depth:
+            hooks.guarded(recorder.backward, tensors, hooks._scaled is tensors or hooks._scaled is _first(tensors))
+        depth, hooks.backward_depth = getattr(_THREAD, "depth", 0), hooks.backward_depth + 1
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            hooks.backward_depth -= 1
+            _THREAD.depth = depth  # checkpointing leaves a forward by an exception
+
+    torch.autograd.backward = backward
+
+
+def _first(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else None
+
+
+def _wrap_clipping(hooks: Hooks) -> None:
+    def wrap(name: str, limit: str) -> None:
+        original = getattr(torch.nn.utils, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder = hooks.recorder
+            if recorder is None or getattr(_THREAD, "clipping", False):
+                return original(parameters, *args, **kwargs)
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            value = kwargs.get(limit, args[0] if args else None)
+            record = hooks.guarded(recorder.clipping, parameters, name, value)
+            _THREAD.clipping = True
+            try:
+                result = original(parameters, *args, **kwargs)
+            finally:
+                _THREAD.clipping = False
+            if record is not None and is_plain_tensor(result) and not result.is_cuda:
+                record["norm"] = float(result)
+            return result
+
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            if getattr(module, name, None) is original:
+                setattr(module, name, clip)
+
+    wrap("clip_grad_norm_", "max_norm")
+    wrap("clip_grads_with_norm_", "max_norm")
+    wrap("clip_grad_value_", "clip_value")
+
+
+def _wrap_scaler(hooks: Hooks) -> None:
+    kind = torch.amp.GradScaler
+    scale, unscale, step = kind.scale, kind.unscale_, kind.step
+
+    @functools.wraps(scale)
+    def scale_(self: Any, outputs: Any) -> Any:
+        result = scale(self, outputs)
+        if hooks.recorder is not None and self.is_enabled():
+            hooks.recorder.since.scale = self.get_scale()
+            hooks._scaled = result
+        return result
+
+    @functools.wraps(unscale)
+    def unscale_(self: Any, optimizer: Any) -> Any:
+        if hooks.recorder is not None:
+            hooks.recorder.since.unscaled = True
+        return unscale(self, optimizer)
+
+    @functools.wraps(step)
+    def step_(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = hooks.recorder
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if recorder is None or not self.is_enabled():
+            return step(self, optimizer, *args, **kwargs)
+        if not recorder.since.unscaled:
+            recorder.since.notes.append("scaler unscales")
+        before = recorder.steps[recorder.number_of(inner)]
+        result = step(self, optimizer, *args, **kwargs)
+        if recorder.steps[recorder.number_of(inner)] == before:
+            hooks.guarded(recorder.skipped, inner)
+        return result
+
+    kind.scale, kind.unscale_, kind.step = scale_, unscale_, step_  # type: ignore[method-assign]
+
+
+def _wrap_schedulers(hooks: Hooks) -> None:
+    module = torch.optim.lr_scheduler
+    kinds: list[Any] = [k for k in vars(module).values() if isinstance(k, type) and "step" in vars(k)]
+    for kind in kinds:
+        original: Any = kind.step
+
+        def step(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            recorder = hooks.recorder
+            caller = sys._getframe(1)
+            building = caller.f_code.co_name in ("__init__", "_initial_step")
+            if recorder is None or getattr(_THREAD, "scheduling", False) or building:
+                return _original(self, *args, **kwargs)
+            by = "accelerate" if str(caller.f_globals.get("__name__", "")).startswith("accelerate.") else ""
+            hooks.guarded(recorder.scheduled, type(self).__name__, by)
+            _THREAD.scheduling = True
+            try:
+                return _original(self, *args, **kwargs)
+            finally:
+                _THREAD.scheduling = False
+
+        kind.step = functools.wraps(original)(step)
+
+
+def _wrap_loader(hooks: Hooks) -> None:
+    kind = torch.utils.data.DataLoader
+    original = kind.__iter__
+    wrapped: dict[type, None] = {}
+
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        iterator = original(self)
+        if hooks.recorder is not None:
+            hooks.guarded(_began, hooks.recorder, self, iterator)
+            if type(iterator) not in wrapped:
+                wrapped[type(iterator)] = None
+                _wrap_next(hooks, type(iterator))
+        return iterator
+
+    kind.__iter__ = iterate  # type: ignore[method-assign]
+
+
+def _wrap_next(hooks: Hooks, kind: Any) -> None:
+    original = kind.__next__
+
+    def following(self: Any) -> Any:
+        recorder, name = hooks.recorder, getattr(self, "lockstep_name", None)
+        try:
+            batch = original(self)
+        except StopIteration:
+            if recorder is not None and name is not None:
+                recorder.write("epoch end", loader=name, steps=list(recorder.steps))
+            raise
+        if recorder is not None and name is not None:
+            recorder.loader = name
+        return batch
+
+    kind.__next__ = functools.wraps(original)(following)
+
+
+def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
+    """A pass over a data loader begins."""
+    number = getattr(loader, "lockstep_number", None)
+    if number is None:
+        number = recorder.loaders = recorder.loaders + 1
+        object.__setattr__(loader, "lockstep_number", number)
+    passes = getattr(loader, "lockstep_passes", 0)
+    object.__setattr__(loader, "lockstep_passes", passes + 1)
+    iterator.lockstep_name = f"{number}.{passes}"
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", sampler)
+    recorder.write(
+        "epoch",
+        loader=iterator.lockstep_name,
+        kind_of=f"{type(loader).__module__}.{type(loader).__name__}",
+        sampler=type(inner).__name__,
+        shuffle=getattr(inner, "shuffle", type(inner).__name__ in ("RandomSampler", "SeedableRandomSampler")),
+        replacement=bool(getattr(inner, "replacement", False)),
+        epoch=getattr(inner, "epoch", None),
+        replicas=getattr(inner, "num_replicas", None),
+        batch=getattr(loader, "batch_size", None),
+        drop=bool(getattr(loader, "drop_last", False)),
+        workers=getattr(loader, "num_workers", 0),
+        size=_size(getattr(loader, "dataset", None)),
+        generators=generators(),
+        steps=list(recorder.steps),
+    )
+
+
+def _size(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None

@@ -1,0 +1,87 @@
+"""What an outermost module is called with, as one hash an example. Padding does not count.
+
+In: positional and named inputs. Out: int64 hashes [B] on the inputs' device, and the number of targets where labels are
+among them. The hash of an example does not depend on its batch: neither on the order of inputs nor on padding that an
+attention mask, zeros at the end or -100 mark.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .fingerprint import GOLDEN, M1, mixed, plain, shifted, signed
+from .placement import is_plain_tensor
+
+MASK = "attention_mask"
+IGNORED = (MASK, "position_ids", "cache_position", "num_items_in_batch", "past_key_values")
+LABELS = ("labels", "label", "label_ids", "start_positions")
+
+
+class Seen(NamedTuple):
+    """What one call was given: hashes [B] and the number of targets (None: no labels among the inputs)."""
+
+    hashes: Tensor
+    targets: Tensor | None
+
+
+@functools.lru_cache(maxsize=64)
+def _odd(count: int, device: torch.device) -> Tensor:
+    return (mixed(count, first=1 << 45) | 1).to(device)
+
+
+def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    if is_plain_tensor(value):
+        yield name, value
+    elif depth < 3 and isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors(inner, str(key), depth + 1)
+    elif depth < 3 and isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner, name, depth + 1)
+
+
+def seen(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Seen | None:
+    """None where no input has a batch."""
+    tensors = [(n, t) for n, t in [*_tensors(args), *_tensors(kwargs)] if t.dim() and t.numel()]
+    if not tensors:
+        return None
+    first = next((t for n, t in tensors if n == "input_ids"), tensors[0][1])
+    size, device = first.shape[0], first.device
+    mask = next((t for n, t in tensors if n == MASK and t.dim() == 2), None)
+    total = torch.zeros(size, dtype=torch.int64, device=device)
+    targets = None
+    for name, tensor in tensors:
+        if name in LABELS and targets is None and not tensor.is_floating_point():
+            targets = (tensor != -100).sum()
+        if name in IGNORED or tensor.shape[0] != size or tensor.device != device or tensor.requires_grad:
+            continue
+        total += _scrambled(_rows(tensor, mask))
+    return Seen(total, targets)
+
+
+def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Of each row a number that is linear in its elements' bits, [B]."""
+    tensor = plain(tensor)
+    rows = tensor.reshape(tensor.shape[0], -1)
+    if rows.is_floating_point():
+        bits = rows.view({2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}[rows.element_size()]).long()
+        return (bits * _odd(rows.shape[1], rows.device)).sum(1)
+    values = rows.long()
+    values = values.masked_fill(values == -100, 0)
+    if mask is not None and rows.shape == mask.shape:
+        keep = mask.bool()
+        at = (keep.long().cumsum(1) - 1).clamp_(min=0)
+        return (values * _odd(rows.shape[1], rows.device)[at] * keep).sum(1)
+    return (values * _odd(rows.shape[1], rows.device)).sum(1)
+
+
+def _scrambled(numbers: Tensor) -> Tensor:
+    """So that inputs can be added up without cancelling each other."""
+    z = (numbers ^ shifted(numbers, 29)) * signed(GOLDEN)
+    z = (z ^ shifted(z, 32)) * signed(M1)
+    return z ^ shifted(z, 31)

@@ -1,0 +1,147 @@
+"""Names of parameters without the prefixes of wrappers, and where a rank's part of a tensor lies in the whole.
+
+In: modules, parameters, gradients. Out: names, local tensors and `Block`s. No communication.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .fingerprint import Block, whole
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+
+
+def plain_name(name: str) -> str:
+    """Without what DDP, FSDP, torch.compile, checkpointing and Lightning put in front. `module` is taken off at the
+    front alone, as models have parts of that name."""
+    parts = name.split(".")
+    while len(parts) > 1 and parts[0] in WRAPPERS:
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in WRAPPERS[1:])
+
+
+def is_dtensor(tensor: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> tuple[Tensor, Block, str]:
+    """The rank's part, its block, and "partial" where the parts are summands of the whole, else ""."""
+    if not is_dtensor(tensor):
+        return tensor, whole(tensor), ""
+    part: Any = tensor
+    kinds = [type(p).__name__ for p in part.placements]
+    inner = part.to_local()
+    if hasattr(inner, "wait"):  # an asynchronous collective of the script's own
+        inner = inner.wait()
+    return inner, block_of(part), "partial" if any("Partial" in kind for kind in kinds) else ""
+
+
+def block_of(tensor: Any) -> Block:
+    """Of a DTensor. Each mesh dimension that shards a tensor's dimension cuts what the ones before left, as torch.chunk
+    does; a strided shard (FSDP over tensor parallel) cuts last."""
+    shape = tuple(tensor.shape)
+    offset, size = [0] * len(shape), list(shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    cuts = []
+    for mesh_dim, placement in enumerate(tensor.placements):
+        name = type(placement).__name__
+        if "Shard" in name:
+            cuts.append(("Strided" in name, mesh_dim, placement.dim % max(len(shape), 1)))
+    for _, mesh_dim, dim in sorted(cuts):
+        count, index = tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim]
+        step = -(-size[dim] // count)
+        begin = min(index * step, size[dim])
+        offset[dim] += begin
+        size[dim] = min(step, size[dim] - begin)
+    return Block(shape, tuple(offset), tuple(size))
+
+
+def mesh_of(tensor: Any) -> dict[str, Any] | None:
+    """Names, sizes and this rank's coordinate of a DTensor's mesh, and the placements' names."""
+    if not is_dtensor(tensor):
+        return None
+    mesh = tensor.device_mesh
+    return {
+        "names": list(mesh.mesh_dim_names or []),
+        "sizes": list(mesh.mesh.shape),
+        "at": list(mesh.get_coordinate() or []),
+        "placements": [str(p) for p in tensor.placements],
+    }
+
+
+def named_parameters(roots: list[nn.Module]) -> tuple[dict[int, str], dict[str, int], list[list[str]]]:
+    """Of all roots: id -> name (the first of its names), name -> id, and the names that one parameter shares. A name
+    that two roots have is prefixed with the class of each."""
+    names: dict[int, str] = {}
+    ids: dict[str, int] = {}
+    aliases: dict[int, list[str]] = {}
+    for number, root in enumerate(sorted(roots, key=lambda r: -sum(1 for _ in r.parameters()))):
+        for full, parameter in root.named_parameters(remove_duplicate=False):
+            name = plain_name(full)
+            if id(parameter) in names and names[id(parameter)] in ids and number and name not in ids:
+                continue  # a part of a larger root, called by itself
+            if ids.get(name, id(parameter)) != id(parameter):
+                name = f"{type(root).__name__}{number}.{name}"
+            ids[name] = id(parameter)
+            names.setdefault(id(parameter), name)
+            if name not in aliases.setdefault(id(parameter), []):
+                aliases[id(parameter)].append(name)
+    return names, ids, [each for each in aliases.values() if len(each) > 1]
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_fsdp(root: nn.Module) -> bool:
+    return any(
+        t.__name__ in ("FSDPModule", "FullyShardedDataParallel") for m in root.modules() for t in type(m).__mro__
+    )
+
+
+def kinds_of(root: nn.Module) -> list[str]:
+    """The wrappers around a model, from the outside."""
+    found = []
+    module = root
+    while [name for name, _ in module.named_children()] in [[w] for w in WRAPPERS]:
+        found.append(type(module).__name__)
+        module = next(module.children())
+    found.append(type(module).__name__)
+    return found
+
+
+def device_of(tensors: list[Tensor]) -> str:
+    return str(tensors[0].device) if tensors else "cpu"
+
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def stochastic(root: nn.Module) -> list[str]:
+    """Names of the modules that are in training mode and compute something else there: dropout, statistics of
+    batches."""
+    found = []
+    for name, module in root.named_modules():
+        if not module.training:
+            continue
+        if (isinstance(module, DROPOUT) and module.p > 0) or (
+            isinstance(module, BATCH_NORM) and module.momentum is not None
+        ):
+            found.append(plain_name(name) or type(module).__name__)
+    return found
+
+
+def has_stochastic(root: nn.Module) -> bool:
+    """Whether training mode computes something else than evaluation mode."""
+    return any(isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0) for m in root.modules())
+
+
+def is_plain_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_dtensor(value)

@@ -1,0 +1,589 @@
+"""Collects what a process does between two steps of an optimizer, and writes it down after each.
+
+In: the calls of `hooks.py`. Out: records (`writer.py`): process, layout, start, step, skipped, epoch, evaluation, note,
+error, end. Never communicates. What lies on a device is copied once a step and written at the next one.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import placement
+from .fingerprint import Block, measure, width_of
+from .inputs import Seen, seen
+from .settings import Settings
+from .writer import Writer, blob
+
+HASHES = 200_000  # of an evaluation pass that are written down
+
+
+@dataclass
+class Since:
+    """What happened since the last step of an optimizer."""
+
+    seen: list[Seen] = field(default_factory=list)
+    losses: list[tuple[Tensor, float | None]] = field(default_factory=list)  # value, scale
+    backwards: int = 0
+    clips: list[dict[str, Any]] = field(default_factory=list)
+    clipped: dict[int, Tensor] = field(default_factory=dict)  # id of parameter -> measured before clipping
+    schedulers: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    scale: float | None = None
+    unscaled: bool = False
+    training: bool | None = None
+    autocast: str | None = None  # dtype that products are computed in, "" where autocast is off
+    modules: list[tuple[str, Tensor, tuple[int, ...]]] = field(default_factory=list)
+
+
+@dataclass
+class Layout:
+    """The parameters of an optimizer, as written down last."""
+
+    signature: tuple[Any, ...]
+    number: int
+    sketches: list[Tensor] | None = None  # of the weights after the last step
+    prints: list[Tensor] | None = None
+
+
+@dataclass
+class Evaluation:
+    """Forward passes without gradients, until training goes on."""
+
+    root: str
+    loader: str | None
+    training: bool
+    active: list[str]
+    hashes: list[Tensor] = field(default_factory=list)
+    count: int = 0
+
+
+class Recorder:
+    """Of this process. Methods are called from hooks and may raise; hooks turn that into records."""
+
+    def __init__(self, settings: Settings, writer: Writer) -> None:
+        self.settings = settings
+        self.writer = writer
+        self.active = True
+        self.roots: list[weakref.ref[nn.Module]] = []
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.steps: list[int] = []
+        self.layouts: dict[int, Layout] = {}
+        self.since = Since()
+        self.evaluation: Evaluation | None = None
+        self.loader: str | None = None
+        self.last_grads: dict[int, list[tuple[weakref.ref[Any], weakref.ref[Any], int]]] = {}
+        self.pending: list[Any] = []
+        self.perturbed = False
+        self.loaders = 0
+        self._names: tuple[dict[int, str], dict[str, int], list[list[str]]] = ({}, {}, [])
+        self._layouts = 0
+        self._before: dict[int, list[Tensor]] = {}
+
+    # -- forward and backward ----------------------------------------------------------------------------------------
+
+    def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The outermost module that holds parameters is about to be called, outside backward."""
+        gradients = torch.is_grad_enabled()
+        if self.settings.perturb and not self.perturbed:
+            self.perturbed = True
+            perturb(module)
+        batch = seen(args, kwargs)
+        if not gradients:
+            self._evaluated(module, batch)
+            return
+        self.root(module)
+        self.since.training = (
+            module.training if self.since.training is None else self.since.training and module.training
+        )
+        if batch is not None:
+            self.since.seen.append(batch)
+
+    def inside(self) -> None:
+        """The first module inside of the outermost one is called: wrappers switch autocast on in between."""
+        device = "cuda" if torch.cuda.is_available() and torch.is_autocast_enabled("cuda") else "cpu"
+        on = torch.is_autocast_enabled(device)
+        self.since.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
+
+    def root(self, module: nn.Module) -> None:
+        if all(ref() is not module for ref in self.roots):
+            self.roots = [ref for ref in self.roots if ref() is not None]
+            self.roots.append(weakref.ref(module))
+            self._names = ({}, {}, [])
+            self.write(
+                "model",
+                name=type(module).__name__,
+                wrappers=placement.kinds_of(module),
+                fsdp=placement.is_fsdp(module),
+                training=module.training,
+                stochastic=placement.has_stochastic(module),
+            )
+
+    def _evaluated(self, module: nn.Module, batch: Seen | None) -> None:
+        name = type(module).__name__
+        now = self.evaluation
+        if now is None or (now.root, now.loader, now.training) != (name, self.loader, module.training):
+            self.end_evaluation()
+            active = placement.stochastic(module)
+            now = self.evaluation = Evaluation(name, self.loader, module.training, active[:20])
+        if batch is not None:
+            now.count += len(batch.hashes)
+            if now.count <= HASHES:
+                now.hashes.append(batch.hashes)
+
+    def end_evaluation(self) -> None:
+        now, self.evaluation = self.evaluation, None
+        if now is not None and now.count:
+            self.write(
+                "evaluation",
+                model=now.root,
+                loader=now.loader,
+                training=now.training,
+                active=now.active,
+                count=now.count,
+                examples=hexed(now.hashes),
+                steps=list(self.steps),
+            )
+
+    def backward(self, tensors: Any, scaled: bool) -> None:
+        """`backward` is about to be called on tensors."""
+        if self.evaluation is not None and self.since.seen:
+            self.end_evaluation()
+        if self.since.backwards == 0:
+            self._look_for_old_gradients()
+        self.since.backwards += 1
+        for clip in self.since.clips:
+            if not clip.get("early"):
+                clip["early"] = True
+        loss = tensors if isinstance(tensors, Tensor) else (tensors[0] if len(tensors) == 1 else None)
+        if loss is not None and placement.is_plain_tensor(loss) and loss.numel() == 1:
+            scale = self.since.scale if scaled else None
+            self.since.losses.append((loss.detach().reshape(()).clone(), scale))
+
+    def _look_for_old_gradients(self) -> None:
+        """Gradients that are the objects they were at the last step, never written to since: nobody zeroed them."""
+        for number, grads in self.last_grads.items():
+            same = [g for p, ref, version in grads if (g := _same(p, ref, version)) is not None]
+            if same and len(same) == len(grads) and any(bool(g.count_nonzero()) for g in same[:3]):
+                self.since.notes.append(f"not zeroed: {number}")
+        self.last_grads = {}
+
+    # -- clipping, scaling, schedules --------------------------------------------------------------------------------
+
+    def clipping(self, parameters: list[Tensor], how: str, limit: Any) -> dict[str, Any]:
+        """Before gradients are clipped. The record is completed by the caller with `norm`."""
+        grads = [p for p in parameters if p.grad is not None]
+        clip: dict[str, Any] = {"how": how, "limit": _number(limit), "backwards": self.since.backwards}
+        clip["of"] = len(grads)
+        if self.since.scale is not None and self.since.scale != 1.0 and not self.since.unscaled:
+            clip["scaled"] = True
+        self.since.clips.append(clip)
+        if self.measures(self._next_step()) and grads:
+            parts = [placement.local(p.grad) for p in grads]  # type: ignore[arg-type]
+            found = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
+            self.since.clipped = {id(p): v for p, v in zip(grads, found, strict=True)}
+        return clip
+
+    def scheduled(self, name: str, by: str) -> None:
+        key = f"{name} by {by}" if by else name
+        self.since.schedulers[key] = self.since.schedulers.get(key, 0) + 1
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _next_step(self) -> int:
+        return min(self.steps, default=0)
+
+    def measures(self, step: int) -> bool:
+        return self.settings.level != "losses" and step % self.settings.every == 0
+
+    def number_of(self, optimizer: Any) -> int:
+        for number, ref in enumerate(self.optimizers):
+            if ref() is optimizer:
+                return number
+        self.optimizers.append(weakref.ref(optimizer))
+        self.steps.append(0)
+        return len(self.optimizers) - 1
+
+    def names(self, fresh: bool = False) -> tuple[dict[int, str], dict[str, int], list[list[str]]]:
+        if fresh or not self._names[0]:
+            self._names = placement.named_parameters([r for ref in self.roots if (r := ref()) is not None])
+        return self._names
+
+    def before_step(self, optimizer: Any) -> dict[str, Any]:
+        """Gradients as the optimizer gets them, and weights before. Returns what `after_step` needs."""
+        number = self.number_of(optimizer)
+        step = self.steps[number]
+        if self.settings.steps is not None and step >= self.settings.steps:
+            self.flush()
+            return {"number": number, "skip": True}
+        parameters = [(p, g) for g, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        layout = self._layout_of(optimizer, number, parameters)
+        groups = [options_of(group) for group in optimizer.param_groups]  # a scheduler changes them after the step
+        here: dict[str, Any] = {"number": number, "layout": layout, "parameters": parameters, "groups": groups}
+        if not self.measures(step):
+            return here
+        params = [p for p, _ in parameters]
+        locals_ = [placement.local(p) for p in params]
+        here["locals"] = locals_
+        weights = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_], sketch=layout.sketches is None)
+        if layout.sketches is None:
+            layout.sketches = weights
+            self._start(number, layout, weights, locals_)
+        here["before"] = weights
+        present = [i for i, p in enumerate(params) if p.grad is not None]
+        here["none"] = [i for i, p in enumerate(params) if p.grad is None]
+        grads = [placement.local(params[i].grad) for i in present]
+        known = self.since.clipped
+        again = self.since.clips and not any(c.get("early") for c in self.since.clips)
+        here["clipped"] = [known.get(id(params[i])) for i in present] if again else []
+        need = not here["clipped"] or any(v is None for v in here["clipped"])
+        here["grads"] = measure([t for t, _, _ in grads], [b for _, b, _ in grads], sketch=need)
+        here["present"] = present
+        here["grad_dtypes"] = sorted({placement.dtype_name(t) for t, _, _ in grads})
+        here["partial"] = [i for i, (_, _, kind) in zip(present, grads, strict=True) if kind]
+        scale = getattr(optimizer, "grad_scale", None)
+        here["grad_scale"] = None if scale is None else scale.detach().reshape(-1)[:1].clone()
+        return here
+
+    def after_step(self, optimizer: Any, here: dict[str, Any]) -> None:
+        number = here["number"]
+        if here.get("skip"):
+            self.since = Since()
+            self.steps[number] += 1
+            return
+        self.flush()
+        record = self._cheap(here)
+        vectors: dict[str, list[Tensor]] = {}
+        if "grads" in here:
+            vectors = self._measured(optimizer, here, record)
+        self.last_grads[number] = [
+            (weakref.ref(p), weakref.ref(p.grad), _version(p.grad)) for p, _ in here["parameters"] if p.grad is not None
+        ]
+        self.pending.append(Pending(record, vectors, self.since))
+        self.steps[number] += 1
+        self.since = Since()
+        if not any(v.is_cuda for each in vectors.values() for v in each):
+            self.flush()
+
+    def _cheap(self, here: dict[str, Any]) -> dict[str, Any]:
+        number, since = here["number"], self.since
+        names, _, _ = self.names()
+        outside = {}
+        held = {
+            id(p) for ref in self.optimizers if (o := ref()) is not None for g in o.param_groups for p in g["params"]
+        }
+        for root in (r for ref in self.roots if (r := ref()) is not None):
+            for parameter in root.parameters():
+                if parameter.requires_grad and id(parameter) not in held:
+                    outside[names.get(id(parameter), "?")] = parameter.grad is not None
+        return {
+            "opt": number,
+            "step": self.steps[number],
+            "layout": here["layout"].number,
+            "loader": self.loader,
+            "forwards": len(since.seen),
+            "backwards": since.backwards,
+            "clips": since.clips,
+            "schedulers": since.schedulers,
+            "notes": since.notes,
+            "scale": since.scale,
+            "unscaled": since.unscaled,
+            "training": since.training,
+            "autocast": since.autocast,
+            "groups": here["groups"],
+            "outside": outside,
+            "generators": generators(),
+        }
+
+    def _measured(self, optimizer: Any, here: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Tensor]]:
+        layout, locals_ = here["layout"], here["locals"]
+        after = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_])
+        old = layout.sketches or after
+        updates = [_difference(new, before) for new, before in zip(after, old, strict=True)]
+        layout.sketches = after
+        record["none"], record["partial"] = here["none"], here["partial"]
+        record["grad_dtypes"] = here["grad_dtypes"]
+        vectors = {"before": [v[:2] for v in here["before"]], "weights": [v[:2] for v in after], "updates": updates}
+        grads, clipped = here["grads"], here["clipped"]
+        if clipped and all(v is not None for v in clipped):
+            vectors["grads"] = [v[:2] for v in grads]
+            vectors["unclipped"] = clipped
+        else:
+            vectors["grads"] = grads
+        if here["grad_scale"] is not None:
+            vectors["grad_scale"] = [here["grad_scale"].double().view(torch.int64)]
+        moments, names = self._moments(optimizer, here["parameters"])
+        record["moments_of"] = names
+        vectors["moments"] = moments
+        buffers = self._buffers()
+        record["buffers_of"] = [(name, list(t.shape), placement.dtype_name(t)) for name, t in buffers]
+        vectors["buffers"] = measure(
+            [t for _, t in buffers], [Block(tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for _, t in buffers]
+        )
+        if self.since.modules:
+            record["modules_of"] = [(name, list(shape)) for name, _, shape in self.since.modules]
+            vectors["modules"] = [v for _, v, _ in self.since.modules]
+        return vectors
+
+    def _moments(
+        self, optimizer: Any, parameters: list[tuple[Tensor, int]]
+    ) -> tuple[list[Tensor], list[tuple[int, str]]]:
+        tensors, blocks, names = [], [], []
+        for i, (p, _) in enumerate(parameters):
+            for name, value in (optimizer.state.get(p) or {}).items():
+                if isinstance(value, Tensor) and value.shape == p.shape and value.numel() > 1:
+                    tensor, block, _ = placement.local(value)
+                    tensors.append(tensor)
+                    blocks.append(block)
+                    names.append((i, str(name)))
+        return measure(tensors, blocks, sketch=False), names
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        found: dict[str, Tensor] = {}
+        for root in (r for ref in self.roots if (r := ref()) is not None):
+            for name, buffer in root.named_buffers():
+                if placement.is_plain_tensor(buffer) and buffer.numel() and buffer.layout == torch.strided:
+                    found.setdefault(placement.plain_name(name), buffer)
+        return list(found.items())[:2000]
+
+    def _layout_of(self, optimizer: Any, number: int, parameters: list[tuple[Tensor, int]]) -> Layout:
+        fresh = self.steps[number] % 16 == 0
+        names, _, ties = self.names(fresh)
+        known = self.layouts.get(number)
+        signature = (
+            *((id(p), p.dtype, tuple(p.shape), p.device) for p, _ in parameters),
+            tuple(map(tuple, ties)),
+            tuple(names.get(id(p)) for p, _ in parameters),
+        )
+        if known is not None and known.signature == signature:
+            return known
+        layout = Layout(signature, self._layouts)
+        self._layouts += 1
+        rows = []
+        for i, (p, group) in enumerate(parameters):
+            _, block, partial = placement.local(p)
+            rows.append(
+                {
+                    "name": names.get(id(p)) or f"?{type(optimizer).__name__}{number}.{i}",
+                    "held": id(p) in names,
+                    "shape": list(block.shape),
+                    "offset": list(block.offset),
+                    "size": list(block.size),
+                    "width": width_of(block.shape),
+                    "dtype": placement.dtype_name(p),
+                    "device": p.device.type,
+                    "group": group,
+                    "trained": p.requires_grad,
+                    "partial": partial,
+                }
+            )
+        mesh = next((m for p, _ in parameters if (m := placement.mesh_of(p)) is not None), None)
+        roots = [type(r).__name__ for ref in self.roots if (r := ref()) is not None]
+        self.write(
+            "layout",
+            id=layout.number,
+            opt=number,
+            optimizer=type(optimizer).__name__,
+            parameters=rows,
+            ties=ties,
+            untied=self._untied(),
+            mesh=mesh,
+            models=roots,
+        )
+        self.layouts[number] = layout
+        return layout
+
+    def _untied(self) -> bool:
+        """Whether a model of transformers says that its embeddings are tied, and they are two parameters."""
+        for root in (r for ref in self.roots if (r := ref()) is not None):
+            module: Any
+            for module in root.modules():
+                config = getattr(module, "config", None)
+                if getattr(config, "tie_word_embeddings", False) and hasattr(module, "get_output_embeddings"):
+                    one, other = module.get_input_embeddings(), module.get_output_embeddings()
+                    weights = [getattr(m, "weight", None) for m in (one, other)]
+                    return all(w is not None for w in weights) and weights[0] is not weights[1]
+        return False
+
+    def _start(self, number: int, layout: Layout, weights: list[Tensor], locals_: Any) -> None:
+        copied = [v.cpu() for v in weights]
+        self.write("start", opt=number, step=self.steps[number], layout=layout.number, weights=packed(copied))
+
+    def skipped(self, optimizer: Any) -> None:
+        """A scaler found gradients that are not finite, and the optimizer made no step."""
+        number = self.number_of(optimizer)
+        self.flush()
+        self.write(
+            "skipped", opt=number, step=self.steps[number], scale=self.since.scale, examples=self._examples(self.since)
+        )
+        self.last_grads = {}
+        self.since = Since()
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, kind: str, **values: Any) -> None:
+        if self.active:
+            self.writer.write(kind, **values)
+
+    def flush(self) -> None:
+        """Write the records whose numbers were on their way."""
+        pending, self.pending = self.pending, []
+        for each in pending:
+            record = each.record
+            record |= {"examples": self._examples(each.since), "targets": _counts(each.since)}
+            record["micro"] = [len(s.hashes) for s in each.since.seen]
+            record["losses"] = [[_number(v), s] for v, s in each.since.losses]
+            record |= {name: packed(each.host(name)) for name in each.vectors}
+            self.write("step", **record)
+
+    def _examples(self, since: Since) -> list[str]:
+        return hexed([s.hashes for s in since.seen])
+
+    def end(self) -> None:
+        """The process ends by itself."""
+        self.flush()
+        self.end_evaluation()
+        if self.steps:
+            self.write("end", steps=self.steps, backwards=self.since.backwards)
+
+
+class Pending:
+    """A step's record whose numbers are still on their way from the device: one copy for all of them."""
+
+    def __init__(self, record: dict[str, Any], vectors: dict[str, list[Tensor]], since: Since) -> None:
+        self.record, self.vectors, self.since = record, vectors, since
+        self._event: Any = None
+        self._sizes = {name: [v.numel() for v in each] for name, each in vectors.items()}
+        flat = [v for each in vectors.values() for v in each]
+        self._host: Tensor | None = None
+        cuda = [v for v in flat if v.is_cuda]
+        if cuda:
+            joined = torch.cat([v.to(cuda[0].device).reshape(-1) for v in flat])
+            self._host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+            self._host.copy_(joined, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def host(self, name: str) -> list[Tensor]:
+        if self._host is None:
+            return [v.cpu() for v in self.vectors[name]]
+        self._event.synchronize()
+        at = 0
+        for each, sizes in self._sizes.items():
+            if each == name:
+                return list(self._host[at : at + sum(sizes)].split(sizes)) if sizes else []
+            at += sum(sizes)
+        return []
+
+
+def packed(vectors: list[Tensor]) -> dict[str, str]:
+    """Fingerprints (int64), sums of squares (float64) and sketches (float32), one after another, in base64."""
+    if not vectors:
+        return {"fp": "", "sq": "", "sk": ""}
+    heads = torch.stack([v[:2] if v.numel() > 1 else torch.cat([v, v]) for v in vectors])
+    sketches = torch.cat([v[2:] for v in vectors])
+    return {
+        "fp": blob(heads[:, 0]),
+        "sq": blob(heads[:, 1]),
+        "sk": blob(sketches.view(torch.float64).float()) if sketches.numel() else "",
+    }
+
+
+def _difference(after: Tensor, before: Tensor) -> Tensor:
+    """Sketches subtracted; the fingerprint's difference modulo 2^64; the sum of squares, as the sketch has it."""
+    sketch = after[2:].view(torch.float64) - before[2:].view(torch.float64)
+    return torch.cat(
+        [(after[:1] - before[:1]), sketch.square().sum().reshape(1).view(torch.int64), sketch.view(torch.int64)]
+    )
+
+
+def hexed(hashes: list[Tensor]) -> list[str]:
+    if not hashes:
+        return []
+    numbers = torch.cat([h.to("cpu") for h in hashes]).tolist()
+    return [f"{n & (1 << 64) - 1:016x}" for n in numbers]
+
+
+def _counts(since: Since) -> list[int | None]:
+    return [None if s.targets is None else int(s.targets) for s in since.seen]
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a parameter group."""
+    found: dict[str, Any] = {"of": len(group["params"])}
+    for name, value in group.items():
+        if name == "params":
+            continue
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = float(value)
+        if isinstance(value, bool | int | float | str) or value is None:
+            found[name] = value
+        elif isinstance(value, tuple | list) and all(isinstance(v, int | float) for v in value):
+            found[name] = list(value)
+    return found
+
+
+def generators() -> dict[str, str]:
+    """Hashes of the states of the generators of random numbers."""
+    state = torch.random.get_rng_state()
+    found = {
+        "torch": f"{zlib.crc32(bytes(memoryview_of(state))):08x}",
+        "random": f"{hash(random.getstate()) & 0xFFFFFFFF:08x}",
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        _, keys, position, *_ = numpy.random.get_state()
+        found["numpy"] = f"{zlib.crc32(keys.tobytes() + str(position).encode()):08x}"
+    return found
+
+
+def memoryview_of(tensor: Tensor) -> bytes:
+    import ctypes
+
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+def _same(parameter: Any, grad: Any, version: int) -> Tensor | None:
+    p, g = parameter(), grad()
+    return g if p is not None and g is not None and p.grad is g and _version(g) == version else None
+
+
+def _version(tensor: Any) -> int:
+    if placement.is_dtensor(tensor):
+        tensor = tensor.to_local()
+    return int(getattr(tensor, "_version", 0))
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def perturb(module: nn.Module) -> None:
+    """Flip the last bit of half of the weights, by a fixed pattern: as far apart as rounding is."""
+    from .fingerprint import mixed, shifted
+
+    kinds = {
+        torch.float32: torch.int32,
+        torch.float64: torch.int64,
+        torch.bfloat16: torch.int16,
+        torch.float16: torch.int16,
+    }
+    with torch.no_grad():
+        for parameter in module.parameters():
+            tensor, _, _ = placement.local(parameter.detach())
+            if tensor.dtype in kinds and tensor.is_contiguous() and tensor.numel():
+                bits = tensor.view(kinds[tensor.dtype]).view(-1)
+                for at in range(0, bits.numel(), 1 << 20):
+                    part = bits[at : at + (1 << 20)]
+                    flips = shifted(mixed(part.numel(), first=(1 << 46) + at), 41) & 1
+                    part.bitwise_xor_((flips * (part != 0).cpu()).to(part.dtype).to(part.device))

@@ -1,0 +1,30 @@
+"""What a traced process is told, in a file beside `sitecustomize.py`: some launchers pass on few variables."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LEVELS = ("losses", "gradients", "modules")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`folder`: of the trace. `every`: measure each N-th step; `steps`: stop after as many, None: never. `perturb`:
+    flip the last bit of half of the weights before the first forward."""
+
+    folder: str
+    every: int = 1
+    steps: int | None = None
+    level: str = "gradients"
+    perturb: bool = False
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Settings:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**values)

@@ -1,0 +1,82 @@
+"""The files of a traced process: one JSON value a line, appended and flushed, so that a killed process leaves all that
+it wrote. In: records. Out: `rank-RRRRR-HOST-PID.jsonl` in the trace's folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT = 1
+
+
+class Writer:
+    """Appends the records of this process. The file begins with the first record, when the rank is known. Errors never
+    reach the script: a full disk ends the trace with a warning."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.failed = False
+        self._file: Any = None
+        self._pid = 0
+
+    def write(self, kind: str, **values: Any) -> None:
+        if self.failed:
+            return
+        try:
+            if self._file is None or self._pid != os.getpid():  # also after a fork
+                self._open()
+            self._file.write(json.dumps({"kind": kind, **values}, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.failed = True
+            warn(f"nothing more can be written to {self.folder}: {error}. The script goes on untraced")
+
+    def _open(self) -> None:
+        rank, world = rank_and_world()
+        self._pid = os.getpid()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        host = socket.gethostname().replace("/", "_")
+        self._file = (self.folder / f"rank-{rank:05d}-{host}-{self._pid}.jsonl").open("a", encoding="utf-8")
+        head = {
+            "kind": "process",
+            "format": FORMAT,
+            "rank": rank,
+            "world": world,
+            "host": host,
+            "pid": self._pid,
+            "argv": sys.argv,
+            "torch": torch.__version__,
+            "time": time.time(),
+        }
+        self._file.write(json.dumps(head) + "\n")
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Of the process group where there is one, else of the environment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for rank, world in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if os.environ.get(rank, "").isdigit() and os.environ.get(world, "").isdigit():
+            return int(os.environ[rank]), int(os.environ[world])
+    return 0, 1
+
+
+def warn(text: str) -> None:
+    print(f"lockstep trace: {text}", file=sys.stderr, flush=True)
+
+
+def blob(tensor: Tensor) -> str:
+    """The bytes of a tensor on the CPU, in base64. numpy may not be there."""
+    tensor = tensor.contiguous()
+    return base64.b64encode(ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())).decode()
