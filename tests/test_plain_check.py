@@ -293,7 +293,7 @@ def checked(run: Run) -> tuple[str, str]:
     """What a run is told before its first step, and why it must not begin."""
     world = World(run)
     try:
-        return plain_check.check(build_session(run, world, prepare_and_join(run, world)), cause), ""
+        return plain_check.check(build_session(for_rank(run, world), world), cause), ""
     except TrainingFailed as caught:
         return "", str(caught)
     finally:
@@ -308,7 +308,7 @@ def test_the_first_micro_batch_is_that_of_the_first_step(monkeypatch: pytest.Mon
     said, _ = checked(run)
     assert "of the first micro-batch and others" in said
     world = World(run)
-    session = build_session(run, world, prepare_and_join(run, world))
+    session = build_session(for_rank(run, world), world)
     rows = session.feed.make(0).micro_batches[0].inputs["input_ids"].tolist()
     sides, found = groups[0]
     for place in found["the first micro-batch"]:
