@@ -33,7 +33,7 @@ from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, chunked_loss, quantized, unpadded
 from lockstep.tasks.task import Task
 from lockstep.training import export_check, plain_check
-from lockstep.training.loop import TrainingFailed
+from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_causes import cause
 from lockstep.training.plain_check import differences
 from lockstep.training.plain_sides import sides_of

@@ -35,7 +35,7 @@ from lockstep.plain.train import perturb_
 from lockstep.strategies.engines.writes import preserved
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.training.loop import TrainingFailed
+from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_sides import Elsewhere, PlainFailed, Sides, device_of, plain_path, sides_of
 from lockstep.training.session import Session
 
