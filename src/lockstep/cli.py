@@ -17,7 +17,7 @@ import warnings
 from types import ModuleType
 from typing import TextIO
 
-from lockstep import __version__
+from lockstep._version import __version__
 from lockstep.config.renamed_keys import RenamedKey
 from lockstep.config.run import RunError
 from lockstep.tools import commands
