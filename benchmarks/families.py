@@ -31,7 +31,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 
 TASKS: dict[str, dict[str, Any]] = {

@@ -72,7 +72,7 @@ class Waits(Strategy):
 class NoCheckpoints(Checkpoints):
     """Disk speed is not what is measured."""
 
-    def save(self, step: int, strategy: Strategy) -> None: ...
+    def save(self, step: int, strategy: object, scores: object = None, state: object = None) -> None: ...
 
 
 class Numbers(Sinks):
@@ -103,7 +103,7 @@ def overhead_ms(world: World, run: Run) -> float:
         session.feed.make(0)  # what only the first batch costs is not the loop's
         world.barrier()
         start = time.perf_counter()
-        train(replace(session, checkpoints=none, sinks=sinks), 0)
+        train(replace(session, checkpoints=none, sinks=sinks), session.new_state())
         took = time.perf_counter() - start
         trackers.close("done")
     return (took - session.strategy.waited) / session.feed.total * 1e3

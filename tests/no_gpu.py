@@ -322,7 +322,7 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
     with numbers, WATCH, ExitStack() as stack:
         build(task, strategy, stack)
         if "planted" in case:
-            strategy.before_update = planted
+            strategy.observer = planting()
         waits = []
         for step, batch in enumerate(batches):
             batch = batch.to(DEVICE)
@@ -338,6 +338,17 @@ def trained(case: dict[str, Any]) -> dict[str, Any]:
             waits.append(dict(WATCH.waits))
             assert result.loss.device == result.grad_norm.device == DEVICE
     return {"waits": waits, "scalars": WATCH.scalars, "operations": WATCH.operations}
+
+
+def planting() -> Any:
+    """An observer that does what no step may do."""
+    from lockstep.strategies.observer import StepObserver
+
+    class Planting(StepObserver):
+        def reduced(self, gradient: Any) -> None:
+            planted()
+
+    return Planting()
 
 
 def planted() -> None:

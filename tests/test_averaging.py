@@ -24,7 +24,7 @@ from lockstep.distributed.sharded import Given
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.model_stats import memory
 from lockstep.training.resolve import resolve_strategy
 

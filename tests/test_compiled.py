@@ -20,7 +20,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, compiled
 from lockstep.strategies.exact.optim import learning_rate
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 
 COMPILE = "model.compile=true"

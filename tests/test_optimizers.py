@@ -16,7 +16,7 @@ from lockstep.config.run import Run, load
 from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 
 pytestmark = pytest.mark.processes

@@ -19,7 +19,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.tools.verify import compare, findings
 from lockstep.training import recording
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import for_rank
 
 dice = random.Random(5)  # for `own_generators`

@@ -26,13 +26,14 @@ from lockstep.config.run import Run
 from lockstep.data import raw_rows
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.world import World
+from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, chunked_loss, quantized, unpadded
 from lockstep.tasks.task import Task
 from lockstep.training import export_check, plain_check
-from lockstep.training.loop import TrainingFailed
+from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_causes import cause
 from lockstep.training.plain_check import differences
 from lockstep.training.plain_sides import sides_of
@@ -276,6 +277,62 @@ def test_tokens_that_are_others_are_named() -> None:
     assert "The tokens of example" in cause(sides, strategy)
 
 
+def test_half_precision_hides_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can be computed in float32: how far both may be apart is what bfloat16 makes of the plain path."""
+    monkeypatch.setattr(plain_check, "takes_float32", lambda *_: False)
+    run = tiny(*ONE, "precision=bf16")
+    task, strategy = build(run, World(run))
+    sides = sides_of(run, task, strategy)
+    assert differences(sides, strategy) == []
+    block = strategy.model.get_submodule("transformer.h.0.mlp")
+    block.register_forward_hook(lambda module, inputs, found: found * 1.1)
+    assert differences(sides, strategy)[0].of.endswith("in bf16")
+
+
+def checked(run: Run) -> tuple[str, str]:
+    """What a run is told before its first step, and why it must not begin."""
+    world = World(run)
+    try:
+        return plain_check.check(build_session(for_rank(run, world), world), cause), ""
+    except TrainingFailed as caught:
+        return "", str(caught)
+    finally:
+        world.close()
+
+
+def test_the_first_micro_batch_is_that_of_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = tiny(*ONE, "batch_size=8", "micro_batches=2", f"output={tmp_path}")
+    groups = list[Any]()
+    looked = plain_check.groups_of
+    monkeypatch.setattr(plain_check, "groups_of", lambda sides: groups.append((sides, looked(sides))) or looked(sides))
+    said, _ = checked(run)
+    assert "of the first micro-batch and others" in said
+    world = World(run)
+    session = build_session(for_rank(run, world), world)
+    rows = session.feed.make(0).micro_batches[0].inputs["input_ids"].tolist()
+    sides, found = groups[0]
+    for place in found["the first micro-batch"]:
+        tokens = sides.examples[place]["input_ids"]
+        assert any(row[: len(tokens)] == tokens for row in rows)
+    assert len(found["the first micro-batch"]) == plain_check.EXAMPLES
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("raised", "stops"), [(KeyError("nobody foresaw it"), True), (NotCovered("task.name: no"), False)]
+)
+def test_an_error_of_the_plain_path_names_the_key(
+    raised: Exception, stops: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(plain_check, "batch_loss", fails)
+    said, why = checked(tiny(*ONE, f"output={tmp_path}"))
+    assert ("KeyError: 'nobody foresaw it'" in why and "verify.plain=false" in why) == stops
+    assert ("not compared with a plain computation: task.name: no" in said) != stops
+
+
 # -- what is left behind -----------------------------------------------------------------------------------------------
 
 
@@ -380,7 +437,7 @@ def test_a_run_whose_export_is_wrong_is_not_finished(tmp_path: Path) -> None:
     """Nothing takes such an export for one, and the same command writes it again."""
     run = tiny(*ONE, "steps=2", "checkpoint.every=1", f"output={tmp_path / 'out'}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_check, "exported_losses", lambda *_: [1.0, 2.0, 3.0])  # of three examples
+        patch.setattr(export_check, "exported_losses", lambda *_: ([1.0, 2.0, 3.0], 0.0))  # of three examples
         status, said = trained(run)
     assert (status, "the export is not what was trained" in said) == (FAILED, True)
     assert damage(run.folder) == "export.json is missing"

@@ -76,7 +76,7 @@ def test_the_key_is_checked_and_no_part_of_the_arithmetic() -> None:
 def weights(world: World, run: Run) -> str:
     """Of a job, trained by the loop itself to its end."""
     session = build_session(for_rank(run, world), world)
-    train(session, 0)
+    train(session, session.new_state())
     found = digest(session.strategy.state_dict())
     session.strategy.close()
     return found

@@ -9,9 +9,9 @@ import torch
 
 from lockstep.config.run import Run, RunError, load
 from lockstep.distributed.tensor_slices import Incomplete, PeerReader, TensorSlice
-from lockstep.training.loop import TrainingFailed
-from lockstep.training.peer_checkpoints import PeerCheckpoints, neighbours
-from lockstep.training.reshard import best
+from lockstep.training.elastic.peer_checkpoints import PeerCheckpoints, neighbours
+from lockstep.training.elastic.reshard import best
+from lockstep.training.errors import TrainingFailed
 from lockstep.training.train_state import TrainState
 
 ZERO = ("strategy.name=zero2", "launch.on_rank_failure=continue")
@@ -98,14 +98,12 @@ def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> N
         run=load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.replicate_every=1", *ZERO]),
         world=world,
         strategy=SimpleNamespace(torn=torn, sharded_state_dict=lambda: state),
-        checkpoints=SimpleNamespace(progress=None, meter={}),
-        fingerprints=SimpleNamespace(kept=list),
     )
-    copies, stand = PeerCheckpoints(session), TrainState(9)
-    copies.form(session, stand)
-    copies.after_step(stand)
+    copies, state_of_training = PeerCheckpoints(session), TrainState(session.run, 20, step=9)
+    copies.form(session, state_of_training)
+    copies.after_step(state_of_training)
     assert copies.part() == []  # nobody could use them
-    copies.before_more(stand)
+    copies.before_join(state_of_training)
     if not torn:
         assert copies.part() == []
         return

@@ -26,7 +26,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.models.bleu import SIZES, Overlap
 from lockstep.tasks.models.decoding import Decoding, by_forward, by_transformers
 from lockstep.tasks.translation import Translation
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 
 pytest.importorskip("sacrebleu")

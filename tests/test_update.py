@@ -15,6 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.gradient import Gradient, NotFinite, Part
 from lockstep.strategies.exact.reduction import clip_
 from lockstep.strategies.exact.sparse_rows import DenseRows
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.data_loader import StepLoader
@@ -90,11 +91,10 @@ def stepped(run: Run, steps: int = 2) -> tuple[Single, list[float], dict[str, Te
     """The strategy after some steps, their norms, and the last gradient before clipping."""
     task, strategy = build(run, World(run))
     assert isinstance(strategy, Single)
-    seen: dict[str, Tensor] = {}
-    strategy.observe = lambda gradient: seen.update({name: each.clone() for name, each in gradient.items()})
+    strategy.observer = recorder = GradientRecorder(strategy.world)
     feed = StepLoader(run, task, strategy.own_micro_batches(), strategy.world.device)
     norms = [float(strategy.train_step(feed.make(step), 1e-3).grad_norm) for step in range(steps)]
-    return strategy, norms, seen
+    return strategy, norms, recorder.gradients
 
 
 def still(*overrides: str) -> Run:

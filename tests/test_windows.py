@@ -27,7 +27,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
 from lockstep.tasks.models import model_configs, padding, unpadded
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 WINDOW = 5  # tokens; below most of LENGTHS
 HEADS_OF_16 = GROUPED | {"head_dim": 16}

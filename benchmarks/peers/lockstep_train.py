@@ -19,7 +19,8 @@ from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, load
 from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.world import World
-from lockstep.training.loop import evaluate, train
+from lockstep.training.evaluation import evaluate
+from lockstep.training.loop import train
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import Sinks, build_session, join_ranks
 
@@ -71,7 +72,7 @@ def without_type(config: dict) -> dict:
 class NoCheckpoints(Checkpoints):
     """The peers write none either."""
 
-    def save(self, step: int, strategy: object, scores: object = None) -> None: ...
+    def save(self, step: int, strategy: object, scores: object = None, state: object = None) -> None: ...
 
 
 class Steps(Sinks):
@@ -106,7 +107,7 @@ def main() -> None:
         meter = Meter(session.strategy.model, args, *examples(args))
         checkpoints = NoCheckpoints(run, world, job.data, session.feed.total)
         Path(folder).mkdir(exist_ok=True)
-        train(replace(session, checkpoints=checkpoints, sinks=Steps(meter)), 0)
+        train(replace(session, checkpoints=checkpoints, sinks=Steps(meter)), session.new_state())
         score = None
         if args.evaluate:
             score = evaluate(run, world, session.task, session.strategy, session.task.splits["validation"])["accuracy"]

@@ -65,7 +65,7 @@ def unscored_row() -> None:
     """An evaluation scores an example twice, and another one not at all."""
     import numpy
 
-    from lockstep.training import loop
+    from lockstep.training import evaluation
 
     class Numpy:
         """numpy, but for the order of an evaluation."""
@@ -78,7 +78,7 @@ def unscored_row() -> None:
             order[-1] = order[0]
             return order
 
-    loop.np = Numpy()  # type: ignore[assignment]
+    evaluation.np = Numpy()  # type: ignore[assignment]
 
 
 def late_refusal() -> None:

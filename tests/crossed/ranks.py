@@ -198,15 +198,15 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
 
 def _keeping(folder: Path) -> None:
     """Write down what a job on one process trains, as `lockstep.tools.against_plain` reads it."""
-    from lockstep.training import recovery
+    from lockstep.training import rank
 
-    train = recovery.train
+    train = rank.train
 
-    def kept(session: Any, step: int, *more: Any) -> Any:
+    def kept(session: Any, state: Any) -> Any:
         _keep_steps(session, folder)
-        return train(session, step, *more)
+        return train(session, state)
 
-    recovery.train = kept  # type: ignore[assignment]
+    rank.train = kept  # type: ignore[assignment]
 
 
 def _keep_steps(session: Any, folder: Path) -> None:
@@ -214,17 +214,14 @@ def _keep_steps(session: Any, folder: Path) -> None:
     that drops something whatever its config says (a classifier of GPT-2's)."""
     from torch import nn
 
+    from lockstep.strategies.observer import GradientRecorder
     from lockstep.training import plain_steps as record
 
     if any(isinstance(module, nn.Dropout) and module.p for module in session.strategy.model.modules()):
         return
     strategy, feed, world = session.strategy, session.feed, session.world
-    gradients: dict[str, Any] = {}
     steps: list[Any] = []
-    train_step = strategy.train_step
-
-    def hear(whole: Any) -> None:
-        gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
+    train_step, recorder = strategy.train_step, GradientRecorder(world)
 
     def trained(batch: Any, rate: float) -> Any:
         rows = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]
@@ -233,15 +230,15 @@ def _keep_steps(session: Any, folder: Path) -> None:
         result = train_step(batch, rate)
         groups = [group.tolist() for group in rows]
         numbers = batch.step, float(result.loss), float(result.grad_norm)
+        gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
         record._save(folder / f"step-{len(steps)}.safetensors", gradients | strategy.state_dict(), world)
-        gradients.clear()
         steps.append(record.PlainStep(*numbers, groups, masked))
         found = record.PlainRecord(str(Path(session.task.prepared.tokenizer)), feed.total, steps)
         (folder / record.FILE).write_text(json.dumps(asdict(found)))
         return result
 
     record._save(folder / "start.safetensors", strategy.state_dict(), world)
-    strategy.observe, strategy.train_step = hear, trained
+    strategy.observer, strategy.train_step = recorder, trained
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

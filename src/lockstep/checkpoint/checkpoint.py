@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.catalog import CheckpointCatalog, reason_of
@@ -23,7 +23,7 @@ from lockstep.checkpoint.corrections import revisions_of
 from lockstep.checkpoint.disk_space import DiskSpace
 from lockstep.checkpoint.folder import clear_away
 from lockstep.checkpoint.manifest import Manifest, check_resumable, finished, folder_of, name_of, newest_first
-from lockstep.checkpoint.progress import Progress, best_first, score_of
+from lockstep.checkpoint.progress import best_first, score_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.event_log import launched_by
@@ -40,6 +40,13 @@ __all__ = ["CheckpointError", "Checkpoints", "check_resumable", "finished", "fol
 
 class CheckpointError(Exception):
     """A checkpoint could not be written and the run is to stop then: one message, the same on every rank."""
+
+
+class Loads(Protocol):
+    """What takes over what a checkpoint has beside tensors."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """`step`, `meter`, `progress` and `pending`, as they were given to `Checkpoints.save`."""
 
 
 @dataclass
@@ -69,10 +76,8 @@ class Checkpoints:
         self.steps, self.every, self.folder = steps, every, folder_of(run)
         self.code, self.revisions = manifests.code_of(run), revisions_of(run)  # when this process started
         self.trackers: dict[str, str] = {}  # run ids by tracker, which travel in the manifest
-        self.meter: dict[str, Any] = {}  # of the log line that is being gathered; travels too
         self.newest: int | None = None  # step of the last one that was written or resumed from
         self.best: float | None = None  # the highest score of `checkpoint.best` that is kept
-        self.progress = Progress.of(run, {})  # of evaluations; travels too
         self._shard: Shard | None = None
         self._saving: _Saving | None = None
         self._sees: bool | None = None  # whether this rank's OUTPUT is that of rank 0
@@ -82,9 +87,16 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, strategy: ShardedState, scores: Mapping[str, float] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        strategy: ShardedState,
+        scores: Mapping[str, float] | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         """Begin to write the state after `step` updates; waits for the save before. `scores` are those of the
-        evaluation after this step. Collective. Errors: `CheckpointError`, if the run is to stop at a failure."""
+        evaluation after this step, `state` is what `restore` is to give back (a `TrainState.state_dict`). Collective.
+        Errors: `CheckpointError`, if the run is to stop at a failure."""
         from lockstep.checkpoint.storage import Background
 
         self.settle()
@@ -94,6 +106,7 @@ class Checkpoints:
             return
         assert self._shard is not None
         self._shard.fill(parts)
+        state = state or {}
         manifest = Manifest(
             step=step,
             steps=self.steps,
@@ -107,8 +120,9 @@ class Checkpoints:
             bits=strategy.gives_bits(self.run),
             scores={name: float(value) for name, value in (scores or {}).items()},
             trackers=dict(self.trackers),  # a tracker's thread may add to it
-            meter=self.meter,
-            progress=self.progress.dump(),
+            meter=state.get("meter", {}),
+            progress=state.get("progress", {}),
+            pending=state.get("pending", []),
             every=self.every if self.run.average.last is not None else 0,
             revisions=self.revisions,
             **manifests.facts_of(self.world),
@@ -185,19 +199,13 @@ class Checkpoints:
             )
         return owed
 
-    def evaluated(self, step: int, scores: Mapping[str, float]) -> bool:
-        """Count an evaluation. Returns whether training is over by `evaluate.patience`: the same on every rank."""
-        if self.run.checkpoint.best:
-            self.progress = self.progress.after(step, score_of(self.run, scores), self.run.evaluate.min_delta)
-        return self.progress.over(self.run)
-
-    def add(self, scores: Mapping[str, float], meter: dict[str, Any]) -> None:
-        """Put the scores of an evaluation that was made up for into the checkpoint that the run goes on from, on every
-        rank. Where that cannot be written, the next start evaluates again."""
+    def add_scores(self, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
+        """Put the scores of an evaluation that was made up for, and the state after it, into the checkpoint that the
+        run goes on from. Where that cannot be written, the next start evaluates again."""
         assert self.newest is not None
         if self.world.is_main:
             with suppress(OSError):
-                manifests.add(self.folder / name_of(self.newest), scores, meter, self.progress.dump())
+                manifests.add_scores(self.folder / name_of(self.newest), scores, state)
         self._heed(scores)
 
     def is_best(self, scores: Mapping[str, float]) -> bool:
@@ -283,9 +291,10 @@ class Checkpoints:
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
-    def resume(self, strategy: ShardedState) -> tuple[int, list[str]]:
-        """Load the newest checkpoint that verifies. Returns updates done (0: there is no checkpoint) and what the user
-        should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and none verifies."""
+    def resume(self, strategy: ShardedState, state: Loads | None = None) -> tuple[int, list[str]]:
+        """Load the newest checkpoint that verifies, also into `state`. Returns updates done (0: there is no checkpoint)
+        and what the user should know. Collective. Errors: `RunError`, on every rank, where there are checkpoints and
+        none verifies."""
         found, notes = self.kept.found()
         faults = list[str]()
         for name, manifest, away in found:
@@ -299,8 +308,8 @@ class Checkpoints:
                 clear_away(self.run)
             self.newest = manifest.step
             self.trackers.update(manifest.trackers)
-            self.meter = manifest.meter
-            self.progress = Progress.of(self.run, manifest.progress)
+            if state is not None:
+                state.load_state_dict(manifest.train_state)
             before = {m.step: m.scores for _, m, _ in found if isinstance(m, Manifest) and m.step <= manifest.step}
             self.best = next((best.score for best in best_first(self.run, before)), None)
             notes += [f"{where} was downloaded, and verified"] if away else []

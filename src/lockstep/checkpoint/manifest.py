@@ -74,6 +74,7 @@ class Manifest:
     progress: dict[str, Any] = field(default_factory=dict)  # what evaluations came to so far: progress.py
     every: int = 0  # steps between checkpoints, of a run whose export is the mean of some of them
     revisions: dict[str, int] = field(default_factory=dict)  # keys -> how often their arithmetic was corrected, and 1
+    pending: list[str] = field(default_factory=list)  # what is still to be done after this step: train_state.py
 
     def dump(self) -> bytes:
         """JSON, with the hash of everything else in it as its last entry."""
@@ -85,10 +86,21 @@ class Manifest:
             "progress",
             "every",
             "revisions",
+            "pending",
         )  # older manifests have none of them
         values = {k: v for k, v in asdict(self).items() if v or k not in newer}
         seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         return json.dumps(values | {"sha256": seal}, indent=1).encode()
+
+    @property
+    def train_state(self) -> dict[str, Any]:
+        """What training goes on from beside tensors, as `TrainState.load_state_dict` takes it."""
+        meter = {key: value for key, value in self.meter.items() if key != _OWED}
+        pending = [*self.pending, *(["evaluation"] if self.meter.get(_OWED) else [])]
+        return {"step": self.step, "meter": meter, "progress": self.progress, "pending": pending}
+
+
+_OWED = "owed"  # in the meter of manifests before there was `pending`
 
 
 def name_of(step: int) -> str:
@@ -131,14 +143,15 @@ def parsed(content: bytes, name: str) -> Manifest | str:
     return replace(found, arithmetic=renamed_keys.of_checkpoint(found.arithmetic))
 
 
-def add(folder: Path, scores: Mapping[str, float], meter: dict[str, Any], progress: dict[str, Any]) -> None:
-    """Replace these in a checkpoint's manifest, at once. Errors: `OSError`; then it is as it was."""
+def add_scores(folder: Path, scores: Mapping[str, float], state: Mapping[str, Any]) -> None:
+    """Replace the scores of a checkpoint's manifest and what is in it of the training state, at once. Errors:
+    `OSError`; then it is as it was."""
     from lockstep.checkpoint.storage import write
 
     if isinstance(manifest := read_manifest(folder), Manifest):
         plain = {name: float(value) for name, value in scores.items()}
-        told = replace(manifest, scores=plain, meter=meter, progress=progress)
-        write(aside := folder / f".{FILE}.partial", [told.dump()])
+        changed = {name: state[name] for name in ("meter", "progress", "pending")}
+        write(aside := folder / f".{FILE}.partial", [replace(manifest, scores=plain, **changed).dump()])
         os.replace(aside, folder / FILE)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from lockstep.config.run import Run, RunError
-from lockstep.data.batch import StepBatch, StepResult
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
@@ -263,15 +263,11 @@ class FSDP2(ShardedRecovery):
             self.turn, self.last, self.uses.counting = turn, turn == rounds - 1, turn < len(batch.micro_batches)
             self.root.set_requires_all_reduce(self.last)
             seed_everything(self.run.seed, batch.step, micro.index)
-            with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
-                loss = self.sources.loss_sum(self.task, self.model(**micro.inputs), micro)
-            self.switched += self.uses.switched()  # not later: FSDP puts that back before backward
-            with self.phases("backward"):
-                self.scaled(loss / batch.targets).backward()
-                self.uses.check_reduced()
-                self.collect(micro.index)
-            if turn < len(batch.micro_batches):
-                losses[micro.index] = loss.detach()
+            own = turn < len(batch.micro_batches)
+            with self.observed(micro.index) if own else self.listening(None):
+                loss = self.run_micro_batch(micro, batch.targets)
+            if own:
+                losses[micro.index] = loss
                 self.statistics.take(micro)
             else:
                 self.statistics.reset()
@@ -281,6 +277,17 @@ class FSDP2(ShardedRecovery):
             norm, used = self.update(batch.step, self.whole_gradient(), learning_rate, losses, uses)
         self.statistics.finish(self.data_parallel.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+
+    def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
+        """Forward and backward, the gradient being that of loss sum / divisor. Returns the loss sum, detached."""
+        with self.phases("forward"), self.autocast():  # no longer than this: it keeps what it casts
+            loss = self.loss_sum(self.model(**micro.inputs), micro)
+        self.switched += self.uses.switched()  # not later: FSDP puts that back before backward
+        with self.phases("backward"):
+            self.scaled(loss / divisor).backward()
+            self.uses.check_reduced()
+            self.collect(micro.index)
+        return loss.detach()
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
         def call() -> None:  # the same examples on every rank, and no backward that would let go of what is gathered

@@ -98,7 +98,7 @@ class HFTrainer(Hooked):
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
         """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor that `run_piece` was given."""
-        loss = self.sources.loss_sum(self.task, outputs, self.micro)
+        loss = self.loss_sum(outputs, self.micro)
         self.loss_of_micro = loss.detach()
         with self.autocast(False):
             return self.scaled(loss / num_items_in_batch)

@@ -6,7 +6,7 @@ In: micro-batches. Out: one update of a replicated model. Read `single.py`, then
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -101,11 +101,10 @@ class Native(Strategy):
         self.statistics.start(batch.count)
         with self.autocast():  # around the whole step: weights are cast once, not once a micro-batch
             for micro in batch.micro_batches:
-                if self.fresh_casts:
-                    torch.clear_autocast_cache()
-                # dropout depends on the micro-batch, not on the rank
-                seed_everything(self.run.seed, batch.step, micro.index)
-                losses[micro.index] = self.backward(micro, batch.targets, last=micro is batch.micro_batches[-1])
+                last = micro is batch.micro_batches[-1]
+                losses[micro.index] = self.compute(
+                    batch.step, micro, partial(self.backward, micro, batch.targets, last)
+                )
                 self.statistics.take(micro)
                 self.switched += not all(p.requires_grad for p in self.parameters)
         with self.phases("reduction"):
@@ -116,6 +115,28 @@ class Native(Strategy):
             norm, used = self.update(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
         self.statistics.finish(self.world.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
+
+    def compute(self, step: int, micro: MicroBatch, backward: Callable[[], Tensor]) -> Tensor:
+        """One micro-batch of a step, forward and backward, by `backward`, which returns its loss sum. Dropout depends
+        on the seed, the step and the micro-batch, and not on the rank. Call it within `autocast`."""
+        if self.fresh_casts:
+            torch.clear_autocast_cache()
+        seed_everything(self.run.seed, step, micro.index)
+        with self.observed(micro.index):
+            return backward()
+
+    def recompute(self, step: int, micro: MicroBatch, targets: float) -> Tensor:
+        """A micro-batch computed once more beside its step, on any rank. Its gradient has the bits of the step's own;
+        the observer hears of it, and no `.grad` is touched. Returns the loss sum. Not collective."""
+
+        def backward() -> Tensor:
+            loss = self.loss_sum(self.model(**micro.inputs), micro)
+            with self.autocast(False):
+                torch.autograd.grad(self.scaled(loss / targets), self.parameters, allow_unused=True)
+            return loss.detach()
+
+        with self.autocast(), self.sources.preserved():
+            return self.compute(step, micro, backward)
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
         """One micro-batch, forward and backward; its gradient goes into the tree. Returns the micro-batch's loss
@@ -132,7 +153,7 @@ class Native(Strategy):
         """Forward and backward of one micro-batch on `self.wrapped`, the gradient being that of loss sum / divisor.
         Returns the loss sum, detached."""
         with self.phases("forward"):
-            loss = self.sources.loss_sum(self.task, self.wrapped(**micro.inputs), micro)
+            loss = self.loss_sum(self.wrapped(**micro.inputs), micro)
         with self.phases("overlapped" if self.travelling else "backward"), self.autocast(False):
             self.scaled(loss / divisor).backward()
         return loss.detach()

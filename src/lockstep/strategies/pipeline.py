@@ -226,7 +226,7 @@ class Pipeline(ShardedRecovery):
 
     def loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """What the last stage calls backward on."""
-        loss = self.sources.loss_sum(self.task, outputs, micro)
+        loss = self.loss_sum(outputs, micro)
         self.losses[micro.index] = loss.detach()
         with self.autocast(False):
             return self.scaled(loss / self.batch.targets)

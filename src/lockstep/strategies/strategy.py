@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -39,6 +39,7 @@ from lockstep.strategies.exact.reduction import share
 from lockstep.strategies.exact.scaling import LOWEST, LossScale
 from lockstep.strategies.exact.source_sums import SourceSums
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.observer import StepObserver
 from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.models import decoding
 from lockstep.tasks.models.decoding import Decoding
@@ -63,6 +64,7 @@ class Strategy(ABC):
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
+    task: Task
     model: nn.Module  # what this rank holds of the model, under the task's own parameter names
     named: dict[str, nn.Parameter]  # those of them that are trained
     optimizer: Any  # the stepper, or an engine's around it
@@ -71,11 +73,7 @@ class Strategy(ABC):
     statistics: Statistics | None = None  # the model's running statistics, where the strategy brings them together
     effects: SideEffects = SideEffects()  # what forward changes by itself, once `dry_run` has looked
     switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted where there is a whole model
-    observe: Callable[[dict[str, Tensor]], None] | None = None
-    """`lockstep verify` listens here: called in every `train_step`, on every rank, with the whole gradient before
-    clipping, by parameter name. Empty on ranks that the strategy does not gather to."""
-
-    before_update: Callable[[], None] | None = None  # called once a step's gradient is whole: `guard` looks here
+    observer: StepObserver | None = None  # listens to every `train_step`; the same kind on every rank
 
     def __init__(self, run: Run, world: World) -> None:
         """Topology only, nothing is built and nothing communicated."""
@@ -174,6 +172,42 @@ class Strategy(ABC):
         """What backward is called on: times the loss scale, where there is one."""
         return loss if self.scaling is None else loss * self.scaling.value
 
+    def loss_sum(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """The loss sum of a micro-batch, of what the model gave for it: a scalar with its graph."""
+        loss = self.sources.loss_sum(self.task, outputs, micro)
+        if self.observer is not None:
+            self.observer.loss(micro.index, loss)
+        return loss
+
+    @contextmanager
+    def listening(self, observer: StepObserver | None) -> Iterator[None]:
+        """In here `observer` listens, or nobody, in the place of the one before."""
+        before, self.observer = self.observer, observer
+        try:
+            yield
+        finally:
+            self.observer = before
+
+    @contextmanager
+    def observed(self, index: int) -> Iterator[None]:
+        """In here micro-batch `index` runs, forward and backward: the observer hears of each parameter's gradient."""
+        observer, hooks = self.observer, list[Any]()
+        if observer is None or not observer.hears(index):
+            yield
+            return
+
+        def register(module: nn.Module, inputs: Any) -> None:  # by now an engine has put the weights in their places
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    hooks.append(parameter.register_hook(partial(observer.gradient, index, name)))
+
+        hooks.append(self.model.register_forward_pre_hook(register))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     @abstractmethod
     def build(self, task: Task) -> None:
         """Model, wrapping, optimizer."""
@@ -189,14 +223,12 @@ class Strategy(ABC):
         `uses` are what `agree` gave. Returns the norm before clipping, and whether the update was made: on CUDA that is
         still on the device, which then leaves the weights as they are by itself, and the host hears of it in the next
         update. Collective. Errors: `NotFinite`, also of the update before."""
-        if self.before_update is not None:
-            self.before_update()
         scale = None
         if self.scaling is not None:
             gradient.scale_(1 / (scale := self.scaling.value))
         norm = gradient.norm()
-        if self.observe is not None:
-            self.observe(gradient.whole(self.world))
+        if self.observer is not None:
+            self.observer.reduced(gradient)
         return norm.to(self.world.device), self.made(step, gradient, norm, scale, learning_rate, losses, uses)
 
     def made(

@@ -17,7 +17,7 @@ from lockstep.tasks.abilities import Calibrates
 from lockstep.tasks.models import adapters
 from lockstep.track.console import Console
 from lockstep.training.checkpoint_model import exported_checkpoint
-from lockstep.training.loop import evaluate as evaluated
+from lockstep.training.evaluation import evaluate as evaluated
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks
 

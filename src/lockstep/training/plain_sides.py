@@ -6,6 +6,8 @@ parameters and buffers, the very tensors, so that no second model is in memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +44,26 @@ class Sides:
     columns: Columns  # the run's own examples
     at: np.ndarray  # numbers of them
     examples: list[dict[str, Any]]  # the plain ones, as many
+    first: list[int]  # places in `at`: of the first micro-batch; none where its rows were not kept
 
 
 class Elsewhere(Exception):
-    """Why a run is not compared."""
+    """Why a run is not compared: a refusal, each with its reason."""
+
+
+class PlainFailed(Exception):
+    """An error of the plain path's own, which nobody foresaw."""
+
+
+@contextmanager
+def plain_path() -> Iterator[None]:
+    """What is raised in here, but for refusals, becomes `PlainFailed`; that no memory is left stays what it is."""
+    try:
+        yield
+    except (Elsewhere, NotCovered, PlainFailed, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise PlainFailed(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -53,8 +71,9 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def sides_of(run: Run, task: Task, strategy: Strategy) -> Sides:
-    """Both sides of a run. Errors: `Elsewhere`, `NotCovered`."""
+def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray = ()) -> Sides:
+    """Both sides of a run. `micro_batch`: numbers of the training examples that the first one has. Errors: `Elsewhere`,
+    `NotCovered`, `PlainFailed`."""
     if task.own_model or "." in run.task.name:
         raise Elsewhere("the model or the task is code of yours")
     if run.model.trust_remote_code:
@@ -62,13 +81,16 @@ def sides_of(run: Run, task: Task, strategy: Strategy) -> Sides:
     kept = RawRows.of(task.prepared.facts)
     if kept is None:
         raise Elsewhere("no raw rows were kept of its data")
-    job = job_of(run, task)
-    examples = job.encode(rows_of(task, kept))[: len(kept.at)]
+    with plain_path():
+        job = job_of(run, task)
+        examples = job.encode(rows_of(task, kept))[: len(kept.at)]
     columns = task.splits[kept.split] if kept.examples is None else kept.examples
     model = whole_model(run, task, strategy)
     plain = plain_model(job, model)
     job.reference = plain  # before training it is the model itself
-    return Sides(run, task, model, plain, job, columns, kept.at, examples)
+    of_split = kept.split == "train" and kept.examples is None
+    first = np.flatnonzero(np.isin(kept.at, micro_batch)).tolist() if of_split else []
+    return Sides(run, task, model, plain, job, columns, kept.at, examples, first)
 
 
 def job_of(run: Run, task: Task) -> Plain:
@@ -131,14 +153,15 @@ def whole_model(run: Run, task: Task, strategy: Strategy) -> nn.Module:
 
 def plain_model(job: Plain, model: nn.Module) -> nn.Module:
     """A model of transformers, and of peft where there is an adapter, with the parameters and buffers of another one:
-    the very tensors, where they are float32. Errors: `Elsewhere` where their names or shapes differ, or where too many
-    would have to be widened."""
-    try:
-        plain = build_model(job, empty=True)
-    except NotCovered:
-        raise
-    except Exception:  # a family that cannot be built without memory
-        plain = build_model(job)
+    the very tensors, where they are float32. Errors: `PlainFailed` where their names or shapes differ,
+    `Elsewhere` where too many would have to be widened."""
+    with plain_path():
+        try:
+            plain = build_model(job, empty=True)
+        except NotCovered:
+            raise
+        except Exception:  # a family that cannot be built without memory
+            plain = build_model(job)
     with_tensors_of(plain, model)
     return plain.to(device_of(model)).train()
 
@@ -155,11 +178,11 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
     own |= packed
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     if own.keys() != theirs.keys():
-        raise Elsewhere(f"the plain model has other weights: {', '.join(sorted(own.keys() ^ theirs.keys())[:3])}")
+        raise PlainFailed(f"the plain model has other weights: {', '.join(sorted(own.keys() ^ theirs.keys())[:3])}")
     given: dict[int, nn.Parameter] = {}
     for name, parameter in own.items():
         if parameter.shape != theirs[name].shape:
-            raise Elsewhere(f"the plain model's {name} has another shape")
+            raise PlainFailed(f"the plain model's {name} has another shape")
         wide = parameter.dtype == torch.float32
         kept = parameter if wide else nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
         holder, _, last = name.rpartition(".")

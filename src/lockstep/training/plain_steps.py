@@ -23,8 +23,9 @@ from lockstep.data.tokens import Columns
 from lockstep.distributed.world import World
 from lockstep.plain.losses import without_dropout
 from lockstep.strategies.exact import optim
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
@@ -75,11 +76,7 @@ def record_session(session: Session, count: int = 2) -> None:
     """Record up to `count` steps from the state that the session is in, into OUTPUT/plain; changes the state. The files
     are rank 0's. Collective."""
     strategy, feed, world = session.strategy, session.feed, session.world
-    folder, gradients = session.run.folder / FOLDER, dict[str, Tensor]()
-
-    def observe(whole: Mapping[str, Tensor]) -> None:
-        gradients.update({f"gradient.{name}": tensor.detach().cpu().clone() for name, tensor in whole.items()})
-
+    folder, recorder = session.run.folder / FOLDER, GradientRecorder(world)
     _save(folder / "start.safetensors", strategy.state_dict(), world)
     held_out = session.task.splits["validation"]
     rows = np.arange(min(EVALUATED, len(held_out)))
@@ -87,8 +84,8 @@ def record_session(session: Session, count: int = 2) -> None:
     scores = evaluate(session.run, world, session.task, strategy, held_out, rows, texts=False)
     hides = session.run.task.name == "masked_language_modeling"
     shown = _masked(session, held_out, [rows], WITHOUT_STEP) if hides else {}
-    strategy.observe, steps = observe, []
-    with without_dropout(strategy.model):
+    steps = []
+    with without_dropout(strategy.model), strategy.listening(recorder):
         for place, number in enumerate(numbers_of(session.run, feed, count)):
             batch = feed.make(number)
             groups = [batch.ids[group] for group in feed.task.cut(feed.columns, batch.ids)]
@@ -97,9 +94,8 @@ def record_session(session: Session, count: int = 2) -> None:
             result = strategy.train_step(batch.to(world.device), rate)
             micro_batches = [group.tolist() for group in groups]
             steps.append(PlainStep(number, float(result.loss), float(result.grad_norm), micro_batches, masked))
+            gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
             _save(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
-            gradients.clear()
-    strategy.observe = None
     if world.is_main:
         loss, tokenizer = scores["loss"], session.task.prepared.tokenizer
         found = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), loss, shown)

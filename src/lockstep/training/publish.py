@@ -33,7 +33,7 @@ def write_model(
     """Write the export after `steps` updates, of the model of step `exported`, into OUTPUT. Where that cannot be done
     and no checkpoint holds that state, elsewhere. Rank 0 only. Errors: `TrainingFailed`, which says where the model
     is, and what the same command does."""
-    from lockstep.training.loop import TrainingFailed
+    from lockstep.training.errors import TrainingFailed
 
     run, task, checkpoints = session.run, session.task, session.checkpoints
     try:

@@ -50,14 +50,18 @@ from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers
 from lockstep.training import export_check
 from lockstep.training.beginning import resumed
-from lockstep.training.finalize import final_scores
+from lockstep.training.elastic.recovery import Recovery, recovery_for
+from lockstep.training.errors import TrainingFailed
+from lockstep.training.evaluation import generate_samples
+from lockstep.training.finalize import Final, final_scores
 from lockstep.training.fingerprints import Fingerprints
-from lockstep.training.loop import Counts, TrainingFailed, samples
+from lockstep.training.loop import train
 from lockstep.training.publish import at_a_stop, publish_until_stopped, write_model
-from lockstep.training.recovery import Recovery
 from lockstep.training.resolve import Job, Scope, for_rank
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
 from lockstep.training.summary import Promised, closing, digest_of, promised
+from lockstep.training.throughput import Counts
+from lockstep.training.train_state import TrainState
 
 
 def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -198,9 +202,9 @@ def work(job: Job, world: World) -> int:
     ACTIVITY.at("building the model")
     with console.busy(lambda: ACTIVITY.name):
         session = replace(build_session(job, world, console.note), journal=EventLog(world, run.folder))
-        step, compared = (-1, "") if world.apart else resumed(session, console)
+        state, compared = (session.new_state(-1), "") if world.apart else resumed(session, console)
         session = replace(session, compared=compared)
-    found = train_and_evaluate(session, console, step)
+    found = train_and_evaluate(session, console, state)
     if found is None:
         return STOPPED if session.checkpoints.newest else FAILED
     weights = found.strategy.exported()
@@ -211,29 +215,32 @@ def work(job: Job, world: World) -> int:
     return DONE if weights is None else export_and_publish(session, console, found, weights, known, evaluated)
 
 
-def train_and_evaluate(session: Session, console: Console, step: int) -> Trained | None:
-    """Train from `step` to the end and score the model; None when the run was asked to stop before. Collective."""
-    run, world, task, strategy = session.run, session.world, session.task, session.strategy
+def train_and_evaluate(session: Session, console: Console, state: TrainState) -> Trained | None:
+    """Train from `state` to the end and score the model; None when the run was asked to stop before. Collective."""
+    run, world, step = session.run, session.world, state.step
     sinks = RankZeroSinks(session, console, step)
-    session = replace(session, sinks=sinks, fingerprints=Fingerprints(world, run.folder, step))
-    going = Recovery(session, Watchdog(world, run.launch.hang_timeout_s).start(), step, sinks.moved)
+    session = replace(session, sinks=sinks)
+    state.fingerprints = Fingerprints(world, run.folder, step)
+    watchdog = Watchdog(world, run.launch.hang_timeout_s).start()
+    watching: Watchdog | Recovery = watchdog
     end: End = "failed"
-    best = Best(run.checkpoint.best)
-    for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step and world.is_main else ():
-        if line["split"] == "validation" and line["step"] <= step:
-            best.seen(line["step"], line)
+    best = best_so_far(run, step if world.is_main else 0)
     try:
         console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch, best)
         try:
-            step, counts = going.train()
+            if (recovery := recovery_for(session, state, watchdog, sinks.moved)) is None:
+                train(session, state)
+            else:
+                watching = recovery
+                recovery.run(train)
+                session = recovery.session
         finally:
-            session.fingerprints.close()
+            state.fingerprints.close()
+        strategy, step = session.strategy, state.step
         sinks.advance(step)
         console.stop()
-        session = going.session
-        strategy = session.strategy
-        ended = step == session.feed.total or session.checkpoints.progress.over(run)
-        final = final_scores(session, console, sinks, step) if ended else None
+        ended = step == session.feed.total or state.over
+        final = final_scores(session, console, sinks, state) if ended else None
         if final is None:
             console.say(stopped_at(session, step))
             at_a_stop(session, console)
@@ -244,20 +251,12 @@ def train_and_evaluate(session: Session, console: Console, step: int) -> Trained
         exported, found = final
         if world.is_main and (cleared := session.checkpoints.clear()) is not None:
             console.say(cleared)  # before what is written of these scores
-        with strategy.phases("evaluation"):
-            for split, (scores, _) in found.items():
-                # else it was logged after its own step
-                known = session.checkpoints.progress.over(run) and run.average.last is None
-                if split != "validation" or (exported == step and not known):
-                    sinks.log(step, split, scores)
-            sinks.show(step, samples(task, strategy, world))
-        session.journal.event("evaluation", step)
-        session.journal.last_times(step, strategy.phases.take())
+        show_final_scores(session, state, exported, found)
         end = "done"
         return Trained(
             step,
             exported,
-            counts,
+            state.meter.total,
             {split: scores for split, (scores, _) in found.items()},
             {split: tables for split, (_, tables) in found.items()},
             strategy,
@@ -266,9 +265,31 @@ def train_and_evaluate(session: Session, console: Console, step: int) -> Trained
         session.journal.failed(caught, ACTIVITY.name)
         raise
     finally:
-        going.watch.stop()
+        watching.stop()
         console.stop()
         sinks.close(end)
+
+
+def show_final_scores(session: Session, state: TrainState, exported: int, final: Mapping[str, Final]) -> None:
+    """Metrics and samples of the model of step `exported`, to the sinks. Collective."""
+    strategy, step = session.strategy, state.step
+    logged = state.over and session.run.average.last is None  # after its own step
+    with strategy.phases("evaluation"):
+        for split, (scores, _) in final.items():
+            if split != "validation" or (exported == step and not logged):
+                session.sinks.log(step, split, scores)
+        session.sinks.show(step, generate_samples(session.task, strategy, session.world))
+    session.journal.event("evaluation", step)
+    session.journal.last_times(step, strategy.phases.take())
+
+
+def best_so_far(run: Run, step: int) -> Best:
+    """The best of the evaluations up to `step` that OUTPUT remembers."""
+    best = Best(run.checkpoint.best)
+    for line in lines_of(run.folder / "metrics.jsonl", ("step", "split")) if step else ():
+        if line["split"] == "validation" and line["step"] <= step:
+            best.seen(line["step"], line)
+    return best
 
 
 def stopped_at(session: Session, step: int) -> str:

@@ -13,7 +13,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from lockstep.config.guard import TAKEN
 from lockstep.config.run import RunError
@@ -21,9 +20,7 @@ from lockstep.data.batch import StepBatch
 from lockstep.data.streamed import Unreadable
 from lockstep.strategies.exact.reduction import Shares, even
 from lockstep.strategies.native import Native
-
-if TYPE_CHECKING:
-    from lockstep.training.session import Session
+from lockstep.training.session import Session
 
 PAYS = 0.10  # of the time of computing: what other shares must be expected to save
 BACK = 0.05  # the same, where they are the even ones

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from lockstep.distributed.memory import measured
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_steps
 from lockstep.training.dry_run import try_a_step
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
@@ -82,9 +82,9 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
         batch = feed.make(number).to(world.device)
         result = strategy.train_step(batch, optim.learning_rate(run.optim, number, feed.total))
         writer.step(place, number, batch, float(result.loss), float(result.grad_norm))
-    strategy.observe = None
+    strategy.observer = None
     dtypes = writer.dtypes()
-    writer.gradients.clear()
+    writer.recorder.gradients.clear()
     if int(plain):
         plain_steps.record_session(session, int(plain))
     seconds, held = _cost(session, int(timed))
@@ -116,12 +116,8 @@ class _Writer:
     def __init__(self, folder: Path, world: World, task: Task, strategy: Strategy) -> None:
         self.folder, self.world, self.task, self.strategy = folder, world, task, strategy
         self.steps: list[Step] = []
-        self.gradients: dict[str, Tensor] = {}
-        strategy.observe = self.hear
+        strategy.observer = self.recorder = GradientRecorder(world)
         self.save("start", self.weights())
-
-    def hear(self, gradients: Mapping[str, Tensor]) -> None:
-        self.gradients = {f"gradient.{n}": g.detach().cpu().clone() for n, g in gradients.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Whole, on rank 0's host. Collective."""
@@ -132,7 +128,8 @@ class _Writer:
         seen = sum(float(self.task.targets_in_batch(m.targets)) for m in batch.micro_batches)
         total = float(self.strategy.data_parallel.sum(torch.tensor(seen, dtype=torch.float64)))
         self.steps.append(Step(number, loss, norm, total, batch.targets))
-        self.save(f"step-{place}", self.gradients | self.weights())
+        gradients = {f"gradient.{name}": tensor for name, tensor in self.recorder.gradients.items()}
+        self.save(f"step-{place}", gradients | self.weights())
 
     def save(self, name: str, tensors: dict[str, Tensor]) -> None:
         if self.world.is_main:
@@ -145,7 +142,7 @@ class _Writer:
         moments = {str(v.dtype) for k, v in state.items() if k.startswith("optimizer.") and v.dim()}
         return {
             "weights": sorted({str(p.dtype) for p in self.strategy.model.parameters()}),
-            "gradients": sorted({str(g.dtype) for g in self.gradients.values()}),
+            "gradients": sorted({str(g.dtype) for g in self.recorder.gradients.values()}),
             "optimizer": sorted(moments),
         }
 

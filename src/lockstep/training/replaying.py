@@ -28,10 +28,11 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
+from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
-from lockstep.training.loop import TrainingFailed, explained
+from lockstep.training.errors import not_finite
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, build_session, join_ranks
 
@@ -79,7 +80,7 @@ def replay(job: Job, world: World, output: str, wanted: str, begin: str) -> int:
                 found = looker.found(batch, rate, line)
                 break
     except NotFinite as caught:
-        raise TrainingFailed(explained(caught, feed, feed.order.step(caught.step))) from caught
+        raise not_finite(caught, feed, feed.order.step(caught.step)) from caught
     strategy.close()
     if world.is_main:
         told = {"from": done, "notes": notes, "steps": compared, "step": found, "total": feed.total}
@@ -100,23 +101,19 @@ class _Looker:
         """Collective."""
         self._session = session
         self._losses = _losses(session, batch.ids)
-        self._gradient: dict[str, Tensor] = {}
         strategy, world = session.strategy, session.world
         state = strategy.state_dict()
         if world.is_main:
             weights = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
             _save(weights, session.run.folder / WEIGHTS)
-        strategy.observe = self._hear
-
-    def _hear(self, gradient: Mapping[str, Tensor]) -> None:
-        self._gradient = {name: tensor.detach().cpu().clone() for name, tensor in gradient.items()}
+        strategy.observer = self._recorder = GradientRecorder(world)
 
     def found(self, batch: StepBatch, rate: float, line: dict[str, Any]) -> dict[str, Any]:
         """Of the step that was computed; rank 0 only has the norms."""
-        run, feed = self._session.run, self._session.feed
+        run, feed, gradients = self._session.run, self._session.feed, self._recorder.gradients
         if self._session.world.is_main:
-            _save(self._gradient, run.folder / GRADIENTS)
-        norms = {name: float(g.double().norm()) for name, g in self._gradient.items()}
+            _save(gradients, run.folder / GRADIENTS)
+        norms = {name: float(g.double().norm()) for name, g in gradients.items()}
         norm, limit = line["grad_norm"], run.optim.max_grad_norm
         return {
             "step": line["step"],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run
@@ -25,12 +24,9 @@ from lockstep.tasks.task import Task
 from lockstep.track.tracker import Sample
 from lockstep.training import reference_pass
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.model_stats import resolve_options
 from lockstep.training.resolve import Job
-
-if TYPE_CHECKING:
-    from lockstep.training.reshard import Resharder
+from lockstep.training.train_state import TrainState
 
 
 class Sinks:
@@ -60,14 +56,18 @@ class Session:
     bytes_before: int  # of tensors, before there was a model
     journal: EventLog = field(default_factory=lambda: EventLog(None))
     sinks: Sinks = field(default_factory=Sinks)
-    fingerprints: Fingerprints = field(default_factory=Fingerprints)
-    recut: Resharder | None = None  # where ranks that share the state out may be lost
+    between_steps: Callable[[TrainState], None] = lambda state: None  # set by recovery; after all hooks
     compared: str = ""  # how its first numbers compare with a plain computation, for a person
 
     @property
     def run(self) -> Run:
         """What was written."""
         return self.job.run
+
+    def new_state(self, step: int = 0) -> TrainState:
+        """Training that begins with `step` updates made, of which nothing else is known."""
+        feed, lengths = self.feed, self.task.unit is not None
+        return TrainState(self.run, feed.total, feed.sources, lengths, step)
 
 
 def join_ranks(job: Job, world: World) -> None:

@@ -31,7 +31,7 @@ from lockstep.training.model_stats import selection_lines
 from lockstep.training.resolve import resolve_strategy
 
 if TYPE_CHECKING:
-    from lockstep.training.loop import Counts
+    from lockstep.training.throughput import Counts
 
 
 def facts(run: Run, world: World, task: Task, strategy: Strategy, feed: StepLoader) -> dict[str, str]:

@@ -24,9 +24,10 @@ from lockstep.distributed.sharded import ShardedState
 from lockstep.distributed.watchdog import Watchdog
 from lockstep.distributed.world import World
 from lockstep.training.dry_run import try_a_step
-from lockstep.training.loop import Counts, train
+from lockstep.training.loop import train
 from lockstep.training.resolve import Job
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
+from lockstep.training.throughput import Counts
 
 FILE = "timing.json"
 
@@ -64,7 +65,7 @@ class Timing:
 class _NoCheckpoints(Checkpoints):
     """Checkpoints are written beside training; here none is."""
 
-    def save(self, step: int, strategy: ShardedState, scores: Any = None) -> None:
+    def save(self, step: int, strategy: ShardedState, scores: Any = None, state: Any = None) -> None:
         """Nothing."""
 
 
@@ -120,7 +121,8 @@ def _timed(session: Session, prepared: Prepared, ends: tuple[int, int]) -> tuple
         world.barrier()
         moments = [time.perf_counter()]
         loop = replace(session, job=replace(session.job, run=quiet), checkpoints=checkpoints, sinks=_Moments(moments))
-        step, counts = train(loop, step)
+        state = train(loop, loop.new_state(step))
+        step, counts = state.step, state.meter.total
         if step < end:
             return None
     return counts, moments

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
+from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_group
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
@@ -29,6 +31,17 @@ from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.native import call_on_cpu
 from lockstep.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class EngineGradient:
+    """A gradient that DeepSpeed has reduced, of which it gathers the whole."""
+
+    gather: Callable[[], dict[str, Tensor]]
+
+    def whole(self, world: World) -> dict[str, Tensor]:
+        """As `Gradient.whole`. Collective."""
+        return self.gather()
 
 
 class Sharded(ShardedRecovery):
@@ -144,15 +157,11 @@ class Sharded(ShardedRecovery):
         self.uses = dict.fromkeys(self.uses, 0)
         self.statistics.start(batch.count)
         for i, micro in enumerate(micro_batches):
-            self.counting = i < len(batch.micro_batches)  # blank micro-batches are nobody's
+            self.counting = i < len(batch.micro_batches)  # padding micro-batches are nobody's
             seed_everything(self.run.seed, batch.step, micro.index)
             self.engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-            with self.phases("forward"), self.autocast(not self.low_precision):
-                loss = self.sources.loss_sum(self.task, self._run(micro.inputs), micro)
-            # DeepSpeed averages over ranks: multiply back
-            with self.phases("backward"):
-                self.engine.backward(loss * self.world.size / batch.targets, scale_wrt_gas=False)
-            losses[micro.index] += loss.detach()
+            with self.observed(micro.index) if self.counting else self.listening(None):
+                losses[micro.index] += self._run_micro_batch(micro, batch.targets)
             if i < len(batch.micro_batches):
                 self.statistics.take(micro)
             else:
@@ -161,8 +170,8 @@ class Sharded(ShardedRecovery):
             losses, uses = self.agree(losses, list(self.uses.values()))
             self.usable(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.count)
-        if self.observe is not None:
-            self.observe(self._whole_gradient())
+        if self.observer is not None:
+            self.observer.reduced(EngineGradient(self._whole_gradient))
         optim.set_rate(self.optimizer, learning_rate)
         with self.phases("optimizer"):
             kept = [(p, key, self._whole_state(p, key)) for p in unused for key in (None, *self._moments())]
@@ -175,6 +184,13 @@ class Sharded(ShardedRecovery):
         self.usable(batch.step, losses, norm)
         self.statistics.finish(self.data_parallel.sum)
         return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.sources.of_step)
+
+    def _run_micro_batch(self, micro: MicroBatch, targets: float) -> Tensor:
+        with self.phases("forward"), self.autocast(not self.low_precision):
+            loss = self.loss_sum(self._run(micro.inputs), micro)
+        with self.phases("backward"):  # DeepSpeed averages over ranks: multiply back
+            self.engine.backward(loss * self.world.size / targets, scale_wrt_gas=False)
+        return loss.detach()
 
     def _count(self, name: str) -> None:
         self.uses[name] += self.counting

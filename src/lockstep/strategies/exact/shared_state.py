@@ -68,6 +68,11 @@ class ShardedRecovery(Strategy):
         self.torn = False
         return used
 
+    def discard(self) -> None:
+        """Let go of everything, of a step that was broken off, too: another strategy takes its place. It cannot be used
+        any more."""
+        self.__dict__.clear()
+
     def make_late(self) -> None:
         """The update that others have made."""
         assert self.late is not None

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from lockstep.launchers.launcher import Launcher, LaunchPlan
     from lockstep.training.resolve import Job
 
-HELP = "check a run file as train does, and show what would be started: model, data, steps, memory; start nothing"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
