@@ -193,6 +193,39 @@ def test_every_adapter_is_in_the_table() -> None:
     assert [file for file in using if f"`{file}`" not in page] == []
 
 
+def test_only_a_rank_that_may_lose_others_trains_with_recovery() -> None:
+    """`training/elastic/` is no room: it is above the loop, which it calls, and below the rank, which asks for it."""
+    inside = "training/elastic/"
+    asking = {
+        file for file in FILES for name, _ in facts(ROOT / file).imports if (file_of(name) or "").startswith(inside)
+    }
+    assert {file for file in asking if not file.startswith(inside)} == {"training/rank.py"}
+    loop = [file_of(name) for file in FILES if file.startswith(inside) for name, _ in facts(ROOT / file).imports]
+    assert "training/loop.py" not in loop  # `train` is handed to it
+
+
+def test_the_loop_can_be_read_at_a_glance() -> None:
+    tree = ast.parse((ROOT / "training/loop.py").read_text())
+    lines = (ROOT / "training/loop.py").read_text().splitlines()
+    texts = [n.body[0] for n in ast.walk(tree) if isinstance(n, ast.Module | ast.FunctionDef) and ast.get_docstring(n)]
+    told = {line for text in texts for line in range(text.lineno, (text.end_lineno or 0) + 1)}
+    code = [
+        line for n, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#") and n not in told
+    ]
+    assert len(code) <= 120
+    assert not [line for line in code if "Any" in line]
+    assert [line for line in code if "train_step(batch" in line]
+
+
+def test_nobody_patches_a_method() -> None:
+    """To hear of a step there is `StepObserver`."""
+    for file in (f for f in FILES if f.startswith(("training/", "strategies/"))):
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
+            assert not {name for name in names if name.endswith((".backward", ".loss_sum", ".train_step"))}, file
+
+
 def test_tasks_know_nothing_of_ranks() -> None:
     tasks = [file for file in FILES if file.startswith("tasks/")]
     knowing = [f for f in tasks if any(n.startswith("torch.distributed") for n, _ in facts(ROOT / f).imports)]
