@@ -28,8 +28,8 @@ from lockstep.data import arrow_cache, source, tokenizer
 from lockstep.data.cache import cached, discard, folder_of
 from lockstep.data.columns import table_of
 from lockstep.data.eval_hashes import EvalHashes
-from lockstep.data.streaming_source import Make, StreamingSource, Whole
-from lockstep.data.tokens import digest, encoded
+from lockstep.data.streaming_source import StreamingSource, Whole
+from lockstep.data.tokens import Make, digest, encoded
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

@@ -21,7 +21,7 @@ class AllReduce(Native):
     """`strategy.options.bucket_cap_mb` (default 25): how much travels at a time, in MiB."""
 
     takes_4_bits = True
-    regroups = True
+    keeps_whole_state = True
 
     @classmethod
     def check(cls, run: Run, processes: int) -> None:

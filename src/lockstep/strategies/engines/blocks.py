@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines import compiled, layers
 from lockstep.strategies.exact.statistics import averaged
-from lockstep.tasks.models.models import load_config
+from lockstep.tasks.models.model_configs import load_config
 
 KEYS = ("compile", "checkpoint_activations", "offload_activations")  # of `model`
 _ENGINES_OWN = {
