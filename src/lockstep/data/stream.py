@@ -98,7 +98,7 @@ class Stream:
                     yield from batches(rows)
 
     def tokenizer(self, run: Run, batches: Callable[[Dataset], Iterator[list[str]]], generative: bool = False) -> Path:
-        """As `tokenizer.prepare`. `batches`: the texts of some rows. Errors: `RunError`."""
+        """Prepare the tokenizer of the run. `batches`: the texts of some rows. Errors: `RunError`."""
         content = "" if run.tokenizer.train is None else self.content
         return tokenizer.prepare(run, self.texts(batches), content, generative)
 

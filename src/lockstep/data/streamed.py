@@ -139,7 +139,7 @@ class Streamed(Columns):
 
     @property
     def sizes_of_sources(self) -> list[np.ndarray]:
-        """The same of each source: [sources]."""
+        """Examples of each shard by source: [sources]."""
         return np.split(self.shard_sizes, np.cumsum((self._shards.index or {})["sources"])[:-1])
 
     @property

@@ -164,7 +164,7 @@ class StreamingSource:
 
     @property
     def identities(self) -> list[Identity]:
-        """The same, whatever revision of the Hub's an address names."""
+        """Path, size and time of each file, whatever revision of the Hub's an address names."""
         return [(unpinned(name), size, tag) for name, size, tag in self.facts]
 
 
