@@ -153,7 +153,7 @@ class FSDP2Step(ShardedRecovery, Native):
         return [gradients[i] for i in range(len(self.parameters))]
 
     def own_rows(self, gradient: Tensor) -> Tensor:
-        """The same of a row-sparse one."""
+        """This rank's rows of a row-sparse gradient."""
         mine = self.own(torch.arange(len(gradient)), self.world.rank)
         first = int(mine[0]) if len(mine) else 0
         return rows_between(gradient, first, first + len(mine))

@@ -186,7 +186,7 @@ class Native(Strategy):
         return gradients
 
     def take_gradient(self, position: int) -> Tensor:
-        """The same of one parameter."""
+        """The gradient of one parameter, which holds none afterwards."""
         parameter, waited = self.parameters[position], self.waiting
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:

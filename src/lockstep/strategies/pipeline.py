@@ -46,7 +46,7 @@ from lockstep.strategies.exact.reduction import Exchange, buckets, most_held, sh
 from lockstep.strategies.exact.shared_state import ShardedRecovery
 from lockstep.strategies.native import call_on_cpu
 from lockstep.strategies.strategy import DataParallel, summing
-from lockstep.tasks.models import models
+from lockstep.tasks.models import model_configs
 from lockstep.tasks.task import Task
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -95,7 +95,7 @@ class Pipeline(ShardedRecovery):
                 f"strategy.options.stages: {ranks} stages do not divide {processes} processes; every pipeline needs "
                 f"as many"
             )
-        layers = sequential.layer_count(run) if own_model(run) else layer_count(models.load_config(run))
+        layers = sequential.layer_count(run) if own_model(run) else layer_count(model_configs.load_config(run))
         if ranks * each > layers:
             stages = (
                 f"{ranks} stages are"

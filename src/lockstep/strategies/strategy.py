@@ -291,8 +291,8 @@ class Strategy(ABC):
         return False
 
     def check_finite_async(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The same without waiting for this step: a bool scalar on the device. What it says of it is raised by the next
-        call, or by `settle`. Errors: `NotFinite` of the step before."""
+        """Check an update without waiting for this step: a bool scalar on the device. What it says of it is raised by
+        the next call, or by `settle`. Errors: `NotFinite` of the step before."""
         self.settle()
         self._doubt = step, ToHost(losses, norm, *([] if scale is None else [scale]))
         return torch.isfinite(losses).all() & torch.isfinite(norm).to(losses.device)
@@ -393,7 +393,7 @@ class Strategy(ABC):
         held_state.load(saved, held_state.tensors_of(self.model), self.stepper, self.scaling)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The same, whole on rank 0; on other ranks what is there without gathering it."""
+        """The state, whole on rank 0; on other ranks what is there without gathering it."""
         return gather(self.sharded_state_dict(), self.world)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

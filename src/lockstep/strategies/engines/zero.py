@@ -40,7 +40,7 @@ class EngineGradient:
     gather: Callable[[], dict[str, Tensor]]
 
     def whole(self, world: World) -> dict[str, Tensor]:
-        """As `Gradient.whole`. Collective."""
+        """Gather the whole gradient by parameter. Collective."""
         return self.gather()
 
 
