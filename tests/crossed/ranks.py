@@ -152,12 +152,11 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, s
 @contextlib.contextmanager
 def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
     """Listen to what this rank does. Nothing of what it computes is changed."""
-    from lockstep.training import dry_run, finalize, loop
+    from lockstep.training import evaluation
     from lockstep.training import rank as worker
     from lockstep.training.data_loader import StepLoader
 
-    advance, summed, make = worker.RankZeroSinks.advance, loop._summed, StepLoader.make
-    del dry_run, finalize  # they call `loop.scored`, and that `_summed`
+    advance, summed, make = worker.RankZeroSinks.advance, evaluation.sum_split, StepLoader.make
 
     def advanced(self: Any, step: int) -> None:
         advance(self, step)
@@ -190,7 +189,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
         return batch
 
     worker.write_report = lambda folder: None  # type: ignore[assignment]  # a fifth of what a rank takes
-    worker.RankZeroSinks.advance, loop._summed, StepLoader.make = advanced, watched, made  # type: ignore[method-assign]
+    worker.RankZeroSinks.advance, evaluation.sum_split, StepLoader.make = advanced, watched, made  # type: ignore[method-assign]
     if keep:
         _keeping(Path("plain"))
     yield
