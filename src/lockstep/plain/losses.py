@@ -103,7 +103,7 @@ def _pairs(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Los
     that a decoder starts from is no padding, though it may have its number."""
     wanted, config = padded(examples, "next", IGNORED, device), model.config
     read = {"decoder_attention_mask": (wanted != IGNORED).long()}
-    if config.model_type == "mbart":  # which starts from the last label, not from what its config says
+    if config.model_type in ("mbart", "plbart"):  # which start from the last label, not from what its config says
         read["decoder_input_ids"] = wanted.roll(1, 1).masked_fill(wanted.roll(1, 1) == IGNORED, config.pad_token_id)
         read["decoder_input_ids"][:, 0] = config.decoder_start_token_id
     found = _with_labels(model, inputs_of(job, examples, device) | read, wanted)
