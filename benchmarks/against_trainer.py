@@ -39,7 +39,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import optim
 from lockstep.strategies.strategy import Strategy, strategy_class
-from lockstep.tasks.models.models import load_config
+from lockstep.tasks.models.model_configs import load_config
 from lockstep.tasks.task import Task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate

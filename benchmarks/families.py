@@ -129,7 +129,7 @@ def families(head: str) -> list[str]:
     """The model types that transformers has such a head for."""
     from transformers.models.auto import modeling_auto
 
-    from lockstep.tasks.models.models import HEADS
+    from lockstep.tasks.models.model_configs import HEADS
 
     return sorted(getattr(modeling_auto, HEADS[head][1]))
 

@@ -125,7 +125,7 @@ def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
 
 def decided(run: Run, processes: int, memory: int) -> str:
     assert strategy_class(run).needs_memory_to_resolve(run)
-    return FSDP2.decided(run, processes, 100, 100, memory).strategy.options["gather"]
+    return FSDP2.resolve_options(run, processes, 100, 100, memory).strategy.options["gather"]
 
 
 def test_else_what_fits_into_half_of_the_memory() -> None:

@@ -21,7 +21,7 @@ from lockstep.strategies.exact.optim import learning_rate
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.classification import Classification
-from lockstep.tasks.models import models
+from lockstep.tasks.models import model_configs
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 
@@ -122,7 +122,7 @@ class Language(Classification):
     def model(self, empty: bool = False) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        return self.made(AutoModelForCausalLM, models.load_config(self.run), empty)
+        return self.made(AutoModelForCausalLM, model_configs.load_config(self.run), empty)
 
     def made(self, kind: Any, config: Any, empty: bool) -> nn.Module:
         config.vocab_size, config.pad_token_id = len(self.tokenizer), self.tokenizer.pad_token_id

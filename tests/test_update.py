@@ -69,10 +69,10 @@ def test_a_norm_that_is_no_number_makes_no_update(norm: float) -> None:
     losses = torch.ones(4)
     skipping: Any = SimpleNamespace(run=SimpleNamespace(on_nonfinite="skip"))
     stopping: Any = SimpleNamespace(run=SimpleNamespace(on_nonfinite="stop"))
-    assert Strategy.usable(skipping, 3, losses, torch.tensor(2.0))  # the control
-    assert not Strategy.usable(skipping, 3, losses, torch.tensor(norm))
+    assert Strategy.check_finite(skipping, 3, losses, torch.tensor(2.0))  # the control
+    assert not Strategy.check_finite(skipping, 3, losses, torch.tensor(norm))
     with pytest.raises(NotFinite):
-        Strategy.usable(stopping, 3, losses, torch.tensor(norm))
+        Strategy.check_finite(stopping, 3, losses, torch.tensor(norm))
 
 
 def test_rows_of_one_step_are_gone_in_the_next() -> None:

@@ -17,7 +17,7 @@ import sys
 import warnings
 from typing import TextIO
 
-from lockstep import __version__
+from lockstep._version import __version__
 from lockstep.config.errors import RunError
 from lockstep.tools import commands
 

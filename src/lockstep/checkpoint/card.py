@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import __version__
+from lockstep._version import __version__
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError
 from lockstep.tasks.task import Task

@@ -25,7 +25,7 @@ from lockstep.data.tokens import Prepared
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from lockstep.data.streaming_source import Make
+    from lockstep.data.tokens import Make
 
 VERSION = 2  # of what is kept; a new number has rows chosen anew
 FACT = "raw_rows"  # among the facts of `Prepared`

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import __version__
+from lockstep._version import __version__
 from lockstep.config import error_messages as messages
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError

@@ -74,7 +74,7 @@ class EventLog:
         self._write("ranks", line)
 
     def last_times(self, step: int, seconds: Sequence[float]) -> None:
-        """The same, and waits for the answer: no step follows that would. Collective."""
+        """Gather and write the last times, and wait for the answer: no step follows that would. Collective."""
         self.times(step, seconds)
         self.answer()
 

@@ -59,7 +59,7 @@ class StepTimer:
         return _Phase(self, _PLACES[name])
 
     def during(self, name: str, items: Iterable[T]) -> Generator[T]:
-        """The same items; the time it takes to get them belongs to this phase."""
+        """Iterate over items; the time it takes to get them belongs to this phase."""
         found = iter(items)
         try:
             while True:

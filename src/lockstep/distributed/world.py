@@ -134,7 +134,7 @@ class World:
         """How long ranks that meet again wait for one another."""
         return min(self._rendezvous.timeout, timedelta(seconds=SOON_S))
 
-    def part(self) -> None:
+    def detach_group(self) -> None:
         """Leave the others, who may be gone; nobody is waited for. The caller has dropped its model's wrapper."""
         assert self.members is not None
         self.members.cut()
@@ -143,7 +143,7 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def meet_again(self, generation: Generation) -> None:
+    def attach_group(self, generation: Generation) -> None:
         """Be a rank of this generation, of which all members have come. Collective. Errors: `Unreached`, and whatever
         a collective raises when a rank is lost meanwhile."""
         assert self.members is not None

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep import __version__
+from lockstep._version import __version__
 from lockstep.config import plugins
 from lockstep.config.exit_status import EXCLUDED
 from lockstep.config.output import keep

@@ -76,7 +76,7 @@ def _config(job: Plain, head: str) -> Any:
     if section["type"]:
         config = transformers.AutoConfig.for_model(section["type"], **section["config"])
         if section["type"] == "encoder-decoder":  # its decoder decodes, and looks at the encoder
-            config = type(config).from_encoder_decoder_configs(config.encoder, config.decoder)
+            config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config.encoder, config.decoder)
         for part in parts(config):
             part.vocab_size = section["config"].get("vocab_size", len(tokenizer))
             for name in ("bos_token_id", "eos_token_id"):

@@ -88,7 +88,7 @@ class FSDP2(ShardedRecovery):
         fsdp_config.check(run, processes)
 
     @classmethod
-    def variant(cls, run: Run) -> type[Strategy]:
+    def resolve_class(cls, run: Run) -> type[Strategy]:
         return FSDP2Step if fsdp_config.gather(run) == fsdp_config.STEP else cls
 
     @classmethod
@@ -96,7 +96,7 @@ class FSDP2(ShardedRecovery):
         return fsdp_config.gather(run) is None
 
     @classmethod
-    def decided(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
+    def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
         """`gather: step` where what it holds, without activations, takes half of the memory at most."""
         held = FSDP2Step.bytes_held(run, processes)
         rest = sum(held.values()) - held["weights"] + FSDP2Step.partial_sums(run, processes)
@@ -144,7 +144,7 @@ class FSDP2(ShardedRecovery):
         self.task = task
         self.mesh = self.make_mesh()
         source = (
-            make_model(task) if self.world.is_main and not self.blank else None
+            make_model(task) if self.world.is_main and not self.build_empty else None
         )  # the only whole copy of the model, gone when build ends
         self.model = make_model(task, empty=True)
         refuse_own_tensors(self.model, "strategy.options.gather: FSDP", fsdp_config.INSTEAD)
@@ -179,7 +179,7 @@ class FSDP2(ShardedRecovery):
         self.parts = dict(self.model.named_parameters())  # a gathered block shows others
         self.named = {n: p for n, p in self.parts.items() if p.requires_grad}
         self.uses = Uses(self.model, self.parameters)
-        if not self.blank:
+        if not self.build_empty:
             self.receive(source)
         self.statistics = Statistics(self.model)
         self.model.train()
@@ -274,7 +274,7 @@ class FSDP2(ShardedRecovery):
         with self.phases("reduction"):
             losses, uses = self.agree(losses, self.uses.counts)
         with self.phases("optimizer"):
-            norm, used = self.update(batch.step, self.whole_gradient(), learning_rate, losses, uses)
+            norm, used = self.optimizer_step(batch.step, self.whole_gradient(), learning_rate, losses, uses)
         self.statistics.finish(self.data_parallel.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
 
@@ -363,7 +363,7 @@ class FSDP2(ShardedRecovery):
     # -- state -------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def fitted(cls, run: Run, processes: int) -> Run:
+    def fit_options(cls, run: Run, processes: int) -> Run:
         """As many replicas as the run file says, or as divide the processes and leave something to shard."""
         options, tensor = dict(run.strategy.options), tensor_ranks(run)
         able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]

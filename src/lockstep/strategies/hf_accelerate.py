@@ -28,7 +28,7 @@ class HFAccelerate(Hooked):
     casts_inside = True
 
     @classmethod
-    def variant(cls, run: Run) -> type[Strategy]:
+    def resolve_class(cls, run: Run) -> type[Strategy]:
         if "fsdp" in run.strategy.options:
             from lockstep.strategies.engines.accelerated_fsdp import AcceleratedFSDP2
 
@@ -69,9 +69,9 @@ class HFAccelerate(Hooked):
             self.accelerator.backward(self.scaled(loss / divisor))
         return loss.detach()
 
-    def part(self) -> None:
+    def detach_group(self) -> None:
         release(self.accelerator)
-        super().part()
+        super().detach_group()
 
     def close(self) -> None:
         super().close()

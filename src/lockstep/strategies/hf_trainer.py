@@ -110,10 +110,10 @@ class HFTrainer(Hooked):
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
         return self.loss_of_micro
 
-    def part(self) -> None:
+    def detach_group(self) -> None:
         release(self.trainer.accelerator)
         self.trainer.model_wrapped = self.model
-        super().part()
+        super().detach_group()
 
     def close(self) -> None:
         super().close()

@@ -38,7 +38,7 @@ class Native(Strategy):
 
     exact = True
     trains_bfloat16 = without_masters = True
-    regroups: ClassVar[bool] = False  # whether every rank holds the whole state, and `part` and `regroup` are enough
+    keeps_whole_state: ClassVar[bool] = False  # on every rank: `detach_group` and `attach_group` are enough
     statistics: Statistics
     shares: Shares | None = None  # of this step's micro-batches; None: even ones
     travelling = False  # whether gradients leave during this micro-batch's backward: it then waits for other ranks, too
@@ -112,7 +112,7 @@ class Native(Strategy):
             losses, uses = self.agree(losses, self.uses)
             self.tree = ReductionTree(0)  # lets go of partial sums
         with self.phases("optimizer"):
-            norm, used = self.update(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
+            norm, used = self.optimizer_step(batch.step, self.whole_gradient(gradients), learning_rate, losses, uses)
         self.statistics.finish(self.world.sum, used)
         return StepResult(losses.sum() / batch.targets, norm, used, self.sources.of_step)
 
@@ -186,7 +186,7 @@ class Native(Strategy):
         return found
 
     def take_gradient(self, position: int) -> Tensor:
-        """The same of one parameter."""
+        """The gradient of one parameter, which holds none afterwards."""
         parameter, waited = self.parameters[position], self.waiting
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
@@ -274,7 +274,7 @@ class Native(Strategy):
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
 
-    def part(self) -> None:
+    def detach_group(self) -> None:
         """Let go of all that belongs to the group of ranks: a wrapper, what travels. The state stays as it is between
         two updates."""
         self.tree, self.waiting = ReductionTree(0), None
@@ -282,7 +282,7 @@ class Native(Strategy):
         for parameter in (*self.parameters, *self.stepped.values()):
             parameter.grad = None
 
-    def regroup(self) -> None:
+    def attach_group(self) -> None:
         """There is another group of ranks, and each of them holds the state. Collective."""
         self.data_parallel = DataParallel(self.world.rank, self.world.size, self.world.sum)
 

@@ -60,7 +60,7 @@ class Strategy(ABC):
     flat_parts: ClassVar[bool] = False  # whether an engine hands the optimizer parts of tensors laid end to end
     casts_inside: ClassVar[bool] = False  # whether its engine puts an autocast of its own into the model's forward
     takes_4_bits: ClassVar[bool] = False  # whether an adapter's base may be kept in 4 bits
-    rebuilds: ClassVar[bool] = False  # whether it is a `Shared`, which is built anew where ranks are lost
+    supports_reshard: ClassVar[bool] = False  # whether it is a `ShardedRecovery`
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (phases.py) in which this rank also waits for other ranks."""
 
@@ -105,7 +105,7 @@ class Strategy(ABC):
             )
 
     @classmethod
-    def variant(cls, run: Run) -> type[Strategy]:
+    def resolve_class(cls, run: Run) -> type[Strategy]:
         """The class that does the work under these options, where one name stands for several engines."""
         return cls
 
@@ -139,11 +139,12 @@ class Strategy(ABC):
 
     @classmethod
     def needs_memory_to_resolve(cls, run: Run) -> bool:
-        """Whether an option that is not given depends on the memory of the machines: `decided` gives it then."""
+        """Whether an option that is not given depends on the memory of the machines: `resolve_options` gives it
+        then."""
         return False
 
     @classmethod
-    def decided(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
+    def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
         """The run with that option. `parameters`: of the model, and those of them that are trained; `memory`: bytes of
         the device that has least of it, for one process. Never changes bits."""
         return run
@@ -216,7 +217,7 @@ class Strategy(ABC):
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         """One update."""
 
-    def update(
+    def optimizer_step(
         self, step: int, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
     ) -> tuple[Tensor, Tensor | bool]:
         """Look at the gradient, see that it is finite, clip, set the rate, one step of the optimizer. `losses` and
@@ -229,9 +230,9 @@ class Strategy(ABC):
         norm = gradient.norm()
         if self.observer is not None:
             self.observer.reduced(gradient)
-        return norm.to(self.world.device), self.made(step, gradient, norm, scale, learning_rate, losses, uses)
+        return norm.to(self.world.device), self.apply_gradient(step, gradient, norm, scale, learning_rate, losses, uses)
 
-    def made(
+    def apply_gradient(
         self,
         step: int,
         gradient: Gradient,
@@ -241,10 +242,10 @@ class Strategy(ABC):
         losses: Tensor,
         uses: Sequence[int],
     ) -> Tensor | bool:
-        """The rest of `update`, once all that it needs of other ranks is here."""
+        """The rest of `optimizer_step`, once all that it needs of other ranks is here."""
         if self.scaling is not None:
             self.scaling.follow(losses, norm)
-        used = (self.check_finite_async if self.asks_late else self.usable)(step, losses, norm, scale)
+        used = (self.check_finite_async if self.asks_late else self.check_finite)(step, losses, norm, scale)
         if used is not False:
             gradient.clip_(norm, self.run.optim.max_grad_norm)
             gradient.give(uses)
@@ -275,7 +276,7 @@ class Strategy(ABC):
             weights = self.export()
             return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
 
-    def usable(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> bool:
+    def check_finite(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> bool:
         """Whether an update may be made of a gradient with this norm and these losses of the step's micro-batches
         (summed over ranks: [M]): the same on every rank. The host waits for the device here. `scale`: that of the loss;
         a step that it made overflow is left out, whatever the run says of others. Errors: `NotFinite`, unless the run
@@ -290,8 +291,8 @@ class Strategy(ABC):
         return False
 
     def check_finite_async(self, step: int, losses: Tensor, norm: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The same without waiting for this step: a bool scalar on the device. What it says of it is raised by the next
-        call, or by `settle`. Errors: `NotFinite` of the step before."""
+        """Check an update without waiting for this step: a bool scalar on the device. What it says of it is raised by
+        the next call, or by `settle`. Errors: `NotFinite` of the step before."""
         self.settle()
         self._doubt = step, ToHost(losses, norm, *([] if scale is None else [scale]))
         return torch.isfinite(losses).all() & torch.isfinite(norm).to(losses.device)
@@ -301,7 +302,7 @@ class Strategy(ABC):
         doubt, self._doubt = self._doubt, None
         if doubt is not None:
             step, found = doubt
-            self.usable(step, *found.wait())
+            self.check_finite(step, *found.wait())
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Sums over ranks: the losses of the step's micro-batches [M], and how many of them gave each trainable
@@ -390,7 +391,7 @@ class Strategy(ABC):
         held_state.load(saved, held_state.tensors_of(self.model), self.stepper, self.scaling)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The same, whole on rank 0; on other ranks what is there without gathering it."""
+        """The state, whole on rank 0; on other ranks what is there without gathering it."""
         return gather(self.sharded_state_dict(), self.world)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -408,4 +409,4 @@ class Strategy(ABC):
 def strategy_class(run: Run) -> type[Strategy]:
     """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
     found: type[Strategy] = plugins.find("strategies", run.strategy.name)
-    return found.variant(run)
+    return found.resolve_class(run)

@@ -17,8 +17,7 @@ import numpy as np
 from lockstep.config.run import Run
 from lockstep.data import streamed
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
-from lockstep.data.tokens import Columns, Prepared
+from lockstep.data.tokens import Columns, Make, Prepared
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:

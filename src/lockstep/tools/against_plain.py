@@ -202,7 +202,7 @@ def _model(job: Plain, folder: Path) -> nn.Module:
 
 
 def _in_float32(job: Plain) -> Plain:
-    """The same job without autocast."""
+    """The job without autocast."""
     plain = copy.copy(job)
     plain.run = {**job.run, "precision": "fp32"}
     return plain

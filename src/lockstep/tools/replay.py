@@ -218,7 +218,7 @@ class Replayed:
 
 
 def opened(output: Path, step: int, overrides: Mapping[str, Any], processes: int, strategy: str | None) -> Replayed:
-    """As `replay`, for Python. Errors: `RunError`."""
+    """Recompute a step, for callers in Python. Errors: `RunError`."""
     import torch
     from safetensors.torch import load_file
 

@@ -189,7 +189,7 @@ class StepLoader:
                         break
 
     def _dealt(self, after: int, ends: Callable[[Unreadable], None]) -> Generator[StepBatch]:
-        """The same, of the shares as they are now."""
+        """Batches of the steps after `after`, by the present shares."""
         if self.task.collates_in_thread():
             yield from self._foreseen(self._made_ahead(after), ends)
         else:

@@ -26,7 +26,7 @@ from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import adapters, models
+from lockstep.tasks.models import adapters, model_configs
 from lockstep.tasks.task import Task
 from lockstep.training import plain_check, plain_sides
 
@@ -192,7 +192,7 @@ def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
     """The export as others load it: in float32, in evaluation mode."""
     import transformers
 
-    auto = getattr(transformers, models.HEADS[str(task.head)][0])
+    auto = getattr(transformers, model_configs.HEADS[str(task.head)][0])
     if not adapters.is_adapter(folder):
         try:
             return _without_cache(auto.from_pretrained(folder))
@@ -203,7 +203,7 @@ def loaded(run: Run, task: Task, folder: Path) -> nn.Module:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = {"dtype": torch.bfloat16} if run.model.dtype == "bfloat16" else {}
-    base = auto.from_pretrained(models.local_or_id(run), config=config, ignore_mismatched_sizes=True, **kind)
+    base = auto.from_pretrained(model_configs.local_or_id(run), config=config, ignore_mismatched_sizes=True, **kind)
     return _without_cache(PeftModel.from_pretrained(base, folder))
 
 

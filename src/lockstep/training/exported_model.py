@@ -45,7 +45,7 @@ def finished(given: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple
 
 
 def of_export(run: Run, export: Path, output: Path) -> Run:
-    """The same run with the exported model, as one process."""
+    """The run with the exported model, as one process."""
     values: dict[str, Any] = run.model_dump(mode="json")
     if not adapters.is_adapter(export):
         remote = run.model.trust_remote_code

@@ -67,7 +67,7 @@ def resolve_options(run: Run, task: Task, world: World) -> Run:
     if not found.needs_memory_to_resolve(run):
         return run
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
-    return found.decided(run, world.size, *counts(freeze(run, task.model(empty=True))), memory)
+    return found.resolve_options(run, world.size, *counts(freeze(run, task.model(empty=True))), memory)
 
 
 def check_names(run: Run, prepared: Prepared) -> None:
@@ -194,7 +194,7 @@ def held(
     """Bytes by kind, and what was decided for it."""
     found, note = strategy_class(run), ""
     if found.needs_memory_to_resolve(run):
-        run = found.decided(run, processes, every, trained, capacity(pick_device(run, 0), processes))
+        run = found.resolve_options(run, processes, every, trained, capacity(pick_device(run, 0), processes))
         found, note = strategy_class(run), f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
     each = found.bytes_held(run, processes, state) | {"partial sums": found.partial_sums(run, processes)}
     # the frozen matrices of an adapter's base; its vectors, which are float32, are few

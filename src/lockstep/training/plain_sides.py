@@ -30,7 +30,7 @@ from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.param_groups import make_model
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import models, quantized
+from lockstep.tasks.models import model_configs, quantized
 from lockstep.tasks.task import Task
 
 WHOLE = 100_000_000  # parameters up to which a second model is built, where no rank holds the whole one
@@ -114,7 +114,7 @@ def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, A
     families by the family's class, whatever was saved. Errors: `OtherTokens`."""
     from transformers.models.auto import tokenization_auto as auto
 
-    family = models.load_config(run).model_type
+    family = model_configs.load_config(run).model_type
     kind = auto.TOKENIZER_MAPPING_NAMES.get(family) or "TokenizersBackend"
     fixed = family in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS and kind != "TokenizersBackend"
     if not fixed or type(job.tokenizer).__name__ == kind:

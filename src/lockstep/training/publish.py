@@ -94,7 +94,7 @@ def publish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = No
 
 
 def publish_until_stopped(run: Run, world: World, console: Console, mirror: RemoteSync | None = None) -> int:
-    """The same, which a stop signal ends. Rank 0 only. Returns the exit status."""
+    """Copy and push what is not there yet, until a stop signal. Rank 0 only. Returns the exit status."""
     if run.remote_dir is None and not pending(run):
         return DONE
     try:

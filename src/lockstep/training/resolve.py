@@ -87,7 +87,7 @@ class Job:
         return self.prepared
 
     def into(self, output: str) -> Job:
-        """The same job with another output folder."""
+        """The job with another output folder."""
         return replace(self, run=self.run.model_copy(update={"output": output}))
 
     def summary(self) -> str:

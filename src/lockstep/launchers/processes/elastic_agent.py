@@ -160,7 +160,7 @@ class Survivors(LocalElasticAgent):
             error(f"{who} was killed by {name_of(-code)}{self.memory.why(pid, code)}; the others go on; {then}")
 
     def _missed(self, hosts: list[str]) -> None:
-        """The same of machines."""
+        """Say that machines are lost and the others go on."""
         error(f"no sign of life from {', '.join(hosts)} for {self.rendezvous.limits.lost:g} s; the others go on")
 
     def _spare(self) -> bool:

@@ -1,4 +1,4 @@
-"""What becomes of a model's layers while it trains: compiled, computed again in backward, what they save on the host.
+"""How a model's layers are trained: compiled, computed again in backward, what they save on the host.
 
 In: the keys `compile`, `checkpoint_activations` and `offload_activations` of `model`, and a model that no engine has
 wrapped. Out: the same model, names and all. Only `forward` of each layer is replaced: hooks of engines stay outside, so
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.config.run import Run, RunError
 from lockstep.strategies.engines import compiled, layers
 from lockstep.strategies.exact.statistics import averaged
-from lockstep.tasks.models.models import load_config
+from lockstep.tasks.models.model_configs import load_config
 
 KEYS = ("compile", "checkpoint_activations", "offload_activations")  # of `model`
 _ENGINES_OWN = {

@@ -19,7 +19,7 @@ from lockstep.config.run import RunError
 from lockstep.strategies.engines.layers import StandIn
 from lockstep.strategies.exact.reduction import share
 from lockstep.tasks.models import unpadded
-from lockstep.tasks.models.models import leaves_out_layers
+from lockstep.tasks.models.model_configs import leaves_out_layers
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Storages(TorchDispatchMode):
 
 
 class Ledger(Storages):
-    """The same of tensors without numbers, with the work and the messages while `recording`."""
+    """Records tensors without numbers, with the work and the messages while `recording`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def emptied(empty: Any, device: torch.device | None = None) -> nn.Module:
 
 
 def on_meta(empty: Any) -> nn.Module:
-    """The same left on the meta device."""
+    """A model that `empty` made, left on the meta device."""
     with _disable_current_modes():
         model: nn.Module = empty()
     return model

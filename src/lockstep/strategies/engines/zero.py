@@ -40,7 +40,7 @@ class EngineGradient:
     gather: Callable[[], dict[str, Tensor]]
 
     def whole(self, world: World) -> dict[str, Tensor]:
-        """As `Gradient.whole`. Collective."""
+        """Gather the whole gradient by parameter. Collective."""
         return self.gather()
 
 
@@ -50,7 +50,7 @@ class Sharded(ShardedRecovery):
 
     needs = ("deepspeed",)
     flat_parts = True
-    torn = True  # what a rank holds can be read with the others' help only
+    update_incomplete = True  # what a rank holds can be read with the others' help only
     stage: int  # of ZeRO
     statistics: Statistics
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
@@ -62,7 +62,7 @@ class Sharded(ShardedRecovery):
         return 1e-4 if run.precision == "fp32" else 1e-3
 
     @classmethod
-    def outlives(cls, run: Run) -> bool:
+    def survives_rank_failure(cls, run: Run) -> bool:
         return True  # each part is on one rank only
 
     @classmethod
@@ -168,7 +168,7 @@ class Sharded(ShardedRecovery):
                 self.statistics.reset()
         with self.phases("reduction"):
             losses, uses = self.agree(losses, list(self.uses.values()))
-            self.usable(batch.step, losses, losses.sum())
+            self.check_finite(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.count)
         if self.observer is not None:
             self.observer.reduced(EngineGradient(self._whole_gradient))
@@ -181,7 +181,7 @@ class Sharded(ShardedRecovery):
             if kept:
                 self._refresh_model()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
-        self.usable(batch.step, losses, norm)
+        self.check_finite(batch.step, losses, norm)
         self.statistics.finish(self.data_parallel.sum)
         return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.sources.of_step)
 

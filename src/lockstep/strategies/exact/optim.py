@@ -71,8 +71,8 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
 def of_groups(
     optim: OptimSection, parts: list[dict[str, Any]], spread: Callable[[str, Tensor], Tensor] = as_it_is
 ) -> Stepper:
-    """The same for groups that are there already. `spread`: a parameter's name and this rank's plain part of it, of its
-    gradient or of a moment -> the DTensor that it is a part of."""
+    """A stepper for parameter groups that are there already. `spread`: a parameter's name and this rank's plain part of
+    it, of its gradient or of a moment -> the DTensor that it is a part of."""
     return Stepper(rule(optim), parts, spread)
 
 
@@ -198,7 +198,7 @@ class Stepper(torch.optim.Optimizer):
         return found
 
     def places(self, saved: Saved, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """The same with room for what there is in `saved`, which is the parameters' state from here on."""
+        """The optimizer state with room for what there is in `saved`, which is the parameters' state from here on."""
         found: dict[str, Tensor] = {}
         for name, p, group, like in self._held():
             if names is None or name in names:

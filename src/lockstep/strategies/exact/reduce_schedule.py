@@ -205,5 +205,5 @@ class ReduceSchedule:
 
 @lru_cache(maxsize=64)
 def plan(leaves: int, layout: tuple[tuple[Node, ...], ...], hosts: tuple[str, ...] = ()) -> ReduceSchedule:
-    """The same plan for whoever asks; making one takes longer than a step of a small model."""
+    """The schedule of a layout, from a cache; making one takes longer than a step of a small model."""
     return ReduceSchedule(leaves, layout, hosts)

@@ -35,7 +35,7 @@ class ReductionTree:
         self._place((0, leaf), list(tensors))
 
     def place(self, node: Node, tensors: Sequence[Tensor]) -> None:
-        """The same for a partial sum that another tree made."""
+        """Add a partial sum that another tree made."""
         self._place(node, list(tensors))
 
     def take_sibling(self, leaf: int) -> tuple[Node, list[Tensor] | None]:

@@ -47,9 +47,9 @@ class BenchRow:
     series: str  # what it is besides that: the name of its line in the plots
     keys: grid.Overrides  # of the run file
     run: Run | None = None  # None where the keys do not go together
-    job: Job | None = None  # None where it could not be resolved
     reason: str | None = None  # why it could not run
     rounds: dict[int, Timing] = field(default_factory=dict)  # by the round's number, from 0
+    job: Job | None = None  # None where it could not be resolved
 
     @property
     def count(self) -> int:

@@ -67,7 +67,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
         from lockstep.strategies.exact.param_groups import freeze
 
         sizes = counts(freeze(run, task.model(empty=True)))
-        run = found.decided(run, processes, *sizes, int(device.memory_bytes))
+        run = found.resolve_options(run, processes, *sizes, int(device.memory_bytes))
     resolve_strategy(run, processes)
     if run.model.quantization is not None or run.model.compile:
         key = "model.compile" if run.model.compile else "model.quantization"

@@ -76,7 +76,7 @@ class PeerCheckpoints:
         """Nothing is copied where `launch.replicate_every` is 0."""
         self._session = session
         self.every = session.run.launch.replicate_every
-        self.kept: list[Version] = []  # newest last
+        self.versions: list[Version] = []  # newest last
         self._flight: _Flight | None = None
         self._shapes: Any = None
         self.bytes_sent = 0
@@ -86,7 +86,7 @@ class PeerCheckpoints:
         self._session, self._shapes, world = session, None, session.world
         self._next, self._before = neighbours(world.hosts, world.rank)
         if not self.every or world.size == 1:
-            self.kept = []
+            self.versions = []
             return
         with world.forming():
             self._group = world.group(backend="gloo")
@@ -105,18 +105,18 @@ class PeerCheckpoints:
         """Others are to come in: where a rank's part can be read with all ranks of this group only, a copy of the
         present step, once it has arrived. Collective. Errors: as `after_step`."""
         strategy: Any = self._session.strategy
-        if self.every and strategy.torn:
+        if self.every and strategy.update_incomplete:
             self._take(state)
             self._land()
 
-    def part(self) -> list[Version]:
+    def detach_group(self) -> list[Version]:
         """The group is gone: nothing travels any more. Returns what has arrived, newest last."""
         if (flight := self._flight) is not None:
             flight.work.wait()
             self._arrived(flight)
-            self.kept.append(flight.version)
+            self.versions.append(flight.version)
             self._flight = None
-        return self.kept
+        return self.versions
 
     # -- a copy ------------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class PeerCheckpoints:
         if flight.work.error is not None:
             raise flight.work.error
         self._arrived(flight)
-        self.kept = [flight.version]
+        self.versions = [flight.version]
 
     @staticmethod
     def _arrived(flight: _Flight) -> None:

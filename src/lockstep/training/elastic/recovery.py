@@ -77,7 +77,7 @@ class Recovery:
         """`moved` is called once ranks have met again: after so many updates, and what happened, in words."""
         self.session = replace(session, between_steps=self._between_steps)
         self._state, self._watch, self._moved = state, watch, moved
-        self._resharder = Resharder(session) if session.strategy.rebuilds else None
+        self._resharder = Resharder(session) if session.strategy.supports_reshard else None
         self._trained = Generation(-1, ())  # the last in which this rank was training
 
     def run(self, train: Callable[[Session, TrainState], TrainState]) -> None:
@@ -144,11 +144,11 @@ class Recovery:
         while True:
             members.cut()  # nobody waits from here on
             if self._resharder is not None:
-                self._resharder.part(self.session, self._state)
+                self._resharder.detach_group(self.session, self._state)
             else:
                 strategy: Any = self.session.strategy
-                strategy.part()
-            world.part()
+                strategy.detach_group()
+            world.detach_group()
             generation = members.awaited(limit_s, lambda: world.apart and world.stop.came and members.withdraw())
             if generation is None and world.apart and not members.given_up:
                 raise SystemExit(STOPPED)  # by which its launcher knows that all are asked to stop
@@ -163,7 +163,7 @@ class Recovery:
                     raise TrainingFailed(f"the ranks that are left did not meet again within {patience_s:g} s")
                 continue
             try:
-                world.meet_again(generation)
+                world.attach_group(generation)
                 self._agree()
                 return
             except (RuntimeError, Unreached) as caught:
@@ -186,7 +186,7 @@ class Recovery:
         redone |= any(-1 < step < newest for step, *_ in found)
         back = False
         if self._resharder is not None:
-            self.session, key = self._resharder.settle(session, state)
+            self.session, key = self._resharder.restore(session, state)
             strategy: Any = session.strategy
             strategy.discard()
             back = key[0] < newest  # steps are made again
@@ -196,7 +196,7 @@ class Recovery:
         if redone and not back:
             state.rerun_hooks()
         if isinstance(session.strategy, Native):
-            session.strategy.regroup()
+            session.strategy.attach_group()
         session.feed.shares, session.feed.indices = None, list(session.strategy.own_micro_batches())  # even ones
         if session.checkpoints.regroup(state.step):
             state.rerun_hooks(checkpoint=True)
@@ -255,9 +255,9 @@ class Recovery:
 def unsupported_reason(session: Session) -> str | None:
     """Why the loss of a rank starts this job again; None: the others go on without it."""
     run, strategy = session.run, session.strategy
-    if session.world.apart and strategy.rebuilds:
+    if session.world.apart and strategy.supports_reshard:
         return None  # those that it comes to have answered
-    if isinstance(strategy, ShardedRecovery) and strategy.rebuilds and strategy.outlives(run):
+    if isinstance(strategy, ShardedRecovery) and strategy.supports_reshard and strategy.survives_rank_failure(run):
         if not run.launch.replicate_every and not strategy.keeps_copies:
             return (
                 f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "
@@ -265,7 +265,7 @@ def unsupported_reason(session: Session) -> str | None:
             )
         if session.task.needs_reference:
             return f"task {run.task.name} asks the model before training"
-    elif not isinstance(strategy, Native) or not strategy.regroups or not strategy.gives_bits(run):
+    elif not isinstance(strategy, Native) or not strategy.keeps_whole_state or not strategy.gives_bits(run):
         return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"
     if session.world.device.type != "cpu":
         return "what waits on a GPU cannot be cut off"

@@ -53,27 +53,27 @@ class Resharder:
         """Others are to come in. Collective."""
         self.copies.before_join(state)
 
-    def part(self, session: Session, state: TrainState) -> None:
+    def detach_group(self, session: Session, state: TrainState) -> None:
         """The group is about to go: note what this rank has. Once only, however often ranks meet until that has gone
         well: where a part belongs is a matter of the ranks that it was cut for."""
-        copied = self.copies.part()
+        copied = self.copies.detach_group()
         strategy: Any = session.strategy
-        if self._live is None and state.step >= 0 and not strategy.torn:
+        if self._live is None and state.step >= 0 and not strategy.update_incomplete:
             number, count = strategy.part_of_state
             shares = {number: held_here(strategy.own_state())}
             self._live = Version((state.step, self._formed, "live"), shares, count, state.state_dict())
         self._held = [*copied, *(each for each in (self._before, self._live) if each is not None)]
 
-    def settle(self, session: Session, state: TrainState) -> tuple[Session, Key]:
+    def restore(self, session: Session, state: TrainState) -> tuple[Session, Key]:
         """The session with a strategy for these ranks and the newest state of which all is there, and which state that
         is; `state` is the one that goes with it. Nothing that was held is changed but by an update made late.
         Collective. Errors: `TrainingFailed`."""
         world, strategy = session.world, session.strategy
-        self._make_late(session, state)
+        self._apply_deferred_update(session, state)
         found = world.all_gather(
             ([(v.key, list(v.shares), v.count) for v in self._held], self.options, world.members and world.members.me)
         )
-        key = best([each for each, *_ in found])
+        key = newest_complete([each for each, *_ in found])
         source = next(rank for rank, (held, *_) in enumerate(found) if any(k == key for k, *_ in held))
         mine = next((version for version in self._held if version.key == key), None)
         theirs = world.all_gather(mine.train_state if mine is not None and world.rank == source else None)[source]
@@ -81,12 +81,12 @@ class Resharder:
         run = session.run.model_copy(
             update={"strategy": session.run.strategy.model_copy(update={"options": dict(options)})}
         )
-        strategy = built(session, run)
+        strategy = build_strategy(session, run)
         try:
-            saved = PeerReader(_together(mine), world)
+            saved = PeerReader(_slices_of(mine), world)
         except Incomplete as caught:
             raise TrainingFailed(str(caught)) from None
-        expected = _hash(saved, mine, session)
+        expected = _hash_of_held(saved, mine, session)
         strategy.load_sharded_state_dict(saved)
         if StateHash(world).of(strategy.sharded_state_dict()) != expected:
             raise TrainingFailed(f"the state after step {key[0]} is not what the ranks that are left have held")
@@ -98,13 +98,13 @@ class Resharder:
         state.load_state_dict(theirs if mine is None else mine.train_state)
         return replace(session, strategy=strategy, averaged=Averaged(session.run, strategy)), key
 
-    def _make_late(self, session: Session, state: TrainState) -> None:
+    def _apply_deferred_update(self, session: Session, state: TrainState) -> None:
         """An update that others have made, and this rank has all it needs for. Collective."""
         strategy: Any = session.strategy
         steps = session.world.all_gather(state.step)
         newest = session.world.all_gather(state.state_dict() if state.step == max(steps) else None)
-        if 0 <= state.step == max(steps) - 1 and strategy.late is not None:
-            strategy.make_late()
+        if 0 <= state.step == max(steps) - 1 and strategy.deferred_update is not None:
+            strategy.apply_deferred_update()
             theirs = next(each for each in newest if each is not None)
             state.load_state_dict(theirs)
             assert self._live is not None
@@ -114,22 +114,22 @@ class Resharder:
             self._live.key, self._live.train_state = (state.step, *self._live.key[1:]), theirs
 
 
-def built(session: Session, run: Run) -> Any:
+def build_strategy(session: Session, run: Run) -> Any:
     """A strategy for the ranks that there are, without weights. Collective. Errors: `TrainingFailed`."""
     world = session.world
-    whole = strategies.strategy_class(run).fitted(run, world.size)  # type: ignore[attr-defined]
+    whole = strategies.strategy_class(run).fit_options(run, world.size)  # type: ignore[attr-defined]
     kind: Any = strategies.strategy_class(whole)
     try:
         kind.check(whole, world.size)
     except RunError as caught:
         raise TrainingFailed(f"the {world.size} rank(s) that are left cannot go on: {caught}") from None
     strategy = kind(whole, world)
-    strategy.blank = True
+    strategy.build_empty = True
     strategy.build(session.task)
     return strategy
 
 
-def best(held: list[list[tuple[Key, list[int], int]]]) -> Key:
+def newest_complete(held: list[list[tuple[Key, list[int], int]]]) -> Key:
     """The newest state of which all shares are there, by what each rank has. Errors: `TrainingFailed`."""
     shares: dict[Key, set[int]] = {}
     counts: dict[Key, int] = {}
@@ -163,13 +163,13 @@ def _compare(strategy: Any, world: World) -> None:
             raise TrainingFailed(f"{place.name} was not cut anew as it should be")
 
 
-def _together(mine: Version | None) -> SliceMap:
+def _slices_of(mine: Version | None) -> SliceMap:
     return {place: piece for share in (mine.shares.values() if mine else ()) for place, piece in share.items()}
 
 
-def _hash(saved: PeerReader, mine: Version | None, session: Session) -> Mapping[str, str]:
+def _hash_of_held(saved: PeerReader, mine: Version | None, session: Session) -> Mapping[str, str]:
     """Of what is held. Collective. Errors: `TrainingFailed`, where two ranks hold other bits of the same."""
-    own = {place: int(summed(piece.detach(), place.whole, place.offsets)) for place, piece in _together(mine).items()}
+    own = {place: int(summed(piece.detach(), place.whole, place.offsets)) for place, piece in _slices_of(mine).items()}
     every = session.world.all_gather(own)
     sums: dict[str, int] = {}
     for name, pieces in saved.holders.items():
