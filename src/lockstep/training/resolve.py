@@ -151,7 +151,8 @@ def resolve(
 def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> None:
     """Refuse what the run file and the launcher alone can tell. On a machine without torch that only submits, this is
     all; the ranks resolve the rest. Errors: `RunError`."""
-    _refuse_placeholders(run)
+    if scope > Scope.OPTIONS:  # `init --from` asks for the options of what is not filled in yet
+        _refuse_placeholders(run)
     if processes:
         zero_agreement.check(run, processes)  # its rows in one message
     if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
