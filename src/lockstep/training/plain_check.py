@@ -36,7 +36,7 @@ from lockstep.strategies.engines.writes import preserved
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training.errors import TrainingFailed
-from lockstep.training.plain_sides import Elsewhere, PlainFailed, Sides, device_of, plain_path, sides_of
+from lockstep.training.plain_sides import Elsewhere, OtherTokens, PlainFailed, Sides, device_of, plain_path, sides_of
 from lockstep.training.session import Session
 
 EXAMPLES = 3  # that are computed together, at most
@@ -126,6 +126,8 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
             differing = differences(sides, strategy)
     except (Elsewhere, NotCovered) as caught:
         return True, f"not compared with a plain computation: {caught}"
+    except OtherTokens as caught:
+        return False, f"before the first step: {caught}"
     except PlainFailed as caught:
         return False, (
             f"before the first step: the comparison with a plain computation fails ({caught}), so that nothing is "

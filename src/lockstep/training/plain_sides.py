@@ -6,9 +6,13 @@ parameters and buffers, the very tensors, so that no second model is in memory.
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,7 @@ from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.param_groups import make_model
 from lockstep.strategies.native import Native
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import quantized
+from lockstep.tasks.models import model_configs, quantized
 from lockstep.tasks.task import Task
 
 WHOLE = 100_000_000  # parameters up to which a second model is built, where no rank holds the whole one
@@ -55,12 +59,16 @@ class PlainFailed(Exception):
     """An error of the plain path's own, which nobody foresaw."""
 
 
+class OtherTokens(Exception):
+    """Why an export would be read otherwise than it was trained."""
+
+
 @contextmanager
 def plain_path() -> Iterator[None]:
     """What is raised in here, but for refusals, becomes `PlainFailed`; that no memory is left stays what it is."""
     try:
         yield
-    except (Elsewhere, NotCovered, PlainFailed, torch.OutOfMemoryError):
+    except (Elsewhere, NotCovered, PlainFailed, OtherTokens, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise PlainFailed(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
@@ -84,6 +92,7 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
     with plain_path():
         job = job_of(run, task)
         examples = job.encode(rows_of(task, raw_rows))[: len(raw_rows.at)]
+        check_tokenizer(run, task, job, examples)
     columns = task.splits[raw_rows.split] if raw_rows.examples is None else raw_rows.examples
     model = whole_model(run, task, strategy)
     plain = plain_model(job, model)
@@ -93,11 +102,33 @@ def sides_of(run: Run, task: Task, strategy: Strategy, micro_batch: Sequence[int
     return Sides(run, task, model, plain, job, columns, raw_rows.at, examples, first)
 
 
-def job_of(run: Run, task: Task) -> Plain:
-    """The run as the plain path reads it, of the rows that were kept."""
+def job_of(run: Run, task: Task, tokenizer: str | None = None) -> Plain:
+    """The run as the plain path reads it, of the rows that were kept. `tokenizer`: another folder than the run's."""
     raw_rows = RawRows.of(task.prepared.facts)
     rows = [] if raw_rows is None else rows_of(task, raw_rows)
-    return Plain(plain_file(run, task), task.prepared.tokenizer, {"train": rows}, labels_of(task))
+    return Plain(plain_file(run, task), tokenizer or task.prepared.tokenizer, {"train": rows}, labels_of(task))
+
+
+def check_tokenizer(run: Run, task: Task, job: Plain, examples: list[dict[str, Any]]) -> None:
+    """Compare tokens with those of the tokenizer as it is loaded from an export: transformers loads that of some
+    families by the family's class, whatever was saved. Errors: `OtherTokens`."""
+    from transformers.models.auto import tokenization_auto as auto
+
+    family = model_configs.load_config(run).model_type
+    kind = auto.TOKENIZER_MAPPING_NAMES.get(family) or "TokenizersBackend"
+    fixed = family in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS and kind != "TokenizersBackend"
+    if not fixed or type(job.tokenizer).__name__ == kind:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(task.prepared.tokenizer, folder, dirs_exist_ok=True)
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
+        other = job_of(run, task, folder)
+        if other.encode(other.splits["train"])[: len(examples)] != examples:
+            raise OtherTokens(
+                f"tokenizer: transformers reads the tokenizer of every {family} as a {kind}, which makes other "
+                "tokens of this run's texts: its export would not be read as it was trained. Give tokenizer.source one "
+                "of that class, or take another model.type"
+            )
 
 
 def rows_of(task: Task, raw_rows: RawRows) -> list[dict[str, Any]]:
