@@ -59,9 +59,9 @@ def work(args: argparse.Namespace) -> None:
         if args.rank == 0:
             while not (place / f"set-{setting}").exists():
                 time.sleep(0.05)
-        found: dict[str, list[list[float]]] = {"flat": [], "tree": []}
+        found: dict[str, list[list[float]]] = {"flat": [], "hierarchical": []}
         for turn in range(args.repeats + 1):
-            for kind in ("flat", "tree") if turn % 2 else ("tree", "flat"):
+            for kind in ("flat", "hierarchical") if turn % 2 else ("hierarchical", "flat"):
                 seconds, worked, bits = once(kind, buckets, args.ranks, hosts)
                 every: list[tuple[float, float, str]] = [(0.0, 0.0, "")] * args.ranks
                 dist.all_gather_object(every, (seconds, worked, bits))
@@ -170,9 +170,13 @@ def report(
     for kind, every in found.items():
         line[f"{kind}_s"] = round(median(seconds for seconds, _ in every), 4)
         line[f"{kind}_processor_s"] = round(median(worked for _, worked in every), 4)
-    line["flat_to_tree"] = round(median(f[0] / t[0] for f, t in zip(found["flat"], found["tree"], strict=True)), 2)
-    line["processor"] = round(median(f[1] / t[1] for f, t in zip(found["flat"], found["tree"], strict=True)), 2)
-    line["pairs"] = [[round(f[0], 3), round(t[0], 3)] for f, t in zip(found["flat"], found["tree"], strict=True)]
+    line["flat_to_tree"] = round(
+        median(f[0] / t[0] for f, t in zip(found["flat"], found["hierarchical"], strict=True)), 2
+    )
+    line["processor"] = round(median(f[1] / t[1] for f, t in zip(found["flat"], found["hierarchical"], strict=True)), 2)
+    line["pairs"] = [
+        [round(f[0], 3), round(t[0], 3)] for f, t in zip(found["flat"], found["hierarchical"], strict=True)
+    ]
     print(json.dumps(line), flush=True)
     if args.out:
         with args.out.open("a") as file:

@@ -101,7 +101,7 @@ def changes(run: Run) -> list[tuple[str, Any]]:
             others = [not value]
         elif isinstance(value, int | float):
             others = [value // 2 + 1 if isinstance(value, int) else value / 2]
-        found += [(f"task.{key}", other) for other in others if other != value and key not in task.shown]
+        found += [(f"task.{key}", other) for other in others if other != value and key not in task.display_keys]
     return found
 
 
@@ -231,7 +231,7 @@ def test_the_libraries_that_make_tokens(cache: Path, monkeypatch: pytest.MonkeyP
 def test_trials_of_padding(key: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Run] = []
     run = make(cache, "documents")
-    monkeypatch.setattr(padding, "tried", lambda run, head, config: tried.append(run))
+    monkeypatch.setattr(padding, "trial", lambda run, head, config: tried.append(run))
     padding.trial.__name__ = "tried"
     for _ in range(2):
         padding.unsupported_reason(run, "causal")

@@ -208,18 +208,11 @@ def test_the_longest_texts_are_cut_first(room: int) -> None:
     assert on_a_line({}, room) == ""
 
 
-class Silent(Classification):
-    """A task that predicts nothing from texts."""
-
-    predict = Task.predict
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
         (Classification, [], "lockstep predict 'my out' 'i feel very well today and then some more words that nobody'"),
         (Classification, ["task.text_pair=other"], "lockstep predict 'my out' $'first text\\tsecond text'"),
-        (Silent, [], "lockstep evaluate 'my out'"),
         (Module, [], "lockstep evaluate 'my out'"),
     ],
 )

@@ -15,8 +15,8 @@ from marks import slow
 from lockstep.cli import main
 from lockstep.config.run import RunError, load
 from lockstep.distributed import evicted_hosts
-from lockstep.training.eviction import check, leaving
-from lockstep.training.guard import third_of
+from lockstep.training.eviction import check, decide_eviction
+from lockstep.training.sdc_check import third_of
 
 HERE = str(Path(__file__).parent)
 MACHINES = ("launch.name=torchrun", "launch.machines=2:4", "launch.rendezvous=h:1", "launch.max_restarts=2")
@@ -38,7 +38,7 @@ EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
     ],
 )
 def test_it_is_refused_where_nothing_can_be_left_out(words: tuple[str, ...]) -> None:
-    with pytest.raises(RunError, match=r"guard\.on_difference: evict goes on without what was wrong, which takes"):
+    with pytest.raises(RunError, match=r"sdc_check\.on_difference: evict goes on without what was wrong, which takes"):
         load(None, [*EXCLUDE, *words], TINY)
     assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # nothing is guarded
 
@@ -49,7 +49,9 @@ def test_where_it_is_taken(words: tuple[str, ...]) -> None:
 
 
 def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() -> None:
-    with pytest.raises(RunError, match=r"guard\.on_difference: evict cannot take a rank out here \(the model is com"):
+    with pytest.raises(
+        RunError, match=r"sdc_check\.on_difference: evict cannot take a rank out here \(the model is com"
+    ):
         check(load(None, [*EXCLUDE, *RANKS], TINY), "the model is compiled")
     check(load(None, ["sdc_check.every=1", *RANKS], TINY), "the model is compiled")  # which only stops
     check(load(None, [*EXCLUDE, *MACHINES], TINY), "it takes one machine")  # where machines leave
@@ -94,7 +96,7 @@ def test_who_leaves(
     more: tuple[str, ...], hosts: str, wrong: list[int], told: list[int], said: str, out: list[int]
 ) -> None:
     run = load(None, [*EXCLUDE, *(() if more == RANKS else MACHINES), *more], TINY)
-    words, leaves = leaving(run, list(hosts), wrong, told)
+    words, leaves = decide_eviction(run, list(hosts), wrong, told)
     assert words.startswith(said)
     assert leaves == out
 

@@ -137,7 +137,7 @@ def test_what_a_person_reads() -> None:
     ],
 )
 def test_what_cannot_share_unevenly_is_refused(words: list[str], why: str) -> None:
-    with pytest.raises(RunError, match=rf"launch\.hand_over: .*{why}"):
+    with pytest.raises(RunError, match=rf"launch\.rebalance_every: .*{why}"):
         load(None, ["launch.rebalance_every=5", *words], TINY)
 
 

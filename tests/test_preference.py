@@ -21,7 +21,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")
 PAIR = {"prompt": "the dog", "chosen": "sees a cat", "rejected": "runs"}
@@ -108,7 +108,7 @@ def test_a_blank_micro_batch_has_no_loss_and_a_finite_gradient(folder: Path) -> 
             loss = task.loss_sum(strategy.model(**batch.inputs), batch.targets)
             loss.backward()
             assert float(loss.detach()) == 0
-            assert int(task.counted(batch.targets)) == 0
+            assert int(task.targets_in_batch(batch.targets)) == 0
             assert all(p.grad is None or not p.grad.any() for p in strategy.model.parameters())
         world.close()
 
@@ -202,7 +202,7 @@ def test_conversations_in_every_shape_are_the_same_tokens(row: dict, keys: list[
 
 def test_what_is_cut_is_counted(tmp_path: Path) -> None:
     task = prepared(tmp_path, [PAIR, PAIR | {"chosen": "sees a cat " * 30}])
-    assert [text for text in task.doubts if "1 of 2 train pairs" in text and "data.max_length" in text]
+    assert [text for text in task.warnings if "1 of 2 train pairs" in text and "data.max_length" in text]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ def exchanged(world: World, cases: list[tuple[int, Shares]]) -> list[list[torch.
     found = []
     for leaves, shares in cases:
         found.append(
-            exchange(world, leaves, shares) + exchange(world, leaves, shares, LinkSpeeds("tree", ("a", "a", "b")))
+            exchange(world, leaves, shares)
+            + exchange(world, leaves, shares, LinkSpeeds("hierarchical", ("a", "a", "b")))
         )
         tree = ReductionTree(leaves)
         for k in shares[world.rank]:

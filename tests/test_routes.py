@@ -87,7 +87,7 @@ def test_stages_are_for_hosts_and_for_many_ranks() -> None:
     assert LinkSpeeds().tree(9)
     assert LinkSpeeds("auto", ("a", "b")).tree(2)
     assert not LinkSpeeds("flat", ("a", "b")).tree(64)
-    assert LinkSpeeds("tree").tree(2)
+    assert LinkSpeeds("hierarchical").tree(2)
 
 
 BUCKETS = ([0], [1, 2], [0, 2], [1])
@@ -97,7 +97,7 @@ def exchanged(world: World, leaves: int, hosts: tuple[str, ...]) -> list[torch.T
     tree = ReductionTree(leaves)
     for k in share(leaves, world.rank, world.size):
         tree.add(k, leaf(k))
-    moving = Exchange(leaves, world.rank, world.size, links=LinkSpeeds("tree", hosts))
+    moving = Exchange(leaves, world.rank, world.size, links=LinkSpeeds("hierarchical", hosts))
     for positions in BUCKETS:
         moving.submit({node: [tensors[i] for i in positions] for node, tensors in tree.nodes.items()})
     return [t.clone() for bucket in moving.finish() for t in bucket]

@@ -53,7 +53,7 @@ def test_it_has_the_bits_of_one(name: str, here: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["allreduce", "fsdp2 by step"])
-@pytest.mark.parametrize("exchange", ["flat", "tree"])
+@pytest.mark.parametrize("exchange", ["flat", "hierarchical"])
 def test_either_exchange_has_them(name: str, exchange: str, here: Path) -> None:
     """Three ranks of one host."""
     assert hashes(here, 8, 3, 3, *STRATEGIES[name], f"strategy.all_reduce={exchange}") == alone(here, 8)

@@ -200,7 +200,7 @@ def test_no_way_into_run_yaml_by_options(option: str, tmp_path: Path, monkeypatc
     with pytest.raises(RunError, match="looks like a secret") as caught:
         tiny(f"output={tmp_path / 'out'}", option)
     assert "hunter2" not in str(caught.value)
-    assert TOKEN not in console.said(str(caught.value))
+    assert TOKEN not in console.printable(str(caught.value))
 
 
 def test_no_way_into_run_yaml_by_python(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_other_tasks_are_streamed(kind: str, tmp_path: Path) -> None:
     feed = feed_of(run)
     assert feed.longest().targets > 0
     batch = feed.make(3)
-    assert batch.targets == sum(float(task.counted(m.targets)) for m in batch.micro_batches) > 0
+    assert batch.targets == sum(float(task.targets_in_batch(m.targets)) for m in batch.micro_batches) > 0
 
 
 @pytest.mark.parametrize("cross", [True, False])

@@ -34,7 +34,7 @@ def test_the_same_weights_on_another_number_of_processes(
     assert said == f"gives the same weights on {then[1]} process(es)"
     assert found.arithmetic() == run.arithmetic()
     assert found.folder == Path(f"{output}-{then[1]}")
-    assert (found.max_time, found.hub.push_to, found.mirror) == (None, None, None)
+    assert (found.max_time, found.hub.push_to, found.remote_dir) == (None, None, None)
     assert planned(found)[1].processes == then[1]
 
 

@@ -17,7 +17,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.native import Native
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.loop import evaluate
+from lockstep.training.evaluation import evaluate
 
 pytestmark = pytest.mark.processes
 
@@ -37,7 +37,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     feed = StepLoader(run, task, strategy.own_micro_batches(), world.device)
     batches = [feed.make(t) for t in range(STEPS)]
     results = [strategy.train_step(batch, 5e-3) for batch in batches]
-    counts = [[int(task.counted(m.targets)) for m in b.micro_batches] for b in batches]
+    counts = [[int(task.targets_in_batch(m.targets)) for m in b.micro_batches] for b in batches]
     scores = evaluate(run, world, task, strategy, task.splits["validation"])
     found = {
         "loss": [float(r.loss) for r in results],

@@ -15,6 +15,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import IGNORED
 from lockstep.data.prepare import prepare
 from lockstep.tasks.models.tags import entities, parts
+from lockstep.tasks.task import spread_rows
 from lockstep.tasks.token_classification import TokenClassification
 
 # tags -> the entities that conlleval finds (worked out by hand)
@@ -126,13 +127,13 @@ def test_samples_name_the_entities(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "token_classification", "tokenizer.vocab_size=290"))
     rows = [json.loads(line) for line in (tmp_path / "token_classification/validation.jsonl").read_text().splitlines()]
     columns = task.splits["validation"]
-    batch = task.collate(columns, task.shown_rows(columns, 3), 0)
+    batch = task.collate(columns, spread_rows(columns, 3), 0)
     right = torch.nn.functional.one_hot(batch.targets.clamp(min=0), len(task.labels)).float()
     nothing = torch.nn.functional.one_hot(torch.full_like(batch.targets, task.labels.index("O")), len(task.labels))
     for logits, says in ((right, True), (nothing, False)):
         samples = task.samples(None, lambda inputs, logits=logits: logits)  # type: ignore[arg-type,misc]
         assert len(samples) == 3
-        for sample, row in zip(samples, task.shown_rows(columns, 3), strict=True):
+        for sample, row in zip(samples, spread_rows(columns, 3), strict=True):
             wanted = rows[row]
             assert sample["text"].split() == wanted["tokens"][: len(sample["text"].split())]
             assert (sample["found"] == sample["right"]) == (says or sample["right"] == "none")

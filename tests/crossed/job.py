@@ -296,7 +296,7 @@ def _way(way: tuple[str, int]) -> dict[str, Any]:
     (name, _, option), processes = way[0].partition(" "), way[1]
     keys: dict[str, Any] = {"strategy.name": name, "launch.processes": processes}
     if option == "tree":
-        keys["strategy.all_reduce"] = "tree"
+        keys["strategy.all_reduce"] = "hierarchical"
     options: dict[str, Any] = {
         "step": {"gather": "step"},
         "micro_batch": {"gather": "micro_batch"},

@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lockstep.config.run import Run, RunError
 from lockstep.data import column_scan, conversations, lm_documents, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.tasks import length_curves
-from lockstep.tasks.task import Task
+from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -63,13 +63,12 @@ class AnswerPairOptions(BaseModel):
         return prompt | {"task.chosen": self.chosen, "task.rejected": self.rejected}
 
 
-class AnswerPairs(Task):
+class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     """A task whose example is a pair of answers."""
 
     Options: ClassVar[type[AnswerPairOptions]]
-    streams = row_is_example = True
-    gathered = ("rewards",)
-    tokenizer: Any
+    row_is_example = True
+    per_example_outputs = ("rewards",)
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -127,15 +126,11 @@ class AnswerPairs(Task):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
-
     @property
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         cut = self.prepared.facts.get("cut_answers", {})
         most = self.prepared.facts.get("cut_at")
-        return super().doubts + [
+        return super().warnings + [
             f"{count:,} of {len(self.splits[split]):,} {split} pairs have an answer that is cut at {most} tokens "
             "(data.max_length)"
             for split, count in cut.items()

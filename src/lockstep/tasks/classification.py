@@ -18,15 +18,16 @@ import pyarrow as pa
 from lockstep.config.run import Run, RunError
 from lockstep.data import labels, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode, encoded
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode, encoded
+from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.objectives.numbers import RegressionObjective
 from lockstep.tasks.objectives.objective import LabelCodes, Objective
 from lockstep.tasks.objectives.one_label import MOST_CLASSES, OneLabel, whole_numbers
 from lockstep.tasks.objectives.options import ClassificationOptions
 from lockstep.tasks.objectives.several_labels import SeveralLabels
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import spread_rows
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -43,14 +44,14 @@ def objective_of(options: ClassificationOptions) -> type[Objective]:
     return RegressionObjective if options.regression else SeveralLabels if options.multi_label else OneLabel
 
 
-class Classification(Task):
+class Classification(TextTask, Streams, Predicts, GivesPredictions, Calibrates):
     """One label a text."""
 
     Options = ClassificationOptions
     head = "classification"
     pipeline = "text-classification"
-    shown = ("samples",)
-    streams = row_is_example = True
+    display_keys = ("samples",)
+    row_is_example = True
 
     @property
     def usage(self) -> str:
@@ -120,7 +121,7 @@ class Classification(Task):
         return Prepared(digest(stream.names_of(files), codes.names), files, str(folder), facts)
 
     @classmethod
-    def refused(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(cls, run: Run) -> dict[str, str]:
         options = ClassificationOptions.model_validate(run.task.options)
         if run.data.stream and objective_of(options) is not OneLabel:
             return {
@@ -159,8 +160,6 @@ class Classification(Task):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
-        self.options = ClassificationOptions.model_validate(run.task.options)
         facts = prepared.facts
         self.labels: list[str] = facts["numbers"] if self.options.regression else facts["labels"]
         examples = len(self.splits["train"])
@@ -168,7 +167,7 @@ class Classification(Task):
         self.threshold: float | None = None  # chosen on the validation split
         self.token_types = "token_type_ids" in self.splits["train"].names
         if len(self.labels) <= MOST_CLASSES or run.metrics or not isinstance(self.objective, OneLabel):
-            self.gathered = ("predictions", "labels")
+            self.per_example_outputs = ("predictions", "labels")
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
@@ -193,8 +192,8 @@ class Classification(Task):
     def count_targets(self, columns: Columns, rows: np.ndarray) -> float:
         return self.objective.count(columns, rows)
 
-    def counted(self, targets: Tensor) -> float:
-        return self.objective.counted(targets)
+    def targets_in_batch(self, targets: Tensor) -> float:
+        return self.objective.targets_in_batch(targets)
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         return self.objective.loss_sum(outputs.logits.float(), targets)
@@ -210,7 +209,11 @@ class Classification(Task):
 
     def score(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Sums:
         found = self.objective.score(forward(batch.inputs).float(), batch.targets)
-        return {name: value for name, value in found.items() if self.gathered or name not in ("predictions", "labels")}
+        return {
+            name: value
+            for name, value in found.items()
+            if self.per_example_outputs or name not in ("predictions", "labels")
+        }
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         return self.objective.metrics(sums, self.threshold)
@@ -223,12 +226,12 @@ class Classification(Task):
         return self.objective.metric_names
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.objective.given(sums)
+        return self.objective.metric_inputs(sums)
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
         return self.objective.dummy_predictions()
 
-    def settle(self, scores: Mapping[str, float]) -> None:
+    def calibrate(self, scores: Mapping[str, float]) -> None:
         if self.objective.chooses_threshold and np.isfinite(chosen := scores.get("threshold", np.nan)):
             self.threshold = float(chosen)
 
@@ -237,7 +240,7 @@ class Classification(Task):
         return self.objective.chooses_threshold and self.threshold is None
 
     @classmethod
-    def kept(cls, folder: Path) -> dict[str, float]:
+    def calibration_in(cls, folder: Path) -> dict[str, float]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return {"threshold": config[THRESHOLD]} if config.get(THRESHOLD) is not None else {}
 
@@ -247,19 +250,23 @@ class Classification(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)
         answers = self.objective.answers(forward(batch.inputs).float(), self.threshold)
         texts = self.tokenizer.batch_decode(batch.inputs["input_ids"].tolist(), skip_special_tokens=True)
         return [
-            {"text": text.strip(), "predicted": self.objective.shown(answer), "label": self.objective.said(target)}
+            {
+                "text": text.strip(),
+                "predicted": self.objective.short_answer(answer),
+                "label": self.objective.format_target(target),
+            }
             for text, answer, target in zip(texts, answers, batch.targets, strict=True)
         ]
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return tuple(ClassificationOptions.model_validate(run.task.options).columns.values())
 
     @classmethod
@@ -272,7 +279,9 @@ class Classification(Task):
         options = ClassificationOptions.model_validate(run.task.options)
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         objective = objective_of(options)(options, names, [], 0)
-        threshold = cls.kept(folder).get("threshold") if objective.chooses_threshold else objective.fixed_threshold
+        threshold = (
+            cls.calibration_in(folder).get("threshold") if objective.chooses_threshold else objective.fixed_threshold
+        )
         pads = {"input_ids": int(tok.pad_token_id), "token_type_ids": 0}
 
         def encoded(row: Sequence[str]) -> dict[str, list[int]]:
@@ -287,9 +296,9 @@ class Classification(Task):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         kind = SeveralLabels if "labels" in answer else OneLabel if "label" in answer else RegressionObjective
-        return kind.told(answer) + "  " + "\t".join(row)
+        return kind.format_answer(answer) + "  " + "\t".join(row)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models

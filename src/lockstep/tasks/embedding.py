@@ -19,8 +19,10 @@ from lockstep.data import lm_documents, source, splitting, text_pairs, tokenizer
 from lockstep.data.micro_batches import by_chance
 from lockstep.data.token_counts import TokenCounts
 from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import pooling, retrieval
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import spread_rows
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -77,16 +79,18 @@ class EmbeddingOptions(BaseModel):
         return both | dict(zip(keys, more, strict=True))
 
 
-class Embedding(Task):
+class Embedding(TextTask, Predicts, GivesPredictions):
     """A vector a text."""
 
     Options = EmbeddingOptions
     head = "embedding"
     row_is_example = True
-    unstreamed = "texts that are the same are found among all rows of train, so that none is the negative of itself"
+    not_streamed_reason = (
+        "texts that are the same are found among all rows of train, so that none is the negative of itself"
+    )
     library, loader = "sentence-transformers", "SentenceTransformer"
     pipeline = "sentence-similarity"
-    shown = ("corpus", "samples")
+    display_keys = ("corpus", "samples")
     metric_inputs = ("told",)
     metric_names = ("triplet_accuracy", "spearman", "pearson", *retrieval.NAMES)
 
@@ -100,7 +104,7 @@ class Embedding(Task):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def refused(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(cls, run: Run) -> dict[str, str]:
         options = EmbeddingOptions.model_validate(run.task.options)
         alone = options.score is None and options.negative is None
         if not alone or run.batch_size == 1 or run.batch_size >= 2 * run.micro_batches:  # 1: `init` knows no other yet
@@ -116,7 +120,7 @@ class Embedding(Task):
 
     @classmethod
     def prepare(cls, run: Run) -> Prepared:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import model_configs, models
 
         options = EmbeddingOptions.model_validate(run.task.options)
         score = {} if options.score is None else {"task.score": options.score}
@@ -131,7 +135,7 @@ class Embedding(Task):
         )
         hashes = {split: content(rows, [*texts, *score.values()]) for split, rows in splits.items()}
         folder = tokenizer.prepare(run, text_pairs.batches(splits["train"], texts), hashes["train"])
-        if models.load_config(run).is_encoder_decoder:
+        if model_configs.load_config(run).is_encoder_decoder:
             raise RunError("model: embeddings are made by an encoder or a decoder, and this is both; choose another")
         models.check(run, "embedding")
         known: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
@@ -151,14 +155,12 @@ class Embedding(Task):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
-        self.options = EmbeddingOptions.model_validate(run.task.options)
         self.texts = len(self.options.columns)
         self.slots = max(len(columns) for split, columns in self.splits.items() if split != "train")
         self.slots = min(self.slots, self.options.corpus if self.options.score is None else _SCORED)
 
     @property
-    def opening(self) -> dict[str, str]:
+    def summary_lines(self) -> dict[str, str]:
         if self.options.score is not None:
             return {}
         rows = -(-self.run.batch_size // self.run.micro_batches) - 1
@@ -262,7 +264,7 @@ class Embedding(Task):
 
         vectors = forward(batch.inputs).float()
         count = len(batch.targets) // self.texts
-        chosen = self.shown_rows(columns, min(self.slots, len(columns)))
+        chosen = spread_rows(columns, min(self.slots, len(columns)))
         place = np.searchsorted(chosen, rows)
         used = np.flatnonzero(chosen[np.minimum(place, len(chosen) - 1)] == rows)  # among the rows of this batch
         slots, taken = (torch.from_numpy(each).to(vectors.device) for each in (place[used], used))
@@ -276,7 +278,7 @@ class Embedding(Task):
         found = {"there": spread(torch.ones_like(known))}
         parts = vectors[: count * self.texts].view(self.texts, count, -1)
         told = (asked * others).sum(1) if self.options.score is not None else parts.transpose(0, 1)
-        found |= {"told": told} if self.gathered else {}  # float32 [B], or [B, texts, H]
+        found |= {"told": told} if self.per_example_outputs else {}  # float32 [B], or [B, texts, H]
         if self.options.score is not None:
             found |= {"cosines": spread((asked * others).sum(1)), "scores": spread(known.double() / text_pairs.ONE)}
         else:
@@ -291,11 +293,11 @@ class Embedding(Task):
         return found, text_pairs.true_of(columns, rows)
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import model_configs
 
         if self.options.score is not None:
             return np.array([0.9, -0.1, 0.4, 0.3]), np.array([1.0, 0.0, 0.5, 0.25])
-        return retrieval.dummy_predictions((4, self.texts, int(models.load_config(self.run).hidden_size)))
+        return retrieval.dummy_predictions((4, self.texts, int(model_configs.load_config(self.run).hidden_size)))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         count = float(sums["examples"])
@@ -331,7 +333,7 @@ class Embedding(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, max(_AMONG, self.options.samples))
+        rows = spread_rows(columns, max(_AMONG, self.options.samples))
         if self.options.samples == 0:
             return []
         batch = self.collate(columns, rows, 0)
@@ -355,7 +357,7 @@ class Embedding(Task):
         ]
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return (EmbeddingOptions.model_validate(run.task.options).anchor,)
 
     @classmethod
@@ -375,7 +377,7 @@ class Embedding(Task):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         numbers = answer["embedding"]
         return f"{' '.join(f'{number:+.4f}' for number in numbers[:6])} ... ({len(numbers)} numbers)  {row[0]}"
 

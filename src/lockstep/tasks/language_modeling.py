@@ -33,9 +33,9 @@ from lockstep.data import (
 )
 from lockstep.data.cache import discard
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, examples_in
+from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models.language_options import LanguageModelingOptions
 from lockstep.tasks.per_token import PerToken, perplexity
 
@@ -49,14 +49,13 @@ if TYPE_CHECKING:
 _SIZES = ("bytes", "words")  # of texts
 
 
-class LanguageModeling(PerToken):
+class LanguageModeling(PerToken, Generates):
     """The next token of a text."""
 
     Options = LanguageModelingOptions
     head = "causal"
     pipeline = "text-generation"
-    streams = True
-    shown = ("samples", "sample_prompt", "sample_tokens", "temperature")
+    display_keys = ("samples", "sample_prompt", "sample_tokens", "temperature")
 
     # -- before any process ------------------------------------------------------------------------------------------
 
@@ -105,7 +104,7 @@ class LanguageModeling(PerToken):
         if ends := {split: told for split in files if (told := _cut(splits[split], files[split], options))}:
             facts["cut_texts"] = ends
         if rows is not None:
-            asked_for = renamed_keys.former("task", options.model_dump(exclude={*cls.shown, "loss_chunk"}))
+            asked_for = renamed_keys.former("task", options.model_dump(exclude={*cls.display_keys, "loss_chunk"}))
             key = digest("language modelling", VERSION, folder.name, asked_for, *written)
             index = rows.index(cls.example_maker(run, str(folder), {}), key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
@@ -135,16 +134,14 @@ class LanguageModeling(PerToken):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.options = LanguageModelingOptions.model_validate(run.task.options)
         self.loss_chunk = self.options.loss_chunk
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
 
     metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import chunked_loss, models
+        from lockstep.tasks.models import chunked_loss, model_configs, models
 
-        model = models.build(self.run, "causal", self.tokenizer, empty, **models.causal_entries(self.run))
+        model = models.build(self.run, "causal", self.tokenizer, empty, **model_configs.causal_entries(self.run))
         return chunked_loss.install(model, self.loss_chunk)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
@@ -249,9 +246,9 @@ class LanguageModeling(PerToken):
         ]
         return [{"prompt": start, "written": text} for start, text in texts]
 
-    def asked_in(self, sample: Mapping[str, str]) -> str:
+    def sample_input(self, sample: Mapping[str, str]) -> str:
         """Of a conversation nothing: the sample has what the chat template has made of it."""
-        return "" if self.options.messages is not None else super().asked_in(sample)
+        return "" if self.options.messages is not None else super().sample_input(sample)
 
     @property
     def usage(self) -> str:
@@ -277,7 +274,7 @@ class LanguageModeling(PerToken):
         return Decoding(tokens, pad, end, temperature=self.options.temperature, seed=self.run.seed)
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         options = LanguageModelingOptions.model_validate(run.task.options)
         return (options.prompt or options.text,)
 
@@ -308,7 +305,7 @@ class LanguageModeling(PerToken):
         return batched_inference.answers(rows, answer, at_once=1)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return str(answer["written"])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -378,9 +375,9 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
-    from lockstep.tasks.models import models, padding
+    from lockstep.tasks.models import model_configs, models, padding
 
-    models.check(run, "causal", options.block_size, "task.block_size", **models.causal_entries(run))
+    models.check(run, "causal", options.block_size, "task.block_size", **model_configs.causal_entries(run))
     padding.check_foresight(run)
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
         raise RunError(f"task.attend_across_documents: false is not for this family of models: {why}; leave it out")

@@ -31,10 +31,10 @@ from lockstep.data import (
 )
 from lockstep.data.cache import discard
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, examples_in
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, examples_in
 from lockstep.tasks.per_token import PerToken, perplexity
+from lockstep.tasks.task import spread_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,8 +72,7 @@ class MaskedLanguageModeling(PerToken):
     Options = MaskedLanguageModelingOptions
     head = "masked"
     pipeline = "fill-mask"
-    streams = True
-    shown = ("samples",)
+    display_keys = ("samples",)
 
     @property
     def usage(self) -> str:
@@ -147,9 +146,7 @@ class MaskedLanguageModeling(PerToken):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.options = MaskedLanguageModelingOptions.model_validate(run.task.options)
         self.loss_chunk = self.options.loss_chunk
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.vocabulary = masking.vocabulary(self.tokenizer)
 
     def model(self, empty: bool = False) -> nn.Module:
@@ -206,7 +203,7 @@ class MaskedLanguageModeling(PerToken):
         from lockstep.data.batch import TARGETS
 
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)
@@ -226,7 +223,7 @@ class MaskedLanguageModeling(PerToken):
         return str(self.tokenizer.decode([token for token in ids if token not in left])).strip()
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return (MaskedLanguageModelingOptions.model_validate(run.task.options).text,)
 
     @classmethod
@@ -253,7 +250,7 @@ class MaskedLanguageModeling(PerToken):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         best = ["/".join(f"{t['token']} {t['score']:.3f}" for t in mask[:3]) for mask in answer["masks"]]
         return f"{answer['filled']}  ({'; '.join(best)})"
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.tokens import Columns, Prepared, digest
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, spread_rows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,9 +55,9 @@ class Module(Task):
 
     Options = ModuleOptions
     own_model = True
-    unstreamed = "its data set is code of yours, which may read them as it likes"
+    not_streamed_reason = "its data set is code of yours, which may read them as it likes"
     functions = ("model", "data", "loss", "collate", "length", "targets", "metrics", "generate")
-    shown = ("samples", "generate", "metrics")
+    display_keys = ("samples", "generate", "metrics")
     collates_ahead = False  # items draw from the generators that the model draws from; workers do not
     library = "lockstep"
     loader = "lockstep.load"
@@ -71,7 +71,7 @@ class Module(Task):
         return 'import lockstep\n\nmodel = lockstep.load("PATH_OR_REPO")  # runs the code named in config.json'
 
     @classmethod
-    def refused(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(cls, run: Run) -> dict[str, str]:
         """Keys that describe models of transformers and tables of texts."""
         told = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
         found = {key: f"of no use with task module, where {why}" for key, why in told.items() if key in _set(run)}
@@ -130,7 +130,7 @@ class Module(Task):
         return self.options.model
 
     @property
-    def opening(self) -> dict[str, str]:
+    def summary_lines(self) -> dict[str, str]:
         facts, per = self.prepared.facts, "target" if self.options.targets else "example"
         each = f"one number a target, {facts['each']} an example" if not self.options.targets else "one number a target"
         kinds = {
@@ -221,7 +221,7 @@ class Module(Task):
 
         from lockstep.tasks.modules.dataset import INPUT
 
-        bundle = _bundle(self.collate(columns, self.shown_rows(columns, self.options.samples), 0))
+        bundle = _bundle(self.collate(columns, spread_rows(columns, self.options.samples), 0))
         asked: Any = {INPUT: replace(bundle, asks="generate")}
         rows = json.loads(bytes(forward(asked).cpu().numpy()).decode())
         return [{str(key): str(value) for key, value in row.items()} for row in rows]

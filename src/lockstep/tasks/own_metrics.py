@@ -22,6 +22,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.data.tokens import Prepared
 from lockstep.distributed.randomness import seed_everything
+from lockstep.tasks.abilities import GivesPredictions
 from lockstep.tasks.task import Task
 
 Metric = Callable[[np.ndarray, np.ndarray], float | Mapping[str, float]]
@@ -61,13 +62,12 @@ def check(run: Run, prepared: Prepared) -> None:
         return
     found = functions(run)
     task: Task = plugins.find("tasks", run.task.name)(run, prepared)
-    given = task.dummy_predictions()
-    if given is None:
+    if not isinstance(task, GivesPredictions):
         raise RunError(
             f"metrics: the task {run.task.name} gathers no predictions that functions could be given: "
             f"{task.no_metric_inputs_reason}"
         )
-    scored(run, found, given, task.metric_names, " (tried on made-up predictions)")
+    scored(run, found, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)")
 
 
 def scored(

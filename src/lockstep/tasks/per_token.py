@@ -15,7 +15,8 @@ import numpy as np
 from lockstep.config.run import RunError
 from lockstep.data.tokens import Columns
 from lockstep.tasks import metric_arrays
-from lockstep.tasks.task import Task
+from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
     from lockstep.data.batch import MicroBatch, Sums
 
 
-class PerToken(Task):
+class PerToken(TextTask, Streams, Predicts, GivesPredictions):
     """A task with a cross-entropy over [B, T] targets; `metrics` is left to say what the sums mean."""
 
-    tokenizer: Any
     loss_chunk: int | str | None = None  # tokens whose logits are there at once; None: all
     metric_inputs = ("foretold", "wanted")
     metric_names: tuple[str, ...] = ("accuracy", "perplexity")
@@ -77,7 +77,7 @@ class PerToken(Task):
         import torch
 
         examples = {"examples": torch.tensor(float(len(rows)), dtype=torch.float64, device=batch.targets.device)}
-        if not self.gathered:
+        if not self.per_example_outputs:
             return self.score(forward, batch) | examples
         logits, width = forward(batch.inputs).float(), metric_arrays.longest(columns)
         foretold = logits.argmax(-1).masked_fill(batch.targets < 0, metric_arrays.NOTHING)

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from lockstep.config.run import Run
 from lockstep.data import tokenizer
 from lockstep.data.tokens import Columns
+from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs
 
 if TYPE_CHECKING:
@@ -54,21 +55,17 @@ class PreferenceOptions(AnswerPairOptions):
         return self
 
 
-class Preference(AnswerPairs):
+class Preference(AnswerPairs, UsesReference):
     """Which of two answers is written rather."""
 
     Options = PreferenceOptions
     head = "causal"
     pipeline = "text-generation"
-    shown = ("sample_tokens",)
+    display_keys = ("sample_tokens",)
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 
-    def __init__(self, run: Run, prepared: Any) -> None:
-        super().__init__(run, prepared)
-        self.options = PreferenceOptions.model_validate(run.task.options)
-
     @classmethod
-    def refused(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(cls, run: Run) -> dict[str, str]:
         if run.data.stream and PreferenceOptions.model_validate(run.task.options).loss != "simpo":
             return {
                 "data.stream": "the model is asked about all rows of train before it is trained; loss: simpo asks for "
@@ -78,15 +75,15 @@ class Preference(AnswerPairs):
 
     @classmethod
     def check_model(cls, run: Run) -> None:
-        from lockstep.tasks.models import models, padding
+        from lockstep.tasks.models import model_configs, models, padding
 
-        models.check(run, "causal", **models.causal_entries(run))
+        models.check(run, "causal", **model_configs.causal_entries(run))
         padding.check_foresight(run)
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import model_configs, models
 
-        return models.build(self.run, "causal", self.tokenizer, empty, **models.causal_entries(self.run))
+        return models.build(self.run, "causal", self.tokenizer, empty, **model_configs.causal_entries(self.run))
 
     @property
     def usage(self) -> str:
@@ -102,7 +99,7 @@ class Preference(AnswerPairs):
     def reference_batch_size(self) -> int | None:
         return self.options.reference_batch_size
 
-    def first(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
+    def reference_scores(self, forward: Callable[[Mapping[str, Tensor]], Tensor], batch: MicroBatch) -> Tensor:
         return _summed(forward(batch.inputs), batch.targets)[0].double().view(-1, 2)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
@@ -123,7 +120,7 @@ class Preference(AnswerPairs):
         found = torch.from_numpy(targets)
         return MicroBatch(index, inputs, torch.full_like(found, IGNORED) if blank else found)
 
-    def counted(self, targets: Tensor) -> Tensor:
+    def targets_in_batch(self, targets: Tensor) -> Tensor:
         return (targets[:, :-1] >= 0).any(1).sum() // 2
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -185,7 +182,7 @@ class Preference(AnswerPairs):
         }
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return (PreferenceOptions.model_validate(run.task.options).prompt or "prompt",)
 
     @classmethod
@@ -216,7 +213,7 @@ class Preference(AnswerPairs):
         return batched_inference.answers(rows, answer, at_once=1)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return str(answer["written"])
 
 

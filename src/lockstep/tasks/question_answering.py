@@ -18,12 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from lockstep.config.run import Run, RunError
 from lockstep.data import lm_documents, qa_features, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest
 from lockstep.tasks import length_curves
+from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import spread_rows
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,14 +58,14 @@ class QuestionAnsweringOptions(BaseModel):
         return {"task.question": self.question, "task.context": self.context}
 
 
-class QuestionAnswering(Task):
+class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     """Where in its context the answer to a question stands."""
 
     Options = QuestionAnsweringOptions
     head = "question_answering"
     pipeline = "question-answering"
-    streams = row_is_example = True
-    shown = ("answer_tokens", "samples")
+    row_is_example = True
+    display_keys = ("answer_tokens", "samples")
     metric_inputs = ("spans",)
     metric_names = ("exact_match", "f1")
 
@@ -136,11 +137,6 @@ class QuestionAnswering(Task):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
-        self.options = QuestionAnsweringOptions.model_validate(run.task.options)
-
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models, qa_spans
 
@@ -202,7 +198,7 @@ class QuestionAnswering(Task):
         words = [len(qa_spans.normal(wanted[0] if wanted else "").split()) for wanted in right]
         by_words = torch.from_numpy(length_curves.binned(words, [f1 for _, f1 in each])).to(logits.device)  # [bins, 3]
         placed = torch.tensor([[span.start, span.end] for span in held], dtype=torch.int32).reshape(-1, 2)
-        gathered = {"spans": placed.to(logits.device)} if self.gathered else {}
+        gathered = {"spans": placed.to(logits.device)} if self.per_example_outputs else {}
         examples = torch.tensor(float(len(rows)), dtype=torch.float64, device=logits.device)
         found = {"examples": examples, "exact": exact, "f1": f1, "by_words": by_words}
         return self._sums(logits, batch.targets) | found | gathered
@@ -246,7 +242,7 @@ class QuestionAnswering(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         answers = _texts(self._spans(forward(self.collate(columns, rows, 0).inputs), columns, rows), columns, rows)
@@ -257,7 +253,7 @@ class QuestionAnswering(Task):
         ]
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return tuple(QuestionAnsweringOptions.model_validate(run.task.options).columns.values())
 
     @classmethod
@@ -290,7 +286,7 @@ class QuestionAnswering(Task):
         return batched_inference.answers(rows, answer, at_once=8)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return f"{answer['answer'] or '(no answer)'}  {row[0]}"
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

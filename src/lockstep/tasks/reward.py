@@ -41,10 +41,6 @@ class Reward(AnswerPairs):
     pipeline = "text-classification"
     metric_names = ("accuracy", "margin", "reward")
 
-    def __init__(self, run: Run, prepared: Any) -> None:
-        super().__init__(run, prepared)
-        self.options = RewardOptions.model_validate(run.task.options)
-
     @classmethod
     def check_model(cls, run: Run) -> None:
         from lockstep.tasks.models import models
@@ -106,7 +102,7 @@ class Reward(AnswerPairs):
         }
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         options = RewardOptions.model_validate(run.task.options)
         return ("answer",) if options.prompt is None else (options.prompt, "answer")
 
@@ -128,5 +124,5 @@ class Reward(AnswerPairs):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return f"{answer['reward']:.4f}  " + "\t".join(row)

@@ -28,7 +28,7 @@ class Summarization(Translation):
 
     Options = SummarizationOptions
     pipeline = "summarization"
-    shown = ("rouge", "beams", "samples")
+    display_keys = ("rouge", "beams", "samples")
     answer = "summary"
     metric_names = ("accuracy", "perplexity", *rouge.NAMES)
 

@@ -18,12 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from lockstep.config.run import Run, RunError
 from lockstep.data import column_scan, labels, lm_documents, missing_values, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.tasks.metric_arrays import listed
 from lockstep.tasks.models.tags import entities, parts
 from lockstep.tasks.per_token import PerToken
+from lockstep.tasks.task import spread_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -50,8 +50,8 @@ class TokenClassification(PerToken):
     Options = TokenClassificationOptions
     head = "token_classification"
     pipeline = "token-classification"
-    streams = row_is_example = True
-    shown = ("samples",)
+    row_is_example = True
+    display_keys = ("samples",)
     metric_names = ("accuracy", "precision", "recall", "f1")
 
     # -- before any process ------------------------------------------------------------------------------------------
@@ -123,10 +123,8 @@ class TokenClassification(PerToken):
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.labels: list[str] = prepared.facts["labels"]
         self.parts = parts(self.labels)
-        self.options = TokenClassificationOptions.model_validate(run.task.options)
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
@@ -193,7 +191,7 @@ class TokenClassification(PerToken):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)
@@ -214,7 +212,7 @@ class TokenClassification(PerToken):
         return {"text": " ".join(words), "found": told(best), "right": told(targets)}
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         return (TokenClassificationOptions.model_validate(run.task.options).words,)
 
     @classmethod
@@ -243,7 +241,7 @@ class TokenClassification(PerToken):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return " ".join(f"{each['word']}/{each['label']}" for each in answer["words"])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

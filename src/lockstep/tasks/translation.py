@@ -17,15 +17,16 @@ from pydantic import BaseModel, Field
 from lockstep.config.run import Run, RunError
 from lockstep.data import lm_documents, source, splitting, stream, tokenizer
 from lockstep.data.stream import Stream
-from lockstep.data.streaming_source import Make
 from lockstep.data.token_counts import TokenCounts
-from lockstep.data.tokens import VERSION, Columns, Prepared, content, digest, encode
+from lockstep.data.tokens import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.tasks import length_curves
+from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.metric_arrays import listed
 from lockstep.tasks.models import bleu, seq2seq_data
 from lockstep.tasks.models.seq2seq_data import WritingOptions as WritingOptions
 from lockstep.tasks.per_token import losses, of_examples, perplexity, summed_losses
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import spread_rows
+from lockstep.tasks.text_task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,14 +45,14 @@ class TranslationOptions(WritingOptions):
     bleu_tokenizer: str = Field("13a", description="sacrebleu's tokenizer: 13a, intl, zh, ja-mecab, char, ...")
 
 
-class Translation(Task):
+class Translation(TextTask, Streams, Predicts, Generates, GivesPredictions):
     """One text for another."""
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = "seq2seq"
-    streams = row_is_example = True
+    row_is_example = True
     pipeline = "translation"
-    shown: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
+    display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")
     answer: ClassVar[str] = "translation"  # what `predict` calls what is written
     metric_inputs = ("written",)
     metric_names: tuple[str, ...] = ("accuracy", "perplexity", "bleu", "chrf")
@@ -111,15 +112,13 @@ class Translation(Task):
     # -- in every process --------------------------------------------------------------------------------------------
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
-        from lockstep.tasks.models import models
+        from lockstep.tasks.models import model_configs
 
         super().__init__(run, prepared)
-        self.options: Any = self.Options.model_validate(run.task.options)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
         self.target_tokenizer = seq2seq_data.target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
         self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
         self.unpadded = self.padded_because is None
-        self.starts_from_first = models.load_config(run).model_type in models.FROM_FIRST_TOKEN
+        self.starts_from_first = model_configs.load_config(run).model_type in model_configs.FROM_FIRST_TOKEN
         self.overlap = self.overlap_of(self.options)
 
     def model(self, empty: bool = False) -> nn.Module:
@@ -186,10 +185,10 @@ class Translation(Task):
     ) -> Sums:
         import torch
 
-        if self.overlap is None and not self.gathered:
+        if self.overlap is None and not self.per_example_outputs:
             return {}
         tokens = generate(_asked(batch), self._decoding())
-        gathered = {"written": tokens.int()} if self.gathered else {}  # as wide for every batch
+        gathered = {"written": tokens.int()} if self.per_example_outputs else {}  # as wide for every batch
         if self.overlap is None:
             return gathered
         found = self._overlaps(self._written(tokens)[: len(rows)], columns.texts("reference", rows))
@@ -240,7 +239,7 @@ class Translation(Task):
         forward: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> list[dict[str, str]]:
         columns = self.splits["validation"]
-        rows = self.shown_rows(columns, self.options.samples)
+        rows = spread_rows(columns, self.options.samples)
         if len(rows) == 0:
             return []
         batch = self.collate(columns, rows, 0)
@@ -251,9 +250,9 @@ class Translation(Task):
             {"source": a.strip(), "written": w, "reference": r} for a, w, r in zip(asked, written, wanted, strict=True)
         ]
 
-    def asked_in(self, sample: Mapping[str, str]) -> str:
+    def sample_input(self, sample: Mapping[str, str]) -> str:
         """Without the prefix, as the tokenizer writes it: `predict` puts it there."""
-        text, prefix = super().asked_in(sample), self.options.prefix
+        text, prefix = super().sample_input(sample), self.options.prefix
         ids = self.tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
         prefixes = (prefix.strip(), str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip())
         return next((text.removeprefix(each) for each in prefixes if text.startswith(each)), text).strip()
@@ -291,7 +290,7 @@ class Translation(Task):
         return [text.strip() for text in found]
 
     @classmethod
-    def asked(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(cls, run: Run) -> tuple[str, ...]:
         options: Any = cls.Options.model_validate(run.task.options)
         return (options.source,)
 
@@ -320,7 +319,7 @@ class Translation(Task):
         return batched_inference.answers(rows, answer)
 
     @classmethod
-    def told(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
         return str(answer[cls.answer])
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -341,9 +340,9 @@ def _asked(batch: MicroBatch) -> dict[str, Tensor]:
 
 def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
     """Entries of the config: where a decoder starts, and the vocabularies of a model from scratch."""
-    from lockstep.tasks.models import models
+    from lockstep.tasks.models import model_configs
 
-    config = models.load_config(run)
+    config = model_configs.load_config(run)
     known = config.to_dict()
     if run.model.type is None:
         start = known.get("decoder_start_token_id")
@@ -351,7 +350,7 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
         return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
     # BART begins with its end token, T5Gemma with the first of texts; Marian, T5 and the others with padding
     start = lm_documents.end_of(targets) if config.model_type in ("bart", "mbart") else targets.pad_token_id
-    if config.model_type in models.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
+    if config.model_type in model_configs.FROM_FIRST_TOKEN and targets.bos_token_id is not None:
         start = targets.bos_token_id
     entries = {"use_cache": False, "decoder_start_token_id": start, "forced_eos_token_id": None}
     if "decoder_vocab_size" in known:
@@ -361,11 +360,11 @@ def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
 
 
 def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
-    from lockstep.tasks.models import models
+    from lockstep.tasks.models import model_configs, models
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
     models.check(run, "seq2seq", max(run.data.max_length, seq2seq_data.most(run, options)), key, use_cache=False)
-    known = models.load_config(run).to_dict()
+    known = model_configs.load_config(run).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
     if run.model.source is not None and known.get("share_encoder_decoder_embeddings") is False and not two:

@@ -17,7 +17,7 @@ from lockstep.config.output import aside_of
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, compressed, row_files, source, tables
-from lockstep.tasks.task import Task
+from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.exported_model import finished
 
@@ -25,13 +25,13 @@ Given = str | Sequence[str] | Mapping[str, Any]  # a text; the texts of a pair; 
 
 
 def predictions(
-    output: Path, given: Sequence[Given], overrides: Sequence[str] | Mapping[str, Any]
+    output: Path, inputs: Sequence[Given], overrides: Sequence[str] | Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """For each what was asked, by column, and the answer: JSON by name. Errors: `RunError`."""
     run, export = finished(output, overrides)
     task = _task(run)
-    rows = [row_of(each, task.asked(run), f"text {place}") for place, each in enumerate(given, 1)]
-    yield from (_whole(task.asked(run), row, answer) for row, answer in _answered(task, run, export, rows))
+    rows = [row_of(each, task.input_columns(run), f"text {place}") for place, each in enumerate(inputs, 1)]
+    yield from (_whole(task.input_columns(run), row, answer) for row, answer in _answered(task, run, export, rows))
 
 
 def predict(
@@ -46,51 +46,51 @@ def predict(
     word that names a file is read as one, unless all are `texts`. Returns the exit status."""
     run, export = finished(output, overrides)  # told before anything is read
     task = _task(run)
-    asked = task.asked(run)
+    asked = task.input_columns(run)
     if texts:
         rows = [row_of(word, asked, repr(word[:40])) for word in words]
     else:
         rows = [row for word in words for row in rows_of(run, word, asked)]
     if not words:
-        rows = [row_of(line.rstrip("\n"), task.asked(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
+        rows = [row_of(line.rstrip("\n"), task.input_columns(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:
         raise RunError('predict: give a text: lockstep predict OUTPUT "some text", a file, or lines on standard input')
     answers = _answered(task, run, export, rows)
     if out is not None:
-        _written(out, task.asked(run), answers)
+        _written(out, task.input_columns(run), answers)
         Console(True).say(f"{out}: {len(rows):,} predictions")
     elif as_json:
-        _dump(sys.stdout, task.asked(run), answers)
+        _dump(sys.stdout, task.input_columns(run), answers)
     else:
         console = Console(True)
         for row, answer in answers:
-            console.say(task.told(row, answer))
+            console.say(task.format_prediction(row, answer))
     return 0
 
 
-def row_of(given: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
+def row_of(value: Given, columns: Sequence[str], place: str) -> tuple[str, ...]:
     """The texts of one row, in the order of the columns. Errors: `RunError`, which names the place."""
-    if isinstance(given, Mapping):
-        if missing := [column for column in columns if column not in given]:
+    if isinstance(value, Mapping):
+        if missing := [column for column in columns if column not in value]:
             raise RunError(
                 f"predict: {place} has no column {missing[0]!r}, which this model reads; it has "
-                f"{', '.join(map(str, given))}"
+                f"{', '.join(map(str, value))}"
             )
-        found = tuple(_text(given[column], column, place) for column in columns)
-    elif isinstance(given, str):
-        found = tuple(given.split("\t")) if len(columns) > 1 else (given,)
+        row = tuple(_text(value[column], column, place) for column in columns)
+    elif isinstance(value, str):
+        row = tuple(value.split("\t")) if len(columns) > 1 else (value,)
     else:
-        found = tuple(_text(each, f"text {n}", place) for n, each in enumerate(given, 1))
-    if len(found) != len(columns):
+        row = tuple(_text(each, f"text {n}", place) for n, each in enumerate(value, 1))
+    if len(row) != len(columns):
         reads = "one text" if len(columns) == 1 else f"two texts ({' and '.join(columns)}), with one tab between them"
         raise RunError(
             f"predict: this model reads {reads}, as in $'first text\\tsecond text' or on a line of standard input; "
-            f"{place} is {' | '.join(found)[:60]!r}"
+            f"{place} is {' | '.join(row)[:60]!r}"
         )
-    for text in found:
+    for text in row:
         if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
             raise RunError(f"predict: {place} is {text[:60]!r}, which is not UTF-8; convert it")
-    return found
+    return row
 
 
 def rows_of(run: Run, word: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
@@ -142,13 +142,16 @@ def _text(value: Any, column: str, place: str) -> str:
     return value
 
 
-def _task(run: Run) -> type[Task]:
-    found: Any = plugins.find("tasks", run.task.name)
-    return found
+def _task(run: Run) -> type[Predicts]:
+    """Errors: `RunError` for a task that predicts nothing."""
+    task = plugins.find("tasks", run.task.name)
+    if not issubclass(task, Predicts):
+        raise RunError(f"predict: the task {run.task.name} predicts nothing from texts alone")
+    return task
 
 
 def _answered(
-    task: type[Task], run: Run, export: Path, rows: list[tuple[str, ...]]
+    task: type[Predicts], run: Run, export: Path, rows: list[tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     return zip(rows, task.predict(run, export, rows), strict=True)
 

@@ -1,4 +1,4 @@
-"""The outputs of the untrained model for every example, for a task that asks (`Task.reference_size`): the reference of
+"""The outputs of the untrained model for every example, for a task that `UsesReference`: the reference of
 preference learning, without a second copy of the model.
 
 In: a built strategy whose weights are those that training starts from. Out: numbers by split in the task, the same on
@@ -24,6 +24,7 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
+from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.task import Task
 from lockstep.training.model_stats import usual_batch
 
@@ -33,7 +34,7 @@ FILE = "reference.safetensors"
 def provide(run: Run, world: World, task: Task, strategy: Strategy, prepared: Prepared, trained: bool) -> None:
     """Fill `task.reference_outputs`. `trained`: the model at hand is not the one that training started from, so the
     numbers must be in OUTPUT. Collective. Errors: `RunError` on every rank when they are not."""
-    if not task.reference_size:
+    if not isinstance(task, UsesReference) or not task.needs_reference:
         return
     path, known = run.folder / FILE, None
     if world.is_main and (trained or next(iter(candidates(run)), None) is not None):
@@ -66,14 +67,14 @@ def _read(path: Path, key: str) -> dict[str, np.ndarray] | None:
         return None
 
 
-def _asked(run: Run, world: World, task: Task, strategy: Strategy, split: str) -> np.ndarray:
+def _asked(run: Run, world: World, task: UsesReference, strategy: Strategy, split: str) -> np.ndarray:
     """Of each example of a split: float64 [N, `reference_size`]. Collective.
 
     The weights depend on how batches are cut, through the last bits of these numbers: `evaluate` has no part in it.
     Ranks take turns, and each row is filled in by one of them, so that the sum over ranks is what that one said."""
     columns, size = task.splits[split], task.reference_batch_size or usual_batch(run)
     order = np.argsort(-np.asarray(columns.lengths), kind="stable")
-    found = torch.zeros(len(columns), task.reference_size, dtype=torch.float64, device=world.device)
+    reference = torch.zeros(len(columns), task.reference_size, dtype=torch.float64, device=world.device)
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     for turn in range(0, len(batches), strategy.data_parallel.size):
         ACTIVITY.at(f"what the model says of {split} before training, batch {turn}")
@@ -81,9 +82,9 @@ def _asked(run: Run, world: World, task: Task, strategy: Strategy, split: str) -
         rows = batches[mine] if mine < len(batches) else order[:0]
         seed_everything(run.seed, -1, mine)
         try:
-            said = task.first(strategy.forward, task.collate(columns, rows, 0).to(world.device))
+            said = task.reference_scores(strategy.forward, task.collate(columns, rows, 0).to(world.device))
         except torch.OutOfMemoryError as caught:
             caught.add_note(f"({ACTIVITY.name}, of {size} examples; task.reference_batch_size takes fewer)")
             raise
-        found[torch.from_numpy(rows).to(world.device)] = said[: len(rows)]
-    return strategy.data_parallel.sum(found).cpu().numpy()
+        reference[torch.from_numpy(rows).to(world.device)] = said[: len(rows)]
+    return strategy.data_parallel.sum(reference).cpu().numpy()

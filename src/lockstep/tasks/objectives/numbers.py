@@ -54,7 +54,7 @@ class RegressionObjective(Objective):
     def count(self, columns: Columns, rows: np.ndarray) -> float:
         return len(rows) * len(self.names)
 
-    def counted(self, targets: Tensor) -> float:
+    def targets_in_batch(self, targets: Tensor) -> float:
         return int((targets[:, 0] == 0).sum()) * len(self.names)
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class RegressionObjective(Objective):
         """Predicted and true: float64 [N, C]."""
         return sums["predictions"].double().numpy(), sums["labels"].double().numpy()
 
-    def given(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+    def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
         predicted, true = self._columns(sums)
         return (predicted[:, 0], true[:, 0]) if len(self.names) == 1 else (predicted, true)
 
@@ -108,12 +108,12 @@ class RegressionObjective(Objective):
         return [{"values": row} if len(row) > 1 else {"value": next(iter(row.values()))} for row in rows]
 
     @classmethod
-    def told(cls, answer: Mapping[str, Any]) -> str:
+    def format_answer(cls, answer: Mapping[str, Any]) -> str:
         if "value" in answer:
             return f"{answer['value']:.4g}"
         return ", ".join(f"{name} {value:.4g}" for name, value in answer["values"].items())
 
-    def said(self, targets: Tensor) -> str:
+    def format_target(self, targets: Tensor) -> str:
         return ", ".join(f"{value:.4g}" for value in targets[1:].tolist())
 
 

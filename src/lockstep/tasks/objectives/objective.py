@@ -82,8 +82,8 @@ class Objective(ABC):
         """What the loss of these examples is divided by, with weights; exact, whatever is added up first."""
 
     @abstractmethod
-    def counted(self, targets: Tensor) -> float:
-        """The same, of targets that go through the model."""
+    def targets_in_batch(self, targets: Tensor) -> float:
+        """The divisor of the loss, from targets that go through the model."""
 
     @abstractmethod
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -104,12 +104,12 @@ class Objective(ABC):
         """What a report shows of a split beside its metrics."""
 
     @abstractmethod
-    def given(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+    def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
         """Predictions and labels of a split, as functions of `metrics` get them."""
 
     @abstractmethod
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same of a few examples that nobody has seen, with every label among them."""
+        """Made-up predictions and labels of a few examples, with every label among them."""
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -119,15 +119,15 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def told(cls, answer: Mapping[str, Any]) -> str:
+    def format_answer(cls, answer: Mapping[str, Any]) -> str:
         """An answer for a person."""
 
-    def shown(self, answer: Mapping[str, Any]) -> str:
-        """The same as shortly as samples have it."""
-        return self.told(answer)
+    def short_answer(self, answer: Mapping[str, Any]) -> str:
+        """An answer in a few words, for the list of samples."""
+        return self.format_answer(answer)
 
     @abstractmethod
-    def said(self, targets: Tensor) -> str:
+    def format_target(self, targets: Tensor) -> str:
         """What is true of an example, for a person."""
 
     @property

@@ -89,7 +89,7 @@ class OneLabel(Objective):
         counts = np.bincount(columns.flat("label")[rows], minlength=len(self.names))
         return float((counts * self.weights).sum())  # of multiples of 2^-20: exact
 
-    def counted(self, targets: Tensor) -> float:
+    def targets_in_batch(self, targets: Tensor) -> float:
         found = targets[targets >= 0]
         return len(found) if self.weights is None else float(self.weights[found.cpu().numpy()].sum())
 
@@ -185,7 +185,7 @@ class OneLabel(Objective):
 
         if "predictions" not in sums:
             return sums, None, None
-        probabilities, true = self.given(sums)
+        probabilities, true = self.metric_inputs(sums)
         if self.options.threshold is None or not np.isfinite(probabilities).all():
             return sums, (probabilities, true), None
         used = self.threshold(true == 1, probabilities[:, 1], threshold)
@@ -201,7 +201,7 @@ class OneLabel(Objective):
             told["reliability"] = {"of": "the likeliest label"} | _reliability(*found).table()
         return told
 
-    def given(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+    def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
         return scores.softmax(sums["predictions"].double().numpy()), sums["labels"].numpy()  # [N, C], [N]
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
@@ -223,19 +223,19 @@ class OneLabel(Objective):
         return found
 
     @classmethod
-    def told(cls, answer: Mapping[str, Any]) -> str:
+    def format_answer(cls, answer: Mapping[str, Any]) -> str:
         ordered = sorted(answer["scores"].items(), key=lambda entry: (entry[0] != answer["label"], -entry[1]))[:3]
         return ", ".join(f"{label} {chance:.3f}" for label, chance in ordered)
 
-    def shown(self, answer: Mapping[str, Any]) -> str:
+    def short_answer(self, answer: Mapping[str, Any]) -> str:
         return str(answer["label"])
 
-    def said(self, targets: Tensor) -> str:
+    def format_target(self, targets: Tensor) -> str:
         return self.names[int(targets)]
 
 
 def whole_numbers(dataset: Dataset, column: str) -> Dataset:
-    """The same, whose labels are texts of whole numbers, with integers: as they would have been, had none been
+    """Turn labels that are texts of whole numbers into integers: as they would have been, had none been
     missing."""
     import datasets
 

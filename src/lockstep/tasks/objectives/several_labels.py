@@ -53,7 +53,7 @@ class SeveralLabels(Objective):
     def count(self, columns: Columns, rows: np.ndarray) -> float:
         return len(rows) * len(self.names)
 
-    def counted(self, targets: Tensor) -> float:
+    def targets_in_batch(self, targets: Tensor) -> float:
         return int((targets >= 0).sum())
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class SeveralLabels(Objective):
         is given. Average precision and ROC AUC are means over the labels of which the split has examples that have
         it and (ROC AUC) others that have not. ECE is that of all labels together."""
         loss = float(sums["loss"]) / (float(sums["examples"]) * len(self.names))
-        probabilities, true = self.given(sums)
+        probabilities, true = self.metric_inputs(sums)
         if not np.isfinite(probabilities).all():
             return dict.fromkeys(self.metric_names, scores.NAN) | {"loss": loss}
         used = self._used(probabilities, true, threshold)
@@ -104,7 +104,7 @@ class SeveralLabels(Objective):
         return found
 
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
-        probabilities, true = self.given(sums)
+        probabilities, true = self.metric_inputs(sums)
         if not np.isfinite(probabilities).all():
             return {}
         used = self._used(probabilities, true, threshold)
@@ -124,7 +124,7 @@ class SeveralLabels(Objective):
             "reliability": {"of": "each label"} | found.table(),
         }
 
-    def given(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+    def metric_inputs(self, sums: Sums) -> tuple[np.ndarray, np.ndarray]:
         return scores.sigmoid(sums["predictions"].double().numpy()), sums["labels"].numpy()  # [N, C] each
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
@@ -148,12 +148,12 @@ class SeveralLabels(Objective):
         return found
 
     @classmethod
-    def told(cls, answer: Mapping[str, Any]) -> str:
+    def format_answer(cls, answer: Mapping[str, Any]) -> str:
         given = ", ".join(f"{name} {answer['scores'][name]:.3f}" for name in answer["labels"])
         best = max(answer["scores"], key=answer["scores"].__getitem__)
         return given or f"none (likeliest {best} {answer['scores'][best]:.3f})"
 
-    def said(self, targets: Tensor) -> str:
+    def format_target(self, targets: Tensor) -> str:
         return ", ".join(name for name, has in zip(self.names, targets.tolist(), strict=True) if has) or "none"
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from lockstep.config.run import RunError
 
-HELP = "the first step at which two runs or traces part, and the first thing in it that differs"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="OUTPUT of a run, or a trace: the reference")
