@@ -138,7 +138,7 @@ FAULTS = (
     beside("no-clip", "not at all", "no clipping"),
     beside("clip-value", "in another way", "clipped by value"),
     beside("wrong-backward", "only a part", "a custom function whose gradient is wrong"),
-    beside("smoothed", "random numbers", "label smoothing on one side"),
+    beside("smoothed", "label smoothing", "label smoothing on one side"),
     beside(
         "batch-of-a-process",
         "the batch size is one of a process",

@@ -98,7 +98,8 @@ def of_examples(trace: Trace, optimizer: int, step: int, one: Counter[str], othe
     return "the step is cut elsewhere: compare batch size, the last, smaller batch (drop_last) and the sampler"
 
 
-def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> str:
+def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[Step], stochastic: bool = True) -> str:
+    """`stochastic`: a model has modules of dropout."""
     modes = {s.training for s in ours} | {s.training for s in theirs}
     if modes >= {True, False}:
         side = "here" if any(s.training is False for s in theirs) else "in the reference"
@@ -131,9 +132,14 @@ def of_loss(one: Losses, other: Losses, ours: Sequence[Step], theirs: Sequence[S
         )
     if {s.autocast for s in ours} != {s.autocast for s in theirs}:
         return "products are computed in another precision on one side: compare autocast and the model's dtype"
+    if not stochastic:
+        return (
+            "the loss function or its options differ (label smoothing, weights, reduction), or inputs that no hash "
+            "sees, such as a mask; the model has no dropout"
+        )
     return (
-        "random numbers (dropout, augmentation) differ between the runs, or a part of the inputs that "
-        "no hash sees, such as a mask"
+        "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
+        "sees, such as a mask"
     )
 
 

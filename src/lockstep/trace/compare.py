@@ -233,8 +233,12 @@ def _loss(pair: _Pair, limit: float) -> tuple[float | None, tuple[Losses, Losses
     how, apart = agreeing(one, other, limit)
     if how is None:
         text = f"the loss: {one.summed:.8g} in the reference, {other.summed:.8g} here"
-        raise _Parted("loss", (text,), causes.of_loss(one, other, *pair.records()))
+        raise _Parted("loss", (text,), causes.of_loss(one, other, *pair.records(), stochastic=_stochastic(pair)))
     return apart, (one, other, how)
+
+
+def _stochastic(pair: _Pair) -> bool:
+    return any(m["stochastic"] for trace in (pair.a, pair.b) for rank in trace.ranks for m in rank.models)
 
 
 def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | None) -> dict[str, float]:

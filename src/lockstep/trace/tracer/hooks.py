@@ -151,6 +151,8 @@ def _wrap_backward(hooks: Hooks) -> None:
             return original(tensors, *args, **kwargs)
         finally:
             hooks.backward_depth -= 1
+            if not hooks.backward_depth:
+                hooks.guarded(recorder.after_backward)
             _THREAD.depth = depth  # checkpointing leaves a forward by an exception
 
     torch.autograd.backward = backward
