@@ -186,7 +186,7 @@ class Recorder:
             clip["scaled"] = True
         self.since.clips.append(clip)
         if self.measures(self._next_step()) and grads:
-            parts = [placement.local(p.grad) for p in grads]  # type: ignore[arg-type]
+            parts = [placement.local(p.grad) for p in grads]
             found = measure([t for t, _, _ in parts], [b for _, b, _ in parts])
             self.since.clipped = {id(p): v for p, v in zip(grads, found, strict=True)}
         return clip
@@ -277,11 +277,17 @@ class Recorder:
         names, _, _ = self.names()
         outside = {}
         held = {
-            id(p) for ref in self.optimizers if (o := ref()) is not None for g in o.param_groups for p in g["params"]
+            placement.key(p)
+            for ref in self.optimizers
+            if (o := ref()) is not None
+            for g in o.param_groups
+            for p in g["params"]
         }
         for root in (r for ref in self.roots if (r := ref()) is not None):
             for parameter in root.parameters():
                 if parameter.requires_grad and id(parameter) not in held:
+                    if id(parameter) not in names:  # made or replaced since
+                        names = self.names(fresh=True)[0]
                     outside[names.get(id(parameter), "?")] = parameter.grad is not None
         return {
             "opt": number,
@@ -358,9 +364,9 @@ class Recorder:
         names, _, ties = self.names(fresh)
         known = self.layouts.get(number)
         signature = (
-            *((id(p), p.dtype, tuple(p.shape), p.device) for p, _ in parameters),
+            *((placement.key(p), p.dtype, tuple(p.shape), p.device) for p, _ in parameters),
             tuple(map(tuple, ties)),
-            tuple(names.get(id(p)) for p, _ in parameters),
+            tuple(names.get(placement.key(p)) for p, _ in parameters),
         )
         if known is not None and known.signature == signature:
             return known
@@ -371,8 +377,8 @@ class Recorder:
             _, block, partial = placement.local(p)
             rows.append(
                 {
-                    "name": names.get(id(p)) or f"?{type(optimizer).__name__}{number}.{i}",
-                    "held": id(p) in names,
+                    "name": names.get(placement.key(p)) or f"?{type(optimizer).__name__}{number}.{i}",
+                    "held": placement.key(p) in names,
                     "shape": list(block.shape),
                     "offset": list(block.offset),
                     "size": list(block.size),
@@ -390,7 +396,7 @@ class Recorder:
             "layout",
             id=layout.number,
             opt=number,
-            optimizer=type(optimizer).__name__,
+            optimizer=getattr(optimizer, "kind", type(optimizer).__name__),
             parameters=rows,
             ties=ties,
             untied=self._untied(),
