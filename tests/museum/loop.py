@@ -212,8 +212,6 @@ def main() -> None:
                 model.train()
     if rank == 0:
         print("steps", made)
-    if world > 1:
-        dist.destroy_process_group()
 
 
 main()

@@ -82,8 +82,6 @@ def main() -> None:
             if not (a.fault == "last-left-out" and i == a.accumulate - 1):
                 loss.backward()
         optimizer.step()
-    if world > 1:
-        dist.destroy_process_group()
 
 
 main()

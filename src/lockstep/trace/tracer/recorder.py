@@ -24,6 +24,7 @@ from .inputs import Seen, seen
 from .settings import Settings
 from .writer import Writer, blob
 
+SPARSE = 8  # steps after which moments, and weights that nobody seems to have written to, are measured again
 HASHES = 200_000  # of an evaluation pass that are written down
 
 
@@ -52,7 +53,7 @@ class Layout:
     signature: tuple[Any, ...]
     number: int
     sketches: list[Tensor] | None = None  # of the weights after the last step
-    prints: list[Tensor] | None = None
+    versions: list[tuple[int, int]] | None = None  # of the weights then: count of writes, address
 
 
 @dataclass
@@ -245,7 +246,12 @@ class Recorder:
         params = [p for p, _ in parameters]
         locals_ = [placement.local(p) for p in params]
         here["locals"] = locals_
-        weights = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_], sketch=layout.sketches is None)
+        versions = [written(p) for p in params]
+        if layout.sketches is not None and versions == layout.versions and step % SPARSE:
+            weights = layout.sketches  # nobody has written to them since
+        else:
+            sketch = layout.sketches is None
+            weights = measure([t for t, _, _ in locals_], [b for _, b, _ in locals_], sketch=sketch)
         if layout.sketches is None:
             layout.sketches = weights
             self._start(number, layout, weights, locals_)
@@ -326,6 +332,8 @@ class Recorder:
         old = layout.sketches or after
         updates = [_difference(new, before) for new, before in zip(after, old, strict=True)]
         layout.sketches = after
+        params = [p for p, _ in here["parameters"]]
+        layout.versions = [written(p) for p in params]
         record["none"], record["partial"] = here["none"], here["partial"]
         record["grad_dtypes"] = here["grad_dtypes"]
         vectors = {"before": [v[:2] for v in here["before"]], "weights": [v[:2] for v in after], "updates": updates}
@@ -337,7 +345,8 @@ class Recorder:
             vectors["grads"] = grads
         if here["grad_scale"] is not None:
             vectors["grad_scale"] = [here["grad_scale"].double().view(torch.int64)]
-        moments, names = self._moments(optimizer, here["parameters"])
+        sparse = self.steps[here["number"]] % SPARSE
+        moments, names = ([], []) if sparse else self._moments(optimizer, here["parameters"])
         record["moments_of"] = names
         vectors["moments"] = moments
         buffers = self._buffers()
@@ -583,6 +592,12 @@ def _version(tensor: Any) -> int:
     if placement.is_dtensor(tensor):
         tensor = tensor.to_local()
     return int(getattr(tensor, "_version", 0))
+
+
+def written(parameter: Any) -> tuple[int, int]:
+    """What changes where a parameter's values do: its count of writes, and its address."""
+    plain = isinstance(parameter, Tensor) and not placement.is_dtensor(parameter)
+    return _version(parameter), parameter.data_ptr() if plain else 0
 
 
 def _number(value: Any) -> float | None:
