@@ -77,7 +77,9 @@ def _imported_by_script() -> bool:
     ):
         return False
     here = [i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti]
-    return bool(here) and here[-1].opname == "IMPORT_NAME" and here[-1].argval == __name__
+    if len(here) < 2 or here[-1].opname != "IMPORT_NAME" or here[-1].argval != __name__:
+        return False
+    return here[-2].argval is None  # `from lockstep.trace import ...` loads a tuple of names there
 
 
 sys.modules[__name__].__class__ = _Door

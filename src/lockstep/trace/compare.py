@@ -30,7 +30,7 @@ SMALL = 1e-3  # of the whole gradient's norm: a smaller gradient holds the round
 FLOORS = {"loss": 1e-6, "gradient": 4e-6, "update": 1e-3, "buffers": 1e-5}
 FLOORS_HALF = {  # products round to this, wherever the batch is cut, and last bits of float32 weights do not show it
     "bfloat16": {"loss": 4e-3, "gradient": 4e-2, "update": 0.2, "buffers": 1e-2},
-    "float16": {"loss": 1e-3, "gradient": 2e-2, "update": 0.1, "buffers": 2e-3},
+    "float16": {"loss": 4e-3, "gradient": 2e-2, "update": 0.1, "buffers": 2e-3},
 }
 WITHOUT_REFERENCE = {
     "float32": {"loss": 1e-4, "gradient": 1e-4, "update": 1e-2, "buffers": 1e-3},
