@@ -3,6 +3,7 @@
 SHARED = {
     "abilities",
     "answer_pairs",
+    "label_task",
     "length_curves",
     "metric_arrays",
     "own_metrics",
