@@ -23,16 +23,21 @@ class Plain:
     def __init__(
         self, run: dict, tokenizer: str, rows: dict[str, list[Row]] | None = None, labels: list[Any] | None = None
     ) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoImageProcessor, AutoTokenizer
 
         self.run, trusted = run, {"trust_remote_code": run["model"]["trust_remote_code"]}
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, **trusted)
-        own = Path(tokenizer) / "target"  # of a translation's targets, where they have one of their own
-        self.target_tokenizer = AutoTokenizer.from_pretrained(own, **trusted) if own.is_dir() else self.tokenizer
         if rows is not None:
             self.splits = rows
         if labels is not None:
             self.labels = labels
+        if run["task"]["name"] == "image_classification":
+            self.run = run | {"task": run["task"] | {"multi_label": False, "regression": False}}
+            self.tokenizer, self.processor = None, AutoImageProcessor.from_pretrained(tokenizer, backend="pil")
+            self.target_tokenizer = None
+            return
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, **trusted)
+        own = Path(tokenizer) / "target"  # of a translation's targets, where they have one of their own
+        self.target_tokenizer = AutoTokenizer.from_pretrained(own, **trusted) if own.is_dir() else self.tokenizer
 
     @cached_property
     def splits(self) -> dict[str, list[Row]]:

@@ -77,7 +77,7 @@ def _config(job: Plain, head: str) -> Any:
         config = transformers.AutoConfig.for_model(section["type"], **section["config"])
         if section["type"] == "encoder-decoder":  # its decoder decodes, and looks at the encoder
             config = type(config).from_encoder_decoder_configs(config.encoder, config.decoder)
-        for part in parts(config):
+        for part in parts(config) if tokenizer is not None else ():
             part.vocab_size = section["config"].get("vocab_size", len(tokenizer))
             part.bos_token_id, part.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         if config.is_encoder_decoder:  # whose decoder starts from a token, and whose classifier reads at the text's end
@@ -88,7 +88,7 @@ def _config(job: Plain, head: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
         for key, value in section["config"].items():
             setattr(config, key, value)
-    for part in parts(config):
+    for part in parts(config) if tokenizer is not None else ():
         part.pad_token_id, part.use_cache = tokenizer.pad_token_id, False
     if head.endswith("Classification"):
         config.num_labels = job.outputs

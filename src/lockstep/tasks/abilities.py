@@ -54,6 +54,8 @@ class Streams(Task):
 class Predicts(Task):
     """`lockstep predict` asks the exported model."""
 
+    example_input: ClassVar[str] = "some text"  # for the command line, where there is no sample to show
+
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
         """The columns that a prediction is made from: of one text, or of the two of a pair."""

@@ -127,7 +127,7 @@ def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
     if len(task.input_columns(task.run)) > 1:
         return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
     text = task.sample_input(samples[0]) if samples else ""
-    return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or "some text"])
+    return shlex.join(["lockstep", "predict", output, textwrap.shorten(text, 60, placeholder="") or task.example_input])
 
 
 class Promised(StrEnum):
