@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, Any]
-TASKS: dict[
-    str, tuple[str, str, str | None]
-] = {  # task -> keys of columns of texts | of labels, Auto class of transformers, task of peft
+# task -> keys of columns that are read | of labels, Auto class of transformers, task of peft
+TASKS: dict[str, tuple[str, str, str | None]] = {
     "classification": ("text text_pair | label", "ForSequenceClassification", "SEQ_CLS"),
     "image_classification": ("image | label", "ForImageClassification", None),
     "token_classification": ("words | tags", "ForTokenClassification", "TOKEN_CLS"),

@@ -256,8 +256,9 @@ def _masked(sides: Sides, places: Sequence[int], examples: list[dict[str, Any]])
 
 def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float) -> Numbers:
     """Loss and gradient in training mode, and loss in evaluation mode, without dropout. Gradients go to no weight:
-    hooks on weights do not run."""
-    with without_dropout(model):
+    hooks on weights do not run. Buffers, such as running statistics, are afterwards what they were: both paths begin
+    with the same ones."""
+    with preserved(model), without_dropout(model):
         try:
             model.eval()
             with torch.no_grad():

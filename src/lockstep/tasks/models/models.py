@@ -109,7 +109,7 @@ def check(
 
 
 def reads_texts(head: str) -> bool:
-    """Whether models with this head read tokens, which may be padded, masked, and more than a model has positions for."""
+    """Whether models with this head read tokens, which may be padded, and more than it has positions for."""
     return head != "image_classification"
 
 
