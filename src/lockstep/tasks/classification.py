@@ -48,6 +48,8 @@ class Classification(TextTask, Streams, LabelTask):
 
     Options = ClassificationOptions
     head = "classification"
+    column_keys = ("text", "label")
+    default_model = "distilbert/distilbert-base-uncased"
     pipeline = "text-classification"
     display_keys = ("samples",)
     row_is_example = True

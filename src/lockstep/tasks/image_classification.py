@@ -67,6 +67,8 @@ class ImageClassification(LabelTask):
 
     Options = ImageClassificationOptions
     head = HEAD
+    column_keys = ("image", "label")
+    default_model = "google/vit-base-patch16-224-in21k"
     pipeline = "image-classification"
     display_keys = ("samples",)
     row_is_example = True

@@ -42,6 +42,8 @@ class Task(ABC):
     own_model: ClassVar[bool] = False
     """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
 
+    column_keys: ClassVar[tuple[str, ...]] = ()  # its keys that name columns: `init` asks for them
+    default_model: ClassVar[str | None] = None  # on the Hub: `init` fine-tunes it unless a person names another
     head: ClassVar[str | None] = None  # of its model of transformers, as `models.HEADS` calls it
     streams: ClassVar[bool] = False  # whether `data.stream` goes with it: see `abilities.Streams`
     not_streamed_reason: ClassVar[str] = "it has no `stream` and no `example_maker`"
