@@ -18,12 +18,15 @@ class Plain:
     """A run, read plainly. `rows`: raw rows by split, where the caller has read them; `labels`: the values of labels in
     the order of their codes, where those rows do not show all."""
 
+    tokenizer: Any = None  # of a task of texts
+    processor: Any = None  # of a task of images
+    target_tokenizer: Any = None
     reference: Any = None  # of preferences: the model before training
 
     def __init__(
         self, run: dict, tokenizer: str, rows: dict[str, list[Row]] | None = None, labels: list[Any] | None = None
     ) -> None:
-        from transformers import AutoImageProcessor, AutoTokenizer
+        from transformers import AutoTokenizer
 
         self.run, trusted = run, {"trust_remote_code": run["model"]["trust_remote_code"]}
         if rows is not None:
@@ -32,10 +35,11 @@ class Plain:
             self.labels = labels
         if run["task"]["name"] == "image_classification":
             self.run = run | {"task": run["task"] | {"multi_label": False, "regression": False}}
-            self.tokenizer, self.processor = None, AutoImageProcessor.from_pretrained(tokenizer, backend="pil")
-            self.target_tokenizer = None
+            from transformers import AutoImageProcessor
+
+            self.processor = AutoImageProcessor.from_pretrained(tokenizer, backend="pil")
             return
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, **trusted)
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, **trusted)
         own = Path(tokenizer) / "target"  # of a translation's targets, where they have one of their own
         self.target_tokenizer = AutoTokenizer.from_pretrained(own, **trusted) if own.is_dir() else self.tokenizer
 

@@ -89,7 +89,7 @@ class ImageClassification(LabelTask):
         why = "it is about texts, and the task image_classification reads images; leave it out"
         given = run.data.model_fields_set
         keys = {f"data.{key}" for key in _UNUSED if key in given and getattr(run.data, key) != _default(run, key)}
-        if run.tokenizer != type(run.tokenizer)():
+        if run.tokenizer.model_fields_set:
             keys.add("tokenizer")
         return dict.fromkeys(sorted(keys), why)
 
@@ -101,7 +101,7 @@ class ImageClassification(LabelTask):
 
         if importlib.util.find_spec("PIL") is None:
             raise RunError("task.name: image_classification needs Pillow: pip install 'lockstep-train[images]'")
-        options = ImageClassificationOptions.model_validate(run.task.options)
+        options: Any = ImageClassificationOptions.model_validate(run.task.options)
         data = source.load(run.data, run.seed, columns={"task.image": options.image} | options.labels)
         splits = {}
         for split, rows in data.splits.items():

@@ -32,7 +32,7 @@ class Look:
     sizes: dict[str, int]  # split -> examples
     kinds: dict[
         str, str
-    ]  # column -> text, texts, label, labels, number, decimal, true/false, messages, image, or another
+    ]  # column -> text, texts, label, labels, number, decimal, true/false, messages, image or another
     few: dict[str, int]  # column of few different values -> how many
     characters: dict[str, int]  # text column -> characters, of which 99 of 100 rows have no more
     languages: tuple[str, ...] = ()  # of a column of pairs
