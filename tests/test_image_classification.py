@@ -222,9 +222,9 @@ def test_a_run_goes_on_with_the_same_bits(folders: Path, tmp_path: Path) -> None
     run = job(folders, tmp_path / "out", model=RESNET, task={"name": "image_classification", "processor": SMALL})
     whole = trained(run)
     shutil.rmtree(run.folder / "export")
-    shutil.rmtree(run.folder / "checkpoints" / "step-4")
+    shutil.rmtree(run.folder / "checkpoints" / "step-000004")
     (run.folder / "checkpoints" / "latest").unlink(missing_ok=True)
-    assert [folder.name for folder in (run.folder / "checkpoints").glob("step-*")] == ["step-2"]
+    assert [folder.name for folder in (run.folder / "checkpoints").glob("step-*")] == ["step-000002"]
     assert same(whole, trained(run, 1))
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(line["step"] for line in steps if line["split"] == "train") == 4

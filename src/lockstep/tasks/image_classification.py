@@ -89,7 +89,7 @@ class ImageClassification(LabelTask):
         why = "it is about texts, and the task image_classification reads images; leave it out"
         given = run.data.model_fields_set
         keys = {f"data.{key}" for key in _UNUSED if key in given and getattr(run.data, key) != _default(run, key)}
-        if run.tokenizer.model_fields_set:
+        if run.tokenizer.source is not None or run.tokenizer.train is not None:
             keys.add("tokenizer")
         return dict.fromkeys(sorted(keys), why)
 
