@@ -84,7 +84,8 @@ def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
 
     held = get(row, task["image"])
     held = (base64.b64decode(held["base64"]) if "base64" in held else held["bytes"]) if isinstance(held, dict) else held
-    image = ImageOps.exif_transpose(Image.open(io.BytesIO(held))).convert("RGB")
+    image = Image.open(io.BytesIO(held)) if isinstance(held, bytes) else held  # the Hub's are images already
+    image = ImageOps.exif_transpose(image).convert("RGB")
     pixels = job.processor(image, return_tensors="pt")["pixel_values"][0]
     return {"pixel_values": pixels, "labels": job.labels.index(get(row, task["label"]))}
 

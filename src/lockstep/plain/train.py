@@ -55,6 +55,8 @@ def build_model(job: Plain, weights: dict[str, Tensor] | None = None, empty: boo
         import peft
 
         given = {key: value for key, value in section["adapter"].items() if key not in ("type", "export")}
+        if kind is None:  # no kind of peft's, which would know the head
+            given.setdefault("modules_to_save", ["classifier"])
         of_type = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(section["adapter"].get("type", "lora").upper())]
         model = peft.get_peft_model(model, of_type(task_type=kind, **given))
     if weights is not None:
