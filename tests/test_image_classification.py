@@ -217,6 +217,28 @@ def test_the_same_bits_on_any_number_of_processes(model: str, folders: Path, tmp
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("overrides", [slow("strategy.name=fsdp2"), slow("precision=bf16"), slow("optim.name=sgd")])
+def test_crossed_with_strategies_precision_and_optimizers(overrides: str, folders: Path, tmp_path: Path) -> None:
+    values = {"model": RESNET, "task": {"name": "image_classification", "processor": SMALL}}
+    other = [] if overrides.startswith("strategy") else ["strategy.name=ddp"]
+    alone = [] if overrides.startswith("strategy") else [overrides]
+    first = trained(job(folders, tmp_path / "1", *alone, **values))
+    assert same(first, trained(job(folders, tmp_path / "2", overrides, *other, **values), 2))
+
+
+@pytest.mark.processes
+def test_an_adapter_trains_the_head_besides(folders: Path, tmp_path: Path) -> None:
+    base = job(folders, tmp_path / "base", steps=1, evaluate={"every": 0}, checkpoint={"every": 0})
+    before = trained(base)
+    adapter = {"type": "lora", "r": 2, "target_modules": ["q_proj", "v_proj"]}
+    run = job(folders, tmp_path / "out", model={"source": str(base.folder / "export"), "adapter": adapter})
+    after = trained(run)
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert {"classifier.weight", "classifier.bias"} < changed
+    assert all("classifier" in name or "q_proj" in name or "v_proj" in name for name in changed)
+
+
+@pytest.mark.processes
 def test_a_run_goes_on_with_the_same_bits(folders: Path, tmp_path: Path) -> None:
     """From the checkpoint after step 2, the running statistics of batch norm among its tensors."""
     run = job(folders, tmp_path / "out", model=RESNET, task={"name": "image_classification", "processor": SMALL})
