@@ -18,12 +18,15 @@ from marks import slow
 from safetensors.torch import load_file, save_file
 from saving import trained
 from task_runs import TASKS, make
+from test_padding import GROUPED
 
 from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.exported import damage
 from lockstep.config.exit_status import FAILED
+from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.data import raw_rows
+from lockstep.data.prepare import prepare
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.world import World
 from lockstep.plain.rows import NotCovered
@@ -32,7 +35,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, chunked_loss, quantized, unpadded
 from lockstep.tasks.task import Task
-from lockstep.training import export_check, plain_check
+from lockstep.training import export_check, plain_check, plain_sides
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_causes import cause
 from lockstep.training.plain_check import differences
@@ -331,6 +334,18 @@ def test_an_error_of_the_plain_path_names_the_key(
     said, why = checked(tiny(*ONE, f"output={tmp_path}"))
     assert ("KeyError: 'nobody foresaw it'" in why and "verify.plain=false" in why) == stops
     assert ("not compared with a plain computation: task.name: no" in said) != stops
+
+
+def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) -> None:
+    """transformers loads the tokenizer of some families by the family's class, whatever was saved."""
+    run = make(tmp_path, "documents", *ONE, "task.samples=0", "model.type=qwen2", f"model.config={json.dumps(GROUPED)}")
+    task = find("tasks", run.task.name)(run, prepare(run, find("tasks", run.task.name)))
+    job = plain_sides.job_of(run, task)
+    examples = job.encode(job.splits["train"])
+    with pytest.raises(plain_sides.OtherTokens, match=r"every qwen2 as a Qwen2Tokenizer.*Give tokenizer\.source"):
+        plain_sides.check_tokenizer(run, task, job, examples)
+    gpt2 = run.model_copy(update={"model": run.model.model_copy(update={"type": "gpt2", "config": {}})})
+    plain_sides.check_tokenizer(gpt2, task, job, examples)
 
 
 # -- what is left behind -----------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_ranks_are_sent_the_same_job() -> None:
 
 
 def world(size: int, rank: int = 0, apart: bool = False) -> Any:
-    return SimpleNamespace(size=size, rank=rank, apart=apart, device=SimpleNamespace(type="cpu"))
+    return SimpleNamespace(size=size, rank=rank, joining=apart, device=SimpleNamespace(type="cpu"))
 
 
 def test_a_rank_decides_nothing_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

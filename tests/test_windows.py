@@ -25,7 +25,7 @@ from lockstep.checkpoint.manifest import changed
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.world import World
-from lockstep.tasks.models import model_configs, padding, unpadded
+from lockstep.tasks.models import model_configs, models, padding, unpadded
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 
@@ -237,6 +237,17 @@ def test_a_language_model_of_an_encoders_family_looks_back_only(tmp_path: Path, 
     assert torch.equal(one[:, :5], other[:, :5])
     assert not torch.equal(one[:, 5], other[:, 5])
     assert ("task.name" in revisions_of(run)) == (task == "preference")  # which let it read ahead once
+
+
+def test_sliding_layers_without_a_window_are_refused(tmp_path: Path) -> None:
+    """Qwen2 has none until it is switched on, and transformers' masks end in an error."""
+    run = make(
+        tmp_path, "documents", "task.samples=0", "model.type=qwen2", f"model.config={json.dumps(GROUPED | TURNS)}"
+    )
+    with pytest.raises(RunError, match=r"model\.config\.layer_types: sliding_attention.*use_sliding_window: true"):
+        models.check(run, "causal")
+    windows = GROUPED | TURNS | {"use_sliding_window": True, "sliding_window": 4}
+    models.check(make(tmp_path, "documents", "model.type=qwen2", f"model.config={json.dumps(windows)}"), "causal")
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------

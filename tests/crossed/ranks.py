@@ -152,12 +152,11 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, s
 @contextlib.contextmanager
 def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
     """Listen to what this rank does. Nothing of what it computes is changed."""
-    from lockstep.training import dry_run, evaluation, finalize
+    from lockstep.training import evaluation
     from lockstep.training import rank as worker
     from lockstep.training.data_loader import StepLoader
 
     advance, summed, make = worker.RankZeroSinks.advance, evaluation.sum_split, StepLoader.make
-    del dry_run, finalize  # they call `evaluate_with_tables`, and that `sum_split`
 
     def advanced(self: Any, step: int) -> None:
         advance(self, step)

@@ -116,8 +116,8 @@ def pending(run: Run) -> bool:
     if run.hub.push_to is None:
         return False
     try:
-        kept = json.loads((run.folder / PUSHED).read_text(encoding="utf-8"))
-        return kept["repository"] != run.hub.push_to or kept["export"] != _fingerprint(run.folder / "export")
+        record = json.loads((run.folder / PUSHED).read_text(encoding="utf-8"))
+        return record["repository"] != run.hub.push_to or record["export"] != _fingerprint(run.folder / "export")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
 

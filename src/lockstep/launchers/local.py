@@ -63,7 +63,7 @@ class Local(Launcher):
 
         prestart()
         node = Node(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
-        key = secret.given_or_made()
+        key = secret.from_environment_or_new()
         rendezvous = ElasticRendezvous(LOOPBACK, 0, 1, 1, node, Limits(), key=key)
         sent = str(run.folder / "run.yaml") if plan.job is None else plan.job.dump()
         arguments = (sent, tuple(words), {secret.VARIABLE: key})

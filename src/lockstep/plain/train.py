@@ -7,7 +7,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -76,10 +76,12 @@ def _config(job: Plain, head: str) -> Any:
     if section["type"]:
         config = transformers.AutoConfig.for_model(section["type"], **section["config"])
         if section["type"] == "encoder-decoder":  # its decoder decodes, and looks at the encoder
-            config = type(config).from_encoder_decoder_configs(config.encoder, config.decoder)
+            config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config.encoder, config.decoder)
         for part in parts(config):
             part.vocab_size = section["config"].get("vocab_size", len(tokenizer))
-            part.bos_token_id, part.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+            for name in ("bos_token_id", "eos_token_id"):
+                with suppress(Exception):  # a family that cannot be without one keeps its own
+                    setattr(part, name, getattr(tokenizer, name))
         if config.is_encoder_decoder:  # whose decoder starts from a token, and whose classifier reads at the text's end
             config.eos_token_id = tokenizer.sep_token_id if config.eos_token_id is None else config.eos_token_id
             for part in parts(config)[1:]:

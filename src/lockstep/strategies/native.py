@@ -183,9 +183,9 @@ class Native(Strategy):
     def pop_gradients(self) -> list[Tensor]:
         """After a micro-batch: its gradients and what waited for them, in the order of `self.parameters`, zero where it
         has none; the parameters hold none afterwards."""
-        found = [self.take_gradient(i) for i in range(len(self.parameters))]
+        gradients = [self.take_gradient(i) for i in range(len(self.parameters))]
         self.waiting = None
-        return found
+        return gradients
 
     def take_gradient(self, position: int) -> Tensor:
         """The gradient of one parameter, which holds none afterwards."""

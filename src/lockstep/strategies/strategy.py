@@ -302,22 +302,22 @@ class Strategy(ABC):
         """Wait for the last update. Errors: `NotFinite`, where it was not made and the run says to stop then."""
         doubt, self._doubt = self._doubt, None
         if doubt is not None:
-            step, found = doubt
-            self.check_finite(step, *found.wait())
+            step, results = doubt
+            self.check_finite(step, *results.wait())
 
     def agree(self, losses: Tensor, uses: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Sums over ranks: the losses of the step's micro-batches [M], and how many of them gave each trainable
         parameter a gradient. Collective. Errors: `RunError` when there is no gradient at all, on every rank."""
-        losses, found = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
-        self.sources.agree(found.pop(), losses, self.sum_of_step)
-        if found.pop():
+        losses, counts = self.sums_of_step(losses, [*uses, self.switched, self.sources.noted])
+        self.sources.agree(counts.pop(), losses, self.sum_of_step)
+        if counts.pop():
             self.effects = self.take_effects(replace(self.effects, switched=frozenset(["weights"])))
-        if not any(found):
+        if not any(counts):
             raise RunError(
                 "no weight of the model gets a gradient: the loss does not depend on its trainable weights (look at "
                 "the task's loss, and at what is frozen or detached)"
             )
-        return losses, found
+        return losses, counts
 
     def sums_of_step(self, losses: Tensor, numbers: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Over ranks. The numbers never were on the device, so nobody waits for it. Collective."""
@@ -360,12 +360,14 @@ class Strategy(ABC):
 
     def take_effects(self, effects: SideEffects) -> SideEffects:
         """Those of all ranks. Collective. Errors: `RunError`, on every rank, for what this strategy cannot keep."""
-        found = effects.together(self.world.all_gather)
-        if found.replaced:
-            raise RunError(f"model(): {side_effects.replacement(found.replaced)}")
-        if found.per_process and self.world.size > 1:
-            raise RunError(side_effects.refusal(self.run.strategy.name, found, self.model, self.statistics is not None))
-        return found
+        agreed = effects.together(self.world.all_gather)
+        if agreed.replaced:
+            raise RunError(f"model(): {side_effects.replacement(agreed.replaced)}")
+        if agreed.per_process and self.world.size > 1:
+            raise RunError(
+                side_effects.refusal(self.run.strategy.name, agreed, self.model, self.statistics is not None)
+            )
+        return agreed
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -409,5 +411,5 @@ class Strategy(ABC):
 
 def strategy_class(run: Run) -> type[Strategy]:
     """The class a run's strategy is of. Errors: `PluginError`, `ImportError`."""
-    found: type[Strategy] = plugins.find("strategies", run.strategy.name)
-    return found.resolve_class(run)
+    cls: type[Strategy] = plugins.find("strategies", run.strategy.name)
+    return cls.resolve_class(run)

@@ -106,13 +106,13 @@ def _tried(session: Session) -> None:
 def enough_room(session: Session, step: int) -> list[str]:
     """What the user should know of the disk of OUTPUT before training goes on after `step` updates. Collective. Errors:
     `RunError`, on every rank, where it has no room for what the run writes."""
-    room, feed, found = session.checkpoints.room, session.feed, list[str]()
+    room, feed, notes = session.checkpoints.room, session.feed, list[str]()
     fault = None
     if session.world.is_main:
         try:
-            found = room.check(step, feed.total, session.checkpoints.every, session.world.size)
+            notes = room.check(step, feed.total, session.checkpoints.every, session.world.size)
         except RunError as caught:
             fault = str(caught)
     if (fault := session.world.broadcast(fault)) is not None:
         raise RunError(fault)
-    return found
+    return notes

@@ -90,7 +90,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     seconds, held = _cost(session, int(timed))
     rate = run.batch_size / seconds if seconds else None
     bits, rounding = strategy.gives_bits(run), strategy.rounding(run)
-    found = Recording(
+    recording = Recording(
         run.strategy.name,
         world.size,
         bits,
@@ -106,7 +106,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
     )
     strategy.close()
     if world.is_main:
-        (run.folder / "recording.json").write_text(json.dumps(asdict(found), indent=1))
+        (run.folder / "recording.json").write_text(json.dumps(asdict(recording), indent=1))
     return 0
 
 

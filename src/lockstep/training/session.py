@@ -87,7 +87,7 @@ def build_session(
     starts from. Collective. Errors: `RunError`."""
     before, run, prepared = tensor_bytes(), job.run, job.data
     task = job.task(run, prepared)
-    later = world.apart and job.strategy.supports_reshard  # built with those that it comes to
+    later = world.joining and job.strategy.supports_reshard  # built with those that it comes to
     whole = run if later else resolve_options(run, task, world)  # by the memory of all machines
     strategy_class = job.strategy if whole is run else strategies.strategy_class(whole)
     strategy = strategy_class(whole, world)

@@ -79,13 +79,13 @@ class SourceLosses:
     def take(self) -> dict[str, float]:
         """`loss_NAME` of each source that had targets; what comes is counted anew. The host waits for the device."""
         self._fetch()
-        found = {
+        means = {
             f"loss_{name}": float(total / count)
             for name, total, count in zip(self.names, self._sums, self._targets, strict=True)
             if count
         }
         self._sums, self._targets = np.zeros_like(self._sums), np.zeros_like(self._targets)
-        return found
+        return means
 
     @property
     def state(self) -> dict[str, Any]:

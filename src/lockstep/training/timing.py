@@ -89,15 +89,15 @@ def measure(job: Job, world: World, steps: str, skip: str) -> int:
     watch = Watchdog(world, run.launch.hang_timeout_s).start()
     try:
         try_a_step(session)
-        found = _timed(session, prepared, (int(skip), int(skip) + int(steps)))
-        ranks = [] if found is None else world.all_gather(_memory(session))
+        timed = _timed(session, prepared, (int(skip), int(skip) + int(steps)))
+        ranks = [] if timed is None else world.all_gather(_memory(session))
     finally:
         watch.stop()
     parameters, threads = strategy.parameter_count, world.threads
     strategy.close()
-    if found is None:
+    if timed is None:
         return STOPPED
-    counts, moments = found
+    counts, moments = timed
     if world.is_main:
         each = [b - a for a, b in itertools.pairwise(moments)]
         totals = (counts.steps, counts.examples, counts.tokens, counts.padded, counts.seconds)

@@ -55,6 +55,12 @@ def check(
             setattr(config, name, value)
         _check_buildable(run, config, head)
     for part in texts(config):
+        if "sliding_attention" in (entry(part, "layer_types") or ()) and vars(part).get("sliding_window", 0) is None:
+            switch = "use_sliding_window: true and " if entry(part, "use_sliding_window") is False else ""
+            raise RunError(
+                f"model.config.layer_types: sliding_attention, and this {part.model_type} has no window; set "
+                f"model.config.{switch}sliding_window, or take full_attention"
+            )
         positions = entry(part, "max_position_embeddings")
         if positions is None or positions <= 0:
             continue
